@@ -45,7 +45,7 @@ from xprofiler.ranks import degrees
 
 if TYPE_CHECKING:
     from xgpt.schema import ModelSpec, Plan
-    from xrunner.cluster.fleet import Fleet
+    from xrunner.cluster.workers import Workers
 
 SEED = 7
 POLICIES = ("rra", "waa-c", "waa-m", "chunked", "orca", "static")
@@ -99,7 +99,7 @@ def there_is_none(spec: ModelSpec, cluster: str, policy: str, fix: Mapping[str, 
     return "one layer makes no pipeline" if fix.get("pp") == 2 and layers < 2 else None
 
 
-def rows_of(number: int, fleet: Fleet) -> Iterator[Row]:
+def rows_of(number: int, workers: Workers) -> Iterator[Row]:
     """Yield a row for each plan of one checkpoint."""
     from tests.numerics.checkpoints import random_shape, save
     from tests.numerics.served import greedy
@@ -111,7 +111,7 @@ def rows_of(number: int, fleet: Fleet) -> Iterator[Row]:
         for cluster, placements in PLACEMENTS.items():
             for fix in placements:
                 for policy in POLICIES if fix else (*POLICIES, "auto"):
-                    where, outcome = _outcome(spec, directory, cluster, policy, fix, fleet, expected)
+                    where, outcome = _outcome(spec, directory, cluster, policy, fix, workers, expected)
                     fixed = ", ".join(f"{name}={value}" for name, value in fix.items())
                     yield Row(number, family, cluster, policy, fixed, where, outcome)
 
@@ -122,7 +122,7 @@ def _outcome(
     cluster: str,
     policy: Any,
     fix: Mapping[str, int],
-    fleet: Fleet,
+    workers: Workers,
     expected: Sequence[Sequence[int]],
 ) -> tuple[str, str]:
     """Return the placement of a plan, and what its tokens are."""
@@ -137,7 +137,7 @@ def _outcome(
         except (InputError, InfeasibleError) as error:
             return "", f"refused: {error}" if none is None else f"{REFUSED}: {none}"
         where = placement_in_words(plan)
-        found = _served(plan, directory, fleet, behind_endpoint=policy == "auto")
+        found = _served(plan, directory, workers, behind_endpoint=policy == "auto")
     except Exception as error:  # a row of its own, so that the others are run
         traceback.print_exc()
         return where, f"{type(error).__name__}: {str(error)[:200]}"
@@ -145,12 +145,12 @@ def _outcome(
     return where, f"{wrong} of {len(expected)} outputs differ" if wrong else EQUAL
 
 
-def _served(plan: Plan, directory: Path, fleet: Fleet, *, behind_endpoint: bool) -> list[list[int]]:
+def _served(plan: Plan, directory: Path, workers: Workers, *, behind_endpoint: bool) -> list[list[int]]:
     from tests.numerics.served import served_here, served_on
 
     if behind_endpoint:
         return _answered(plan, directory)
-    return served_on(fleet, plan) if plan.devices_per_replica == 2 else served_here(plan)
+    return served_on(workers, plan) if plan.devices_per_replica == 2 else served_here(plan)
 
 
 def _answered(plan: Plan, directory: Path) -> list[list[int]]:
@@ -230,17 +230,17 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    from xrunner.cluster.fleet import Fleet
+    from xrunner.cluster.workers import Workers
 
     torch.set_num_threads(1)
     rows: list[Row] = []
-    with TemporaryDirectory() as cache, Fleet(2) as fleet:
+    with TemporaryDirectory() as cache, Workers(2) as workers:
         os.environ["XDG_CACHE_HOME"] = cache  # of models that are gone afterwards
         for number in range(options.first, options.first + options.count):
             of = None if options.again else kept(number)
             if of is None:
                 started = time.perf_counter()
-                of = list(rows_of(number, fleet))
+                of = list(rows_of(number, workers))
                 write_atomic(RESULTS / f"{number}.json", json.dumps([asdict(row) for row in of], indent=1) + "\n")
                 right, seconds = sum(row.is_right for row in of), time.perf_counter() - started
                 print(f"{number:3} {of[0].family:10} {right} of {len(of)} right, {seconds:.0f} s", flush=True)

@@ -25,7 +25,7 @@ from benchmarks.lib.served_plans import SPEC, Served, left_over, listening, one_
 from xgpt.app.serve.engines import build_engine
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.schema import Plan
-from xrunner.cluster.fleet import PERIOD_S, RESTARTS
+from xrunner.cluster.workers import PERIOD_S, RESTARTS
 from xrunner.generation import Generation
 
 NUM_WORKERS = 2

@@ -34,7 +34,7 @@ from xgpt.schema import DType, ModelSpec, Precision, Stage
 from xprofiler.measure import fastest_layouts, loading_rate
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
-from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.workers import Workers
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import Lane, lane_of
 
@@ -162,18 +162,18 @@ def measure(name: str, directory: Path, places: Sequence[str]) -> Iterator[Row]:
             stages=stages,
             layouts=layouts,
         )
-        with Fleet(len(held)) as fleet:
+        with Workers(len(held)) as workers:
             for source, predicted_s in (("disk", from_disk_s), ("memory", from_memory_s)):
-                seconds = min(_deploy_s(fleet, deployment, source, directory) for _ in range(REPEATS[name]))
+                seconds = min(_deploy_s(workers, deployment, source, directory) for _ in range(REPEATS[name]))
                 row = Row(name, dtype, place, source, max(held), round(predicted_s, 2), round(seconds, 2))
                 print("  ".join(str(value) for value in asdict(row).values()), flush=True)
                 yield row
 
 
-def _deploy_s(fleet: Fleet, deployment: Deployment, source: str, directory: Path) -> float:
+def _deploy_s(workers: Workers, deployment: Deployment, source: str, directory: Path) -> float:
     if source == "disk":
         drop_from_memory(directory)
-    executor = RemoteExecutor(fleet, deployment)
+    executor = RemoteExecutor(workers, deployment)
     seconds = max(executor.deploy().values())
     executor.disconnect()
     return seconds

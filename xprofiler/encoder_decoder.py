@@ -127,13 +127,13 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """One layer's, with its share of what is worked out once a step."""
+        """Seconds of one layer, with its share of what is computed once a step."""
         layers = self.spec.num_encoder_layers
         q, k, v = self.queries_keys_values(num_prompts * length)
         lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
 
         def run() -> None:
-            attend = self.model.reading(lengths, self.worker.backend, q)
+            attend = self.model.encoder_attention(lengths, self.worker.backend, q)
             for _ in range(layers):
                 attend(q, k, v, scoring=UNSCALED)
 

@@ -197,14 +197,16 @@ def _hop(task: Task, rank: int, meet: Meet, num_tokens: int) -> float:
 
 
 def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
-    """Return the seconds that the K/V of `num_tokens` tokens in all layers takes out of one worker, through host
-    memory, into another: half of there and back. An encoder-decoder's move what its encoder has read, of more tokens.
+    """Return the seconds that a transfer of `num_tokens` tokens' K/V, all layers, takes between two workers.
+
+    Measured is half of a way out of this worker through host memory and back. An encoder-decoder transfers encoder
+    outputs instead: as many as take the same bytes.
     """
     spec = worker.model.spec
     cargo = worker.cargo(Part.whole(spec))
     if spec.is_encoder_decoder:
         num_tokens = round(num_tokens * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim / spec.hidden_size)
-        worker.readings[0] = torch.zeros(num_tokens, spec.hidden_size, dtype=worker.dtype)
+        worker.encoder_outputs[0] = torch.zeros(num_tokens, spec.hidden_size, dtype=worker.dtype)
     piece = Piece(0, 1, (0, spec.num_layers), (0, spec.num_kv_heads if spec.latent is None else 1))
     prompt = [Moving(0, list(range(-(-num_tokens // BLOCK_SIZE))), num_tokens)]
     received = cargo.empty(piece, prompt)

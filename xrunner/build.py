@@ -189,7 +189,7 @@ def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = T
         assert isinstance(worker, Worker)
         worker.adopt(request, table, 4)
         if worker.model.decoder_start:
-            worker.readings[-1] = torch.zeros(4, worker.model.spec.hidden_size, dtype=worker.dtype)
+            worker.encoder_outputs[-1] = torch.zeros(4, worker.model.spec.hidden_size, dtype=worker.dtype)
     if decode:
         worker.execute(Step(encode=(), decode=(-1,)))
     worker.release([-1])

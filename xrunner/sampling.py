@@ -1,11 +1,11 @@
 """Choose tokens from logits: greedy, or at random after temperature, top-k, top-p, min-p and penalties.
 
-A row of logits that holds NaN, or whose highest is infinite, gives no token: its request fails, and no other.
+A row of logits that holds NaN, or whose highest is infinite, gives no token: only its request fails.
 
-A drawn token depends on its request alone: each candidate has a random number of its own, a hash of the request's
-seed, the token's position and the candidate. Equal logits give equal tokens. What else is in the batch, or a
-preemption, may change the last bits of logits, as products of other sizes are rounded otherwise: another token is then
-drawn only where two candidates lie as near to each other as that rounding, just as another logit may be the highest.
+A drawn token depends on its request alone: each candidate's random number is a hash of the request's seed, the token's
+position and the candidate, so equal logits give equal tokens. Other requests in the batch, or a preemption, may change
+the last bits of logits, since products of other sizes are rounded differently. Then another token is drawn only if two
+candidates differ by no more than that rounding, just as another logit may become the highest.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MIN_TEMPERATURE = 1e-5
 """Below it the highest logit wins in any case, and the division would overflow."""
 
 HASH = ((16, 0xFFFF, -2048144789), (13, 0x7FFFF, -1028477387), (16, 0xFFFF, 1))
-"""Shift, mask of what a shift without sign leaves, and factor of each round. Source: MurmurHash3's finalisation."""
+"""Each round's shift, mask (which makes the shift logical) and factor. Source: MurmurHash3's finaliser."""
 
 RACERS = 2**17
-"""Candidates at once: what fits into a processor's cache."""
+"""Candidates that are computed at once: they fit into a processor's cache."""
 
 CANDIDATES = 256
-"""Highest scores that are sorted at first; where top-p needs more, all are."""
+"""Highest scores that are sorted first; if top-p needs more, all are sorted."""
 
 _SETTINGS = np.dtype(
     [
@@ -49,12 +49,16 @@ _GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, 1, -1, -1), _SETTINGS)
 
 
 class Sampler:
-    """Picks the next tokens of a batch; remembers what each row of the worker asked for.
+    """Chooses the next tokens of a batch by the sampling parameters of each row's request.
 
-    Where no row asks for more than the highest logit, `is_idle` holds and there is nothing to call.
+    If all rows are greedy and ask for nothing else, `is_idle` holds, and the caller may use `highest` instead.
+
+    Attributes:
+        failed: why the last call has chosen no token, by index into its rows; rows of logits that are not finite are
+            left out.
 
     Args:
-        grammars: None: no request has one.
+        grammars: builds the states of grammars; None: no request may have one.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, grammars: Grammars | None = None) -> None:
@@ -63,26 +67,25 @@ class Sampler:
         self._active: set[int] = set()
         self._grammars = grammars
         self._states: dict[int, State] = {}
-        """Of each row that keeps to a grammar."""
+        """Grammar states, by row that has a grammar."""
         self.failed: dict[int, str] = {}
-        """Why the last call has chosen no token, by index into its rows; not told of logits that are not finite."""
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
-        """Of each row that has some: tokens, and what is added to their logits."""
+        """Tokens and what is added to their logits, by row that has such biases."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        """How often each token stands in the output, one line for each request with a penalty."""
+        """How often each token occurs in the output: a line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
-        """Whether it stands in the prompt."""
+        """Whether it occurs in the prompt: the same lines."""
         self._free_counts: list[int] = []
         self._noise: Tensor | None = None
-        """Of each token, made with the first draw."""
+        """Random bits of each token, made at the first draw."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether every row takes its highest logit and wants to know no more."""
+        """Whether every row is greedy, without penalties, biases, grammars and log probabilities."""
         return not self._active
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
-        """Note what the request of `row` asks for; `output`: what it had generated before a preemption."""
+        """Store the sampling parameters of a row's request; `output`: what it had generated before a preemption."""
         if params.is_plain:
             return
         if row >= len(self._settings):
@@ -127,12 +130,12 @@ class Sampler:
 
         Args:
             logits: # [sampled, vocab]
-            rows: of the worker. # int64 [sampled]
+            rows: the worker's row of each. # int64 [sampled]
             positions: each next token's place in its sequence. # int32 [sampled]
 
         Returns:
             The tokens, # int64 [sampled]
-            and log probabilities by index into `rows`, of those that ask for them.
+            and log probabilities, by index into `rows`, for the requests that ask for them.
         """
         self.failed = {}
         if not len(rows):
@@ -145,7 +148,7 @@ class Sampler:
     def _one_by_one(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Choose for each request apart."""
+        """Choose for each request separately, so that only the one at fault fails."""
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         logprobs: dict[int, Logprobs] = {}
         failed: dict[int, str] = {}
@@ -166,7 +169,7 @@ class Sampler:
     def _choose(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Return what a call does where no request is at fault; what rows remember changes at its end alone."""
+        """Choose for all rows at once; the state of rows changes only at the end, when nothing can fail any more."""
         settings = self._settings_of(rows)
         failed = highest(logits) == NO_TOKEN
         if any_failed := bool(failed.any()):
@@ -207,7 +210,7 @@ class Sampler:
                 scores[index, tokens] += values
             if row in self._states:
                 if (allowed := self._states[row].allowed()) is None:
-                    self.failed[index] = "its output cannot be kept to its schema any more; send a smaller one"
+                    self.failed[index] = "its output can no longer be kept to its schema; send a smaller schema"
                 else:
                     scores[index].masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 
@@ -218,10 +221,7 @@ class Sampler:
         return settings
 
     def _penalise(self, scores: Tensor, settings: np.ndarray) -> Tensor:
-        """Scores less a factor for being there at all, a price for each time, and one for being in the output.
-
-        # float32 [penalised, vocab] -> same
-        """
+        """Apply the repetition, frequency and presence penalties to scores. # float32 [penalised, vocab] -> same"""
         lines = _lines(settings)
         counts = self._counts[lines].float()
         names = ("frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -245,8 +245,8 @@ class Sampler:
 
 
 def highest(logits: Tensor) -> Tensor:
-    """Each row's token of the highest logit; NO_TOKEN where that is NaN or infinite. # [rows, vocab] -> int64 [rows]"""
-    # A NaN is the highest, to both.
+    """Return each row's greedy choice; NO_TOKEN where the logit is NaN or infinite. # [rows, vocab] -> int64 [rows]"""
+    # numpy and torch both take a NaN for the highest.
     if logits.device.type == "cpu" and logits.dtype == torch.float32:  # numpy is two to four times as fast
         tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))
         best = logits.gather(-1, tokens[:, None])[:, 0]
@@ -256,16 +256,16 @@ def highest(logits: Tensor) -> Tensor:
 
 
 def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Tensor) -> Tensor:
-    """One token a row.
+    """Draw one token a row, after temperature, top-k, top-p and min-p.
 
     Args:
         scores: # float32 [rows, vocab]
-        noise: of each token. # int32 [vocab]
+        noise: random bits of each token. # int32 [vocab]
 
     Returns:
         # int64 [rows]
     """
-    # The highest score becomes 0 before the division: a low temperature then only sends others to -inf.
+    # With the highest score at 0, dividing by a low temperature can only send the others to -inf.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / _column(settings["temperature"], scores)
     vocab = scores.shape[-1]
     cut = np.flatnonzero((settings["top_k"] < vocab) | (settings["top_p"] < 1) | (settings["min_p"] > 0))
@@ -276,11 +276,11 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Te
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
-    """Return the score below which top-k, then top-p among those, and min-p drop a token; equals are kept together.
+    """Return the lowest score that top-k, then top-p among those, and min-p keep; equal scores are kept together.
 
     Args:
         scores: the highest of each row is 0. # float32 [rows, vocab]
-        width: highest scores to sort, at least.
+        width: least number of highest scores to sort.
 
     Returns:
         # float32 [rows, 1]
@@ -303,15 +303,14 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
 
 
 def _race(weights: Tensor, keys: np.ndarray, noise: Tensor) -> Tensor:
-    """One token a row, drawn with these weights: the first of exponential clocks that run at these rates.
+    """Draw one token a row with these weights: that of the first of exponential clocks with these rates.
 
-    Each token's clock depends on the row's key and the token alone. So where weights differ by rounding, another token
-    is drawn only if two clocks were as near to each other: an inverse of the cumulative distribution would add up the
-    rounding of all tokens before.
+    A token's clock depends only on the row's key and the token. So if weights differ by rounding, another token is
+    drawn only if two clocks were that close. Inverting the cumulative distribution would add up the rounding of all tokens.
 
     Args:
-        weights: of any scale; some are above 0. # float32 [rows, vocab]
-        keys: # uint64 [rows]
+        weights: of any scale, at least one above 0. # float32 [rows, vocab]
+        keys: each row's. # uint64 [rows]
         noise: random bits of each token. # int32 [vocab]
 
     Returns:
@@ -326,17 +325,19 @@ def _race(weights: Tensor, keys: np.ndarray, noise: Tensor) -> Tensor:
             bits ^= (bits >> shift).bitwise_and_(mask)
             bits *= factor
         uniform = bits.bitwise_and_(2**31 - 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-        tokens.append(rates.div(uniform.neg_().log1p_()).argmin(dim=-1))  # a logarithm below 0: the least is the first
+        tokens.append(
+            rates.div(uniform.neg_().log1p_()).argmin(dim=-1)
+        )  # the logarithm is below 0, so the least quotient is the first clock
     return torch.cat(tokens)
 
 
 def token_noise(vocab_size: int) -> Tensor:
-    """Random bits of each token, the same everywhere. # int32 [vocab]"""
+    """Return random bits of each token, the same on every machine. # int32 [vocab]"""
     return torch.from_numpy(_mix(np.arange(vocab_size, dtype=np.uint64)).astype(np.uint32).view(np.int32))
 
 
 def keys_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Random bits of each pair. # uint64 [rows]
+    """Return random bits of each pair of a seed and a position. # uint64 [rows]
 
     Source: SplitMix64's output function (Steele, Lea, Flood 2014), once over the seed and once with the position.
     """
@@ -351,8 +352,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Logprobs]:
-    """Return each row's, of its token and the most probable ones, under the model's own distribution: before penalties,
-    temperature and cuts.
+    """Return the log probabilities of each row's token and of the most probable ones, before penalties and temperature.
 
     Args:
         logits: # [rows, vocab]
@@ -371,10 +371,10 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Log
 
 
 def _lines(settings: np.ndarray) -> Tensor:
-    """# int64 [rows]"""
+    """Return the lines of `_counts` that these settings name. # int64 [rows]"""
     return torch.from_numpy(settings["counts"].astype(np.int64))
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:
-    """Numbers of each row, to be broadcast over the vocabulary. # [rows, 1]"""
+    """Return one number a row as a column, to broadcast over the vocabulary. # [rows, 1]"""
     return torch.from_numpy(values.astype(np.float64)).to(like)[:, None]

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: takes hidden states from the stage before and hands them to the stage behind."""
+"""One stage of a pipeline: receives hidden states from the previous stage and sends them to the next."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from xrunner.models import EncoderDecoderModel, Model
 
 
 class Pipe(Protocol):
-    """The stages before and behind. What is sent must not change until it has arrived."""
+    """The link to other stages. A tensor that is sent must not change until it has arrived."""
 
     def receive(self, num_rows: int) -> Tensor:
-        """Wait for what the stage before has sent. # [rows, hidden]"""
+        """Wait for the previous stage's hidden states. # [rows, hidden]"""
 
     def send(self, hidden: Tensor) -> None:
-        """Hand on without waiting. # [rows, hidden]"""
+        """Send to the next stage without waiting. # [rows, hidden]"""
 
     def send_to_all(self, memory: Tensor) -> None:
-        """The last stage's: what an encoder has read, for every other stage. # [rows, hidden]"""
+        """In the last stage, send the encoder's output to every other stage. # [rows, hidden]"""
 
     def receive_from_last(self, num_rows: int) -> Tensor:
-        """# [rows, hidden]"""
+        """Wait for the encoder's output from the last stage. # [rows, hidden]"""
 
 
 class StageModel:
-    """A model's part between its neighbours, called like the whole model.
+    """A stage's part of a model, called like the whole model.
 
-    An encoder-decoder's prompts run through the encoder layers of all stages before the first decoder layer can look
-    at what has been read; the last stage therefore hands it to every other. So a step with prompts passes twice: first
-    it is `read`, then called, both in the order of the steps. Under WAA each lane does one of both: what the encode
-    lane's last stage has read is moved to every stage of the decode lane, which is told to `recall` it.
+    In an encoder-decoder, the first decoder layer needs the output of the last encoder layer, so a step with prompts
+    passes the pipeline twice, in the order of the steps: first `run_encoder`, at whose end the last stage sends the
+    encoder's output to every other stage, then the call. Under WAA each lane does one of the two: the output of the
+    encode lane's last stage is transferred to every stage of the decode lane, by `take_encoder_output`.
     """
 
     def __init__(self, model: Model, pipe: Pipe) -> None:
         self.model = model
         self._pipe = pipe
         self._memories: deque[Tensor] = deque()
-        """What has been read, and is here for calls to come: in the last stage, or under WAA in the decode lane."""
+        """Encoder outputs for the next calls: kept in the last stage, or under WAA in the decode lane."""
 
     @property
-    def reads(self) -> bool:
-        """Whether prompts pass twice."""
+    def runs_encoder_first(self) -> bool:
+        """Whether prompts pass the pipeline twice."""
         return isinstance(self.model, EncoderDecoderModel)
 
-    def read(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
-        """Run a batch's prompts through the encoder layers; it holds nothing else.
+    def run_encoder(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
+        """Run a batch of prompts alone through the encoder layers.
 
-        Returns what has been read, of the last stage of an encode lane. # [prompt tokens, hidden]
+        Return the encoder's output in the last stage of an encode lane, otherwise None. # [prompt tokens, hidden]
         """
         model = self.model
         assert isinstance(model, EncoderDecoderModel) and not batch.num_decodes
@@ -66,12 +66,12 @@ class StageModel:
         self._memories.append(hidden)
         return None
 
-    def recall(self, memory: Tensor) -> None:
-        """Take what another lane has read of the next batch's prompts. # [prompt tokens, hidden]"""
+    def take_encoder_output(self, memory: Tensor) -> None:
+        """Take the encoder's output, from another lane, for the next batch's prompts. # [prompt tokens, hidden]"""
         self._memories.append(memory)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor | None:
-        """Logits of the last stage. # [sampled, vocab]"""
+        """Run a step; return logits in the last stage, otherwise None. # [sampled, vocab]"""
         model = self.model
         if isinstance(model, EncoderDecoderModel):
             memory = self._memory(batch)
@@ -84,7 +84,7 @@ class StageModel:
         return None
 
     def _memory(self, batch: Batch) -> Tensor | None:
-        """Return what has been read of the batch's prompts."""
+        """Return the encoder's output for the batch's prompts; None if it has none."""
         num_rows = _num_prompt_tokens(batch)
         if not num_rows:
             return None
@@ -95,5 +95,5 @@ class StageModel:
 
 
 def _num_prompt_tokens(batch: Batch) -> int:
-    """Each sequence has one token more, the decoder's."""
+    """Return the number of prompt tokens: each sequence has one token more, which starts its decoder."""
     return len(batch.token_ids) - len(batch.context_len)

@@ -1,8 +1,8 @@
-"""Move what encoding leaves behind (K/V) from the encode lane's workers to the decode lane's, through host memory.
+"""Transfer the result of encoding from the encode lane's workers to the decode lane's, through host memory.
 
-That is keys and values, in whole blocks, which are laid out alike on both sides; of an encoder-decoder it is what the
-encoder has read, from which each decode worker makes the keys and values of its layers. Each side works out alike which
-rank sends which layers and heads to which, so that nothing but the contents travels. Source: ExeGPT sec. 4.1 (WAA).
+The result is K/V in whole blocks, laid out alike on both sides; of an encoder-decoder it is the encoder's output, from
+which each decode worker computes the keys and values of its layers. Both sides derive which rank sends which layers and
+heads to which, so that only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from xrunner.parallel import Part
 
 
 class Piece(NamedTuple):
-    """What one worker sends another: these layers of these heads, [first, last) both, as the model numbers them.
+    """What one worker sends another: these heads of these layers, both as [first, end) in the model's numbering.
 
-    What an encoder has read is sent whole.
+    An encoder's output is sent whole.
     """
 
     sender: int
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """A request on its way: the blocks that move, or are to be written, and the tokens of its prompt."""
+    """A request in transfer: its blocks on this side, and the tokens of its prompt."""
 
     id: int
     blocks: list[int]
@@ -42,20 +42,20 @@ class Cargo(Protocol):
     """One worker's side of all transfers."""
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Copy what is sent out, to host memory."""
+        """Copy what a piece sends to host memory."""
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
-        """Take what has been received, while the worker executes steps."""
+        """Store what was received; the worker may execute steps meanwhile."""
 
     def take_in(self, count: int) -> None:
-        """Between two steps, hand the worker what the first `count` transfers have brought."""
+        """Between two steps, give the worker what the first `count` transfers have received."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Host memory for what `write` takes."""
+        """Return host memory in which to receive a piece for `write`."""
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """All that must travel, once; where several have a head, receivers spread over them."""
+    """Return what must be sent, each part once; where several ranks hold a head, receivers spread over them."""
     found = []
     for receiver, there in receivers.items():
         by_layers: dict[tuple[int, int], list[int]] = {}
@@ -77,21 +77,21 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
     return found
 
 
-def reading_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return what an encoder has read, from the ranks of its last stage, which all have it, to every decode worker."""
+def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
+    """Return the encoder's output for every decode worker, spread over the last stage's ranks, which all hold it."""
     having = [sender for sender, part in senders.items() if part.is_last]
     return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
 
 
-class Readings:
-    """What a worker's encoder has read, or its decoder shall recall, by request. # each [prompt tokens, hidden]
+class EncoderOutputs:
+    """A worker's encoder outputs, to be sent or received, by request. # each [prompt tokens, hidden]
 
-    What has been received is set aside until the worker has forgotten the request under its earlier stay, if it was
-    preempted, and knows it anew: both come with the order to transfer, behind steps that are yet to be executed.
+    Received outputs are set aside until the worker has released a preempted request and adopted it anew: both are done
+    by the transfer's order, which is queued after earlier steps.
     """
 
-    def __init__(self, readings: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:
-        self._readings = readings
+    def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:
+        self._encoder_outputs = encoder_outputs
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._received: SimpleQueue[dict[int, Tensor]] = SimpleQueue()
@@ -99,15 +99,15 @@ class Readings:
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         """# [tokens of all prompts, hidden]"""
-        return torch.cat([self._readings[request.id] for request in requests]).cpu()
+        return torch.cat([self._encoder_outputs[request.id] for request in requests]).cpu()
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
         of_each = received.split([request.num_tokens for request in requests])
         self._received.put({request.id: own for request, own in zip(requests, of_each, strict=True)})
 
     def take_in(self, count: int) -> None:
-        while self._num_taken_in < count and not self._received.empty():  # each transfer brings one piece
-            self._readings |= self._received.get()
+        while self._num_taken_in < count and not self._received.empty():  # each transfer has one piece
+            self._encoder_outputs |= self._received.get()
             self._num_taken_in += 1
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
@@ -115,7 +115,7 @@ class Readings:
 
 
 class CachePart:
-    """A worker's cache, addressed by the model's own numbers of layers and heads."""
+    """A worker's K/V cache, addressed by the model's numbering of layers and heads."""
 
     def __init__(self, cache: KvCache, part: Part) -> None:
         self._cache = cache
@@ -135,7 +135,7 @@ class CachePart:
             layer[:, index, heads] = contents.to(layer.device)
 
     def take_in(self, count: int) -> None:
-        """It is in its blocks, which no step reads before the transfer has ended."""
+        """Do nothing: `write` has filled the blocks, which no step reads before the transfer has ended."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         num_blocks = sum(len(request.blocks) for request in requests)

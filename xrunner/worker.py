@@ -19,32 +19,33 @@ from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
 from xrunner.sampling import Sampler, highest, logprobs_of
 from xrunner.stage import StageModel
-from xrunner.transfer import CachePart, Cargo, Readings
+from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
 SCORED_TOKENS = 128
-"""Of a slice in which prompts are scored: there every token has logits."""
+"""Largest slice in which prompts are scored: there every token needs logits."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
 """Runs a step; the last stage returns logits. # [sampled, vocab]"""
 
 
 class Worker(OneAtATime):
-    """One rank's executor: turns a step into a batch, runs its part of the model, picks the next tokens.
+    """The executor of one device: turns a step into a batch, runs its part of the model, chooses the next tokens.
 
-    On its own it holds the whole model. As a stage of a pipeline it is called with the same steps as all the others;
-    but the last stage alone picks tokens, so the others must be told what to decode.
+    It holds the whole model, or a stage of a pipeline. All stages execute the same steps; since only the last one
+    chooses tokens, the others get them through `set_last_tokens`.
 
-    State of running requests lies in arrays indexed by a request's row, so that a step over hundreds of requests
+    The state of running requests is in arrays indexed by a request's row, so that a step over hundreds of requests
     costs a few numpy calls.
 
     Attributes:
-        readings: what an encoder has read of prompts whose decoder is elsewhere, by request: in the encode lane until
-            it is released, in the decode lane until its first step there, which makes its keys and values.
+        encoder_outputs: an encoder's output for prompts that another lane decodes, by request: kept in the encode lane
+            until the request is released, in the decode lane until its first step, which computes its keys and values.
             # each [prompt tokens, hidden]
 
     Args:
-        stage: its part between its neighbours; None: it is the only one.
-        run: what runs the whole model in the model's place.
+        stage: its stage of a pipeline; None: it holds the whole model.
+        run: runs the whole model in place of `model` itself, for instance from captured graphs.
+        vocabulary: this rank's share of the vocabulary; None: all of it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Worker(OneAtATime):
         self.resumes = self.scores_prompts = not model.decoder_start
         self.cache = cache
         self.backend = backend
-        self.readings: dict[int, Tensor] = {}
+        self.encoder_outputs: dict[int, Tensor] = {}
         self._run = run or stage or model
         self._stage = stage
         self._vocabulary = vocabulary
@@ -72,9 +73,9 @@ class Worker(OneAtATime):
         self._free_rows: list[int] = []
         self._prompts: dict[int, np.ndarray] = {}
         self._scores: dict[int, list[Logprobs]] = {}
-        """Of the prompts that are to be scored, as far as they have been."""
+        """Log probabilities of prompt tokens computed so far, by request that asks for them."""
         self._num_top: dict[int, int] = {}
-        """Of these, how many most probable tokens to report."""
+        """Most probable tokens to report for each of these requests' prompt tokens."""
         self._last_token = np.zeros(0, dtype=np.int64)
         self._context = np.zeros(0, dtype=np.int32)
         """Tokens whose K/V is in the cache."""
@@ -84,17 +85,17 @@ class Worker(OneAtATime):
         self._sampler = sampler or Sampler(model.spec.vocab_size, self._device)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Set aside a row, with these blocks.
+        """Reserve a row for a request, with these blocks.
 
-        Behind the prompt comes what the decoder starts with, if anything: it takes the place of an output token, of
-        which the last is never fed.
+        A decoder's start token, if the model has one, follows the prompt. It needs no room of its own: the last output
+        token is never fed to the model.
         """
         lengths = (len(generation.prompt), generation.max_output)
         num_tokens = max(lengths) if self.model.decoder_start else sum(lengths)
         limit = self.model.spec.max_context
         assert num_tokens <= limit, f"{num_tokens} tokens exceed the model's context of {limit}"
         prompt = (*generation.prompt, *self.model.decoder_start)
-        assert not (self.model.decoder_start and generation.num_resumed), "what was generated is no encoder's prompt"
+        assert not (self.model.decoder_start and generation.num_resumed), "outputs are no encoder's prompt"
         self._take_row(generation, table)
         self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
         num_top = generation.sampling.prompt_logprobs
@@ -102,10 +103,10 @@ class Worker(OneAtATime):
             self._scores[generation.id], self._num_top[generation.id] = [], num_top
 
     def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
-        """Set aside a row for a request whose first `cached` tokens another worker has encoded.
+        """Reserve a row for a request whose first `cached` tokens another worker has encoded.
 
-        Their keys and values are to be written into the blocks before the request decodes; or, of an encoder-decoder,
-        what has been read of them is to be put into `readings`.
+        Before the request decodes, their K/V must be written into its blocks; for an encoder-decoder, the encoder's
+        output must be put into `encoder_outputs`.
         """
         if self.model.decoder_start:
             self.start(generation, table)
@@ -115,13 +116,13 @@ class Worker(OneAtATime):
         self._context[row] = cached
 
     def _take_row(self, generation: Generation, table: BlockTable) -> int:
-        """Take a row, with these blocks."""
+        """Reserve a row, with these blocks; return its index."""
         assert generation.id not in self._row, f"request {generation.id} has started already"
         blocks = table.blocks
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
-        self._widen(len(blocks) + 1)  # an encoder's step computes, but does not write, a place behind the prompt
+        self._widen(len(blocks) + 1)  # an encoder's step looks up, but does not write, the block after the prompt
         self._tables[row, : len(blocks)] = blocks
         self._num_blocks[row] = len(blocks)
         self._row[generation.id] = row
@@ -133,21 +134,21 @@ class Worker(OneAtATime):
         return row
 
     def cargo(self, part: Part) -> Cargo:
-        """Return what moves of its requests between the lanes of WAA."""
+        """Return what transfers between WAA's lanes read and write here."""
         if self.model.decoder_start:
-            return Readings(self.readings, self.model.spec.hidden_size, self.dtype)
+            return EncoderOutputs(self.encoder_outputs, self.model.spec.hidden_size, self.dtype)
         return CachePart(self.cache, part)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Number type of weights and activations."""
         return next(self.model.parameters()).dtype
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests; one that never started, or is named again, is not known."""
+        """Forget these requests; ignore those that never started, and repeated ids."""
         started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._row]
         for id_ in started:
-            self.readings.pop(id_, None)
+            self.encoder_outputs.pop(id_, None)
             row = self._row.pop(id_)
             self._sampler.release(row)
             self._free_rows.append(row)
@@ -159,16 +160,16 @@ class Worker(OneAtATime):
         super().restart()
         self.release(list(self._row))
 
-    def tell(self, ids: Collection[int], tokens: Collection[int]) -> None:
-        """What these requests generated last, where another stage has picked it."""
+    def set_last_tokens(self, ids: Collection[int], tokens: Collection[int]) -> None:
+        """Set the last generated token of requests whose tokens another stage has chosen."""
         self._last_token[self._rows(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
-    def read(self, step: Step) -> None:
-        """Run a step's prompts through the encoder's layers, where they pass them apart from the decoder's.
+    def run_encoder(self, step: Step) -> None:
+        """Run a step's prompts through the encoder's layers, if prompts pass the pipeline twice.
 
-        In the slices in which they pass the decoder's, which what the step decodes decides, too.
+        They are cut into the same slices as in the second pass, which depend on what the step decodes.
         """
-        if self._stage is None or not self._stage.reads:
+        if self._stage is None or not self._stage.runs_encoder_first:
             return
         for part in self._parts(step):
             if part.encode:
@@ -177,48 +178,48 @@ class Worker(OneAtATime):
                 rows = self._rows(ids)
                 with torch.inference_mode():
                     batch = self._batch(prompts, rows, np.ones(len(rows), dtype=bool))
-                    reading = self._stage.read(batch, self.backend)
-                if reading is not None:
+                    output = self._stage.run_encoder(batch, self.backend)
+                if output is not None:
                     lengths = self._prompt_len[rows].tolist()
-                    self.readings |= zip(ids, reading.split(lengths), strict=True)
+                    self.encoder_outputs |= zip(ids, output.split(lengths), strict=True)
 
-    def execute(self, step: Step, *, has_read: bool = False) -> dict[int, int]:
-        """Run one step; returns the next token of each request that decoded or whose prompt ended.
+    def execute(self, step: Step, *, encoder_ran: bool = False) -> dict[int, int]:
+        """Run one step; return the next token of each request that decoded or whose prompt ended.
 
-        A step with more tokens than a slice runs slice by slice, so that its activations keep to their memory.
+        A step with more tokens than a slice runs slice by slice, within the memory planned for activations.
 
         Args:
-            has_read: `read` has come before.
+            encoder_ran: `run_encoder` has been called for this step.
         """
         self.logprobs, self.failed = {}, {}
         self._grow(step.grown)
         tokens: dict[int, int] = {}
-        if not has_read:
-            self.read(step)
+        if not encoder_ran:
+            self.run_encoder(step)
         if not self.model.runs_decoder:
             return tokens
         for part in self._parts(self._joined(step)):
-            self._recall(part)
+            self._pass_encoder_outputs(part)
             tokens |= self._execute(part)
         return tokens
 
     def _joined(self, step: Step) -> Step:
-        """The step with those whose prompts another lane has read as prompts: their keys and values are yet to make."""
-        joining = [id_ for id_ in step.decode if id_ in self.readings]
+        """Return the step with requests new to this decode lane as prompts: their K/V must be computed here."""
+        joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
             return step
         prompts = (Chunk(id_, 0, int(self._prompt_len[self._row[id_]])) for id_ in joining)
-        return Step(tuple(prompts), tuple(id_ for id_ in step.decode if id_ not in self.readings))
+        return Step(tuple(prompts), tuple(id_ for id_ in step.decode if id_ not in self.encoder_outputs))
 
-    def _recall(self, part: Step) -> None:
-        """Hand the model what another lane has read of a part's prompts."""
-        read = [self.readings.pop(chunk.id) for chunk in part.encode if chunk.id in self.readings]
-        if read:
+    def _pass_encoder_outputs(self, part: Step) -> None:
+        """Give the stage the encoder outputs that another lane has computed for a part's prompts."""
+        outputs = [self.encoder_outputs.pop(chunk.id) for chunk in part.encode if chunk.id in self.encoder_outputs]
+        if outputs:
             assert self._stage is not None
-            self._stage.recall(torch.cat(read).to(self._device))
+            self._stage.take_encoder_output(torch.cat(outputs).to(self._device))
 
     def _parts(self, step: Step) -> Iterator[Step]:
-        """What is run at once."""
+        """Yield the step in parts that are run at once."""
         is_scored = any(chunk.id in self._scores for chunk in step.encode)
         for part in slices(step, SCORED_TOKENS if is_scored else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
@@ -247,28 +248,28 @@ class Worker(OneAtATime):
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
-        """Run the model; None in a stage that is not the last. # int64 [sampled]"""
+        """Run the model; return its greedy choices, or None if this is not the last stage. # int64 [sampled]"""
         with torch.inference_mode():
             logits = self.logits(batch)
             return None if logits is None else self.sample(logits).cpu().numpy()
 
     def logits(self, batch: Batch) -> Tensor | None:
-        """Run the model as it is served; overwritten, perhaps, by the next. # [sampled, vocab or a share of it]"""
+        """Run the model; the next call may overwrite the result. # [sampled, vocab or this rank's share of it]"""
         return self._run(batch, self.cache, self.backend)
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Greedy choice, `sampling.highest`. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
+        """Return the greedy choices. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
         return highest(logits) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
     def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray, scored: _Scored | None) -> np.ndarray:
-        """Run the model, and choose as each request asks. # int64 [sampled]
+        """Run the model, and choose by each request's sampling parameters. # int64 [sampled]
 
         Args:
-            scored: prompt tokens whose logits follow those that are sampled from.
+            scored: prompt tokens to score; their logits follow those of the requests.
         """
         with torch.inference_mode():
             logits = self.logits(batch)
-            assert logits is not None, "the last stage alone is told how to choose"
+            assert logits is not None, "only the last stage knows sampling parameters"
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
             if scored is not None:
@@ -282,7 +283,7 @@ class Worker(OneAtATime):
         return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
-        """Return the step as the model takes it; `rows` are those of its decodes, then of its chunks."""
+        """Return the step as a batch; `rows` are those of its decodes, then of its chunks."""
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
@@ -300,7 +301,7 @@ class Worker(OneAtATime):
         )
 
     def _grow(self, grown: Collection[tuple[int, int]]) -> None:
-        """Take down the blocks that requests have been given."""
+        """Append blocks to the block tables of requests."""
         for id_, block in grown:
             row = self._row[id_]
             end = int(self._num_blocks[row])
@@ -329,12 +330,12 @@ class Worker(OneAtATime):
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The prompt tokens of a step whose successors are to be scored.
+    """The places of a step after which a prompt token is to be scored.
 
     Attributes:
-        rows: of a batch in which the step's decodes come first. # int64 [scored]
-        targets: the tokens that follow. # int64 [scored]
-        of: requests, how many of these are theirs, and how many most probable tokens to report of each.
+        rows: their rows in a batch in which the step's decodes come first. # int64 [scored]
+        targets: the prompt tokens that follow them, which are scored. # int64 [scored]
+        of: each request, the number of its places, and the number of most probable tokens to report for each.
     """
 
     rows: Tensor
@@ -343,10 +344,10 @@ class _Scored:
 
     @classmethod
     def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> _Scored | None:
-        """Those of a step; None: none are.
+        """Return the places of a step; None if it has none.
 
         Args:
-            num_top: most probable tokens to report, by those requests whose prompts are scored.
+            num_top: most probable tokens to report, by request whose prompt is scored.
         """
         if not num_top:
             return None
@@ -363,7 +364,7 @@ class _Scored:
         return cls(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)), of)
 
     def scores(self, logits: Tensor) -> Iterator[tuple[int, list[Logprobs]]]:
-        """Each request's. # [scored, vocab]"""
+        """Yield each request's scores of its prompt tokens, from the logits at the places. # [scored, vocab]"""
         targets, begin = self.targets.to(logits.device), 0
         for id_, count, num_top in self.of:
             end = begin + count
@@ -372,12 +373,12 @@ class _Scored:
 
 
 def fed(tokens: np.ndarray) -> np.ndarray:
-    """What to feed next: a request without a token may be held in its batch, and computes on. # int64 [n] -> same"""
+    """Return the tokens to feed next: 0 for a request without one that stays in its batch. # int64 [n] -> same"""
     return np.maximum(tokens, 0)
 
 
 def slices(step: Step, most: int = SLICE_TOKENS) -> Iterator[Step]:
-    """The step in parts of at most `most` tokens, decodes first; a prompt may span several."""
+    """Yield the step in parts of at most `most` tokens, decodes first; a prompt may span several parts."""
     decode, chunks = step.decode, []
     room = max(1, most - len(decode))
     for id_, start, length in step.encode:

@@ -1,19 +1,20 @@
-"""Bound the throughput of thousands of placements at once from above, whatever their settings.
+"""Compute upper bounds on the throughput of thousands of placements at once, whatever their settings.
 
-Let m be the mean requests in decode of a micro-batch, over its iterations. An iteration takes a stage at least the
-convex floor of its times at m (Jensen; its time at m where all iterations have m requests, as in the closed form of two
-lanes), and brings with it, on average, m / E[D] prompts to encode. Each stage does this for M micro-batches, one after
-the other; each micro-batch passes all stages before its next iteration:
+Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the decode iterations of a
+request. On average an iteration takes a stage at least decode_j(m), the convex floor of the stage's times at m (Jensen;
+the time itself where all iterations decode m requests, as in the closed form of two lanes), and comes with m / E[D]
+prompts to encode. Each stage does this for M micro-batches, one after the other, and each micro-batch passes all stages
+before its next iteration. So an iteration of all micro-batches takes at least
 
     t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
 
-and, where encoding and decoding take turns (rra, static), the first prompts pass all stages before the last ones do:
+and, where encode and decode steps alternate (rra, static), also the time in which M encode steps pass the pipeline:
 
     t(m) >= decode_1(m) + m / E[D] (sum_j encode_j + (M - 1) max_j encode_j)
 
-By Little's law the throughput is at most M m / (E[D] t(m)). A request of D decode iterations meets D of them, with the
-encoding that falls between, so that D t(m) is at most the latency bound; and M m requests must fit in memory. Both
-cut m off from above. Source: ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast.
+By Little's law the throughput is at most M m / (E[D] t(m)). Two constraints limit m from above: a request of D decode
+iterations takes at least D t(m), which must keep the latency bound, and M m requests must fit in memory.
+Source: ExeGPT sec. 4-6, and the closed forms in xsimulator.forecast.
 """
 
 from __future__ import annotations
@@ -37,43 +38,45 @@ from xsimulator.stages import Lane, StageShape
 Array = npt.NDArray[np.float64]
 
 MANY = 1e9
-"""Tokens that no step has."""
+"""More tokens than any step has."""
 MAX_KINDS = 5
-"""Distinct stages of a lane that are told apart."""
+"""Distinct kinds of stages of a lane that are bounded one by one."""
 BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
-"""Where phases run empty, m is less than the one request that an iteration has at least."""
+"""Values of m below 1, which occur where a phase goes on after its last request has finished."""
 
 
 class _Stages(NamedTuple):
-    """Distinct stages of a lane, padded with stages that take no time. # [kinds, m] but for encode_s, [kinds]"""
+    """Least step times of a lane's distinct stages, padded with stages that take no time. # [kinds, m] unless stated"""
 
     decode_s: Array
+    """A step that only decodes."""
     mixed_s: Array
-    """A step that also encodes what the decode batch needs to stay as large."""
+    """A step that also encodes m / E[D] prompts, which keep the decode batch at m."""
     met_s: Array
-    """The same without the prompts that the request itself displaces."""
+    """The same as a decoding request meets it: the prompts replace only the other m - 1 requests."""
     encode_s: Array
-    """Of one prompt, at its cheapest."""
+    """One prompt, in the largest and therefore cheapest step. # [kinds]"""
     passing_s: Array
-    """All stages and hops, decode only. # [m]"""
+    """`decode_s` through all stages, hops included. # [m]"""
     steady_s: Array
-    """`decode_s` of steps that all have m requests."""
+    """`decode_s` where every step decodes m requests, and not just the mean."""
     steady_passing_s: Array
     """`passing_s` of such steps. # [m]"""
     first_s: Array
-    """The first stage, decode only. # [m]"""
+    """`decode_s` of the first stage. # [m]"""
     through_s: float
-    """Of one prompt, at its cheapest, through all stages."""
+    """`encode_s` through all stages."""
     alone_s: float
-    """A step that encodes one prompt of the mean length and does no more, through all stages."""
+    """A step that only encodes one prompt, through all stages."""
 
 
 class PlacementBounds:
-    """Bounds of the placements of one problem, under any constraint.
+    """Bounds for the placements of one problem, under any constraint.
 
     Args:
-        profile: with lower tables: tables that never fall.
-        max_batch: requests in a micro-batch at most.
+        profile: one with lower tables (`xscheduler.lower_tables`), whose times never fall.
+        quantile_decodes: decode iterations of the request that must keep the latency bound.
+        max_batch: largest number of requests in a micro-batch.
     """
 
     def __init__(
@@ -91,21 +94,21 @@ class PlacementBounds:
         self.batches: Array = np.unique(
             np.concatenate([BELOW_ONE, [1.0], points[(points > 1) & (points < most)], [most]])
         )
-        """Mean decode batches of a micro-batch, m."""
+        """The values of m at which times are computed."""
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[int, int], _Degree] = {}
 
     @property
     def _tokens_per_decode(self) -> float:
-        """Tokens that pass for each decode iteration of a request, its share of a prompt included."""
+        """Tokens that a request passes through the model per decode iteration, its prompt's share included."""
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
-        """Return what bounds one policy's throughput on each placement.
+        """Return the bounds of one policy on each placement.
 
         Args:
-            capacities: requests that fit in the memory of a replica.
+            capacities: for each placement, the requests that fit in the memory of a replica.
         """
         steps = self._steps(placements)
         replicas = np.asarray([float(placement.replicas) for placement in placements])
@@ -113,9 +116,9 @@ class PlacementBounds:
         return PolicyBounds(steps, terms, replicas, np.asarray(capacities, float), self._mean_decodes)
 
     def least_latency(self, placements: Sequence[Placement]) -> Array:
-        """Seconds that no request of the quantile's length falls below: alone in its steps, its prompt at its cheapest.
+        """Return a lower bound on the latency of a request of the quantile's length on each placement, in seconds.
 
-        The first decode step may overlap with encoding.
+        It decodes alone, and its prompt costs the least. The first decode step may overlap with encoding.
         """
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
@@ -145,7 +148,7 @@ class PlacementBounds:
         )
 
     def _stages(self, lane: Lane) -> _Stages:
-        found = self._lanes.get(lane)  # a lane takes long to hash: once
+        found = self._lanes.get(lane)  # hash once: a lane is a long tuple
         if found is None:
             found = self._lanes[lane] = self._stages_of(lane)
         return found
@@ -158,7 +161,7 @@ class PlacementBounds:
         size = len(self.batches)
         decode, mixed, met, steady = (np.zeros((MAX_KINDS, size)) for _ in range(4))
         encode, passing, steady_passing = np.zeros(MAX_KINDS), np.zeros(size), np.zeros(size)
-        # The slowest kinds are the first: leaving one out of many weakens the bound and breaks nothing.
+        # The slowest kinds come first. More than MAX_KINDS are left out, which only loosens the bound.
         shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
         for k, shape in enumerate(shapes):
             of = self._degree(shape.group)
@@ -190,7 +193,7 @@ class PlacementBounds:
             encode_s=encode,
             passing_s=passing,
             steady_s=steady,
-            # Each micro-batch that runs has a request at least.
+            # A running micro-batch has at least one request.
             steady_passing_s=np.interp(np.maximum(self.batches, 1.0), self.batches, steady_passing),
             first_s=lane[0].decoder_layers * first.decode_s,
             through_s=through,
@@ -203,7 +206,7 @@ class PlacementBounds:
 
     @cached_property
     def _hops(self) -> tuple[Array | None, Array | None]:
-        """Within a node, and between nodes. # [m]"""
+        """Seconds of a hop within a node, and between nodes; None: there are no such links. # [m]"""
         near, far = self._profile.hop, self._profile.inter_node_hop
         return None if near is None else self._floor(near), None if far is None else self._floor(far)
 
@@ -226,7 +229,7 @@ class PlacementBounds:
         context = lengths.mean_decode_context
         encoder_s = encoder_alone_s = 0.0
         if layer.cross is not None:
-            # Decoder steps see the prompt by cross-attention; an encoder's own layers encode it.
+            # The encoder's layers encode the prompt, and the decoder reads it by cross-attention.
             context -= lengths.mean_input
             encoder = profile.encoder_layer(group[0])
             encoder_s = _least_of_a_prompt(Line.of(encoder.rest), Grid(encoder.attention), lengths)
@@ -244,7 +247,7 @@ class PlacementBounds:
         attention = sum(_convex_floor(m, seconds) for seconds in attentions)
 
         def steps(prompts: Array) -> Array:
-            """Steps that decode m requests and encode `prompts`, both on average."""
+            """Return the least seconds of steps that decode m requests and encode `prompts`, both on average."""
             tokens = m + prompts * prompt_tokens
             return _convex_floor(tokens, rest(tokens)) + attention + prompts * prompt_s
 
@@ -265,12 +268,12 @@ class PlacementBounds:
 
 @dataclass(frozen=True)
 class PolicyBounds:
-    """What bounds one policy's throughput on some placements.
+    """The bounds of one policy on some placements.
 
     Attributes:
-        replicas: of each placement.
-        capacities: requests that fit in the memory of a replica.
-        mean_decodes: decode iterations of a request.
+        replicas: number of replicas of each placement.
+        capacities: requests that fit in the memory of a replica, by placement.
+        mean_decodes: mean decode iterations of a request.
     """
 
     steps: LeastSteps
@@ -280,11 +283,12 @@ class PolicyBounds:
     mean_decodes: float
 
     def under(self, constraint: Constraint) -> Array:
-        """Requests a second that no settings of each placement exceed, all replicas together."""
+        """Return the requests a second that no settings of each placement exceed, all replicas together."""
         steps, terms, m = self.steps, self.terms, self.steps.of.batches
         slack, size = 1 + constraint.headroom, len(self.replicas)
         latency_s, tpot_s = (constraint.latency_bound_s or np.inf) / slack, (constraint.tpot_s or np.inf) / slack
         left_s = (latency_s - terms.before_s) / steps.of.decodes * np.ones(size)
+        # The largest m that memory, the latency bound and the bound on gaps allow; -1: none.
         most = np.minimum(self.capacities / steps.microbatches, m[-1])
         most = np.minimum(most, self._crossing(self._met, left_s).min(axis=1))
         if terms.at_least_one:
@@ -308,15 +312,15 @@ class PolicyBounds:
 
     @cached_property
     def _gaps(self) -> Array:
-        """Seconds between a request's tokens."""
+        """Seconds between two tokens of a request. # [placements, terms, m]"""
         steps = self.steps
         return np.concatenate([steps.each * steps.decode, steps.passing], axis=1) * self._busy
 
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
         """Return the highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
 
-        Between grid points times are linear and the throughput is monotone: it is highest at one of them, or at the
-        end.
+        Times are linear between grid points, so throughput is monotone there: it is highest at a grid point or at
+        `most`.
         """
         m = self.steps.of.batches
         index = np.clip(np.searchsorted(m, most, side="right") - 1, 0, len(m) - 2)
@@ -328,7 +332,7 @@ class PolicyBounds:
             at_end = (micro * np.maximum(most, m[0]) / least)[:, None] / (self.mean_decodes * at_end_s)
             throughput = micro[:, None, None] * m / busy / (self.mean_decodes * seconds)
         inside = np.where(m <= most[:, None, None], throughput, 0.0).max(axis=2)
-        # Stages that only pad a lane take no time, and bound nothing.
+        # Padding stages take no time, and give no bound.
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
@@ -344,11 +348,11 @@ class PolicyBounds:
 
 
 class _Degree(NamedTuple):
-    """A layer's times at one tensor-parallel degree. # [m], or of one prompt"""
+    """A layer's times at one tensor-parallel degree, named as in `_Stages`. # [m]; of one prompt where a number"""
 
     decode_s: Array
     steady_s: Array
-    """Of m requests in every step; `decode_s` is of m in the mean."""
+    """Every step decodes m requests; for `decode_s` only the mean is m."""
     steady_head_s: Array
     mixed_s: Array
     met_s: Array
@@ -356,12 +360,12 @@ class _Degree(NamedTuple):
     encode_s: float
     encoder_s: float
     alone_s: float
-    """Of one prompt in a step of its own; `encode_s` is its least in the best company."""
+    """One prompt in a step of its own; `encode_s` is its share of the largest step."""
     encoder_alone_s: float
 
 
 def _convex_floor(x: Array, y: Array) -> Array:
-    """The largest function below the points that is convex from the first x of 1 or more, and constant before."""
+    """Return the largest function below the points that is convex for x >= 1 and constant below."""
     first = int(np.searchsorted(x, 1.0))
     hull: list[int] = []
     for i in range(first, len(x)):
@@ -375,12 +379,12 @@ def _convex_floor(x: Array, y: Array) -> Array:
 
 
 def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Least seconds of a layer for encoding one prompt, in the best company."""
+    """Return the least seconds of a layer for one prompt: its share of the largest step."""
     return lengths.mean_input * float(rest.least_per_unit(MANY)) + _least_attention(attention, lengths)
 
 
 def _alone(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Seconds of a layer in a step that encodes one prompt."""
+    """Return the seconds of a layer in a step that encodes one prompt alone."""
     one = np.ones_like(lengths.inputs, dtype=float)
     return float(rest(lengths.mean_input)) + float(attention(one, lengths.inputs) @ lengths.input_probabilities)
 

@@ -117,7 +117,7 @@ def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: 
                 m.Join(1, 1),
                 m.Hello(0, 1, os.getpid(), "tcp://127.0.0.1:1"),
                 m.StoreCall(1, 1, "set", ["default_pg/0//0//cuda//rank_0"], [b"\x80\x04"], False),
-                m.Gone(1, 0),
+                m.WorkerExited(1, 0),
             ):
                 stranger.send(m.encode(message))
             strangers.append(stranger)

@@ -17,7 +17,7 @@ from xgpt import policies
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
-from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.workers import Workers
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
 from xscheduler.schedule import Scheduler
@@ -102,8 +102,8 @@ def run(schedule, executor, sampling=None, after_step=lambda number: None):
 
 
 @pytest.fixture(scope="module")
-def fleet():
-    with Fleet(3) as started:
+def workers():
+    with Workers(3) as started:
         yield started
 
 
@@ -132,14 +132,14 @@ def alone(checkpoint):
     return make
 
 
-def deploy(fleet, plan):
-    executor = RemoteExecutor(fleet, Deployment.of(plan))
+def deploy(workers, plan):
+    executor = RemoteExecutor(workers, Deployment.of(plan))
     executor.deploy()
     return executor
 
 
-def check(fleet, plan, expected, sampling=None, after_step=lambda number: None):
-    executor = deploy(fleet, plan)
+def check(workers, plan, expected, sampling=None, after_step=lambda number: None):
+    executor = deploy(workers, plan)
     try:
         tokens, log = run(policies.build(plan), executor, sampling, after_step)
     finally:
@@ -157,7 +157,7 @@ def check(fleet, plan, expected, sampling=None, after_step=lambda number: None):
 
 
 @pytest.mark.parametrize(("ep", "kind"), [(1, "orca"), (2, "rra")])
-def test_experts_in_parts_and_in_slices(fleet, checkpoint, alone, ep, kind):
+def test_experts_in_parts_and_in_slices(workers, checkpoint, alone, ep, kind):
     problem = problem_of(checkpoint(NAMES["experts"])[0], 2)
     placement = next(
         placement
@@ -166,12 +166,12 @@ def test_experts_in_parts_and_in_slices(fleet, checkpoint, alone, ep, kind):
     )
     plan = Scheduler(problem).score(POLICIES[kind](**placement.fixed, **ONE_LANE[kind]), placement)
     assert [stage.ep for stage in plan.stages] == [ep]
-    check(fleet, plan, alone("experts"))
+    check(workers, plan, alone("experts"))
 
 
-def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkpoint):
+def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(workers, checkpoint):
     plan = one_lane(checkpoint(NAMES["opt"])[0], "pp2", "orca", 2)
-    executor = deploy(fleet, plan)
+    executor = deploy(workers, plan)
     log, later = [], [Generation(1, PROMPTS[1], 8)]
     engine = Engine(policies.build(plan), executor, on_step=log.append)
     collect = executor.collect
@@ -194,10 +194,10 @@ def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(fleet, checkp
 
 
 @pytest.mark.parametrize(("before", "then"), [(("pp2", 2), ("tp2", 1)), (("tp2", 1), ("tp2+1", 2))])
-def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before, then):
+def test_another_placement_on_the_same_workers(workers, checkpoint, alone, before, then):
     directory, _ = checkpoint(NAMES["opt"])
     plans = [one_lane(directory, placement, "orca", microbatches) for placement, microbatches in (before, then)]
-    now = [deploy(fleet, plans[0])]
+    now = [deploy(workers, plans[0])]
 
     def redeploy(schedule):
         now.append(now[-1].redeployed(schedule.stages))
@@ -223,11 +223,11 @@ def test_another_placement_on_the_same_workers(fleet, checkpoint, alone, before,
         assert tokens[id_] == expected[id_], id_
 
 
-def test_a_plan_that_memory_does_not_hold_is_gone_back_from(fleet, checkpoint, alone):
+def test_a_plan_that_memory_does_not_hold_is_gone_back_from(workers, checkpoint, alone):
     directory, _ = checkpoint(NAMES["opt"])
     plan = one_lane(directory, "pp2", "orca", 2)
     stages = tuple(stage.model_copy(update={"kv_blocks": 10**12}) for stage in plan.stages)
-    now, refused = [deploy(fleet, plan)], []
+    now, refused = [deploy(workers, plan)], []
 
     def redeploy(schedule):
         now.append(now[-1].redeployed(schedule.stages))
@@ -265,9 +265,9 @@ def test_a_plan_that_memory_does_not_hold_is_gone_back_from(fleet, checkpoint, a
         ("latent", "pp2", "rra"),
     ],
 )
-def test_families_that_cut_in_other_ways(fleet, checkpoint, alone, family, placement, kind):
+def test_families_that_cut_in_other_ways(workers, checkpoint, alone, family, placement, kind):
     microbatches = len(PLACEMENTS[placement])
-    check(fleet, one_lane(checkpoint(NAMES[family])[0], placement, kind, microbatches), alone(family))
+    check(workers, one_lane(checkpoint(NAMES[family])[0], placement, kind, microbatches), alone(family))
 
 
 SINGLE = [
@@ -286,8 +286,8 @@ SINGLE = [
 
 
 @pytest.mark.parametrize(("family", "placement", "kind", "microbatches"), SINGLE)
-def test_one_lane(fleet, checkpoint, alone, family, placement, kind, microbatches):
-    check(fleet, one_lane(checkpoint(NAMES[family])[0], placement, kind, microbatches), alone(family))
+def test_one_lane(workers, checkpoint, alone, family, placement, kind, microbatches):
+    check(workers, one_lane(checkpoint(NAMES[family])[0], placement, kind, microbatches), alone(family))
 
 
 @pytest.mark.parametrize(
@@ -304,17 +304,17 @@ def test_one_lane(fleet, checkpoint, alone, family, placement, kind, microbatche
     ]
     + [("latent", "1+tp2")],
 )
-def test_two_lanes(fleet, checkpoint, alone, family, lanes):
-    check(fleet, two_lanes(checkpoint(NAMES[family])[0], lanes), alone(family))
+def test_two_lanes(workers, checkpoint, alone, family, lanes):
+    check(workers, two_lanes(checkpoint(NAMES[family])[0], lanes), alone(family))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lanes", [None, "1+tp2"])
-def test_drawn_tokens(fleet, checkpoint, alone, lanes):
+def test_drawn_tokens(workers, checkpoint, alone, lanes):
     sampling = SamplingParams(temperature=0.9, top_k=50, seed=3, frequency_penalty=0.4, logprobs=1)
     directory, _ = checkpoint(NAMES["llama"])
     plan = one_lane(directory, "tp2+1", "orca", 2) if lanes is None else two_lanes(directory, lanes)
-    check(fleet, plan, alone("llama", sampling), sampling)
+    check(workers, plan, alone("llama", sampling), sampling)
 
 
 @pytest.mark.parametrize(
@@ -329,13 +329,13 @@ def test_drawn_tokens(fleet, checkpoint, alone, lanes):
         ),
     ],
 )
-def test_a_worker_that_dies_or_hangs_loses_no_token(fleet, checkpoint, alone, family, lanes, how, worker):
+def test_a_worker_that_dies_or_hangs_loses_no_token(workers, checkpoint, alone, family, lanes, how, worker):
     directory, _ = checkpoint(NAMES[family])
     plan = one_lane(directory, "tp2+1", "rra", 2) if lanes is None else two_lanes(directory, lanes)
 
     def strike(step):
         if step == 25:
-            os.kill(fleet.members[worker].hello.pid, getattr(signal, f"SIG{how}"))
+            os.kill(workers.members[worker].hello.pid, getattr(signal, f"SIG{how}"))
 
-    fleet._restarts.clear()
-    assert check(fleet, plan, alone(family), after_step=strike) == 2
+    workers._restarts.clear()
+    assert check(workers, plan, alone(family), after_step=strike) == 2

@@ -12,7 +12,7 @@ from xgpt.checkpoint import read_spec
 from xgpt.machine import detect, num_cores
 from xgpt.schema import Constraint
 from xprofiler import encoder_decoder, measure
-from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.workers import Workers
 from xscheduler.schedule import Problem
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
@@ -97,10 +97,10 @@ def test_measured_plans_on_two_devices_give_the_tokens_of_transformers(checkpoin
     problem, expected = measured_problem(name, 2), greedy(checkpoint(name)[1])
     assert problem.profile.kv_transfer is not None and problem.profile.hop is not None
     assert problem.profile.tp_degrees == tuple(layer.tp_degree for layer in problem.profile.encoder_layers)
-    with Fleet(2) as fleet:
+    with Workers(2) as workers:
         for kind in ("rra", "orca", "static", "waa"):
             places = placements_of(problem, kind)
             assert places
             for placement in places:
                 plan = planned(replace(problem, placement=placement), kind, placement)
-                assert served_on(fleet, plan) == expected, (kind, plan.stages)
+                assert served_on(workers, plan) == expected, (kind, plan.stages)

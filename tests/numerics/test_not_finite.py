@@ -10,7 +10,7 @@ from xgpt import policies
 from xgpt.app.serve.engines import build_engine
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
-from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.workers import Workers
 from xrunner.engine import Engine
 from xrunner.generation import GREEDY, NO_TOKEN, Generation, SamplingParams
 
@@ -35,8 +35,8 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fleet():
-    with Fleet(2) as started:
+def workers():
+    with Workers(2) as started:
         yield started
 
 
@@ -80,11 +80,11 @@ def test_in_rows(directory, batching, sampling):
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["static", "waa"])
-def test_on_two_devices(directory, fleet, kind, sampling):
+def test_on_two_devices(directory, workers, kind, sampling):
     problem = problem_of(directory, 2)
     for placement in {place.layouts: place for place in placements_of(problem, kind)}.values():
         plan = planned(problem, kind, placement)
-        executor = RemoteExecutor(fleet, Deployment.of(plan))
+        executor = RemoteExecutor(workers, Deployment.of(plan))
 
         def serve(executor=executor, plan=plan):
             executor.deploy()

@@ -77,7 +77,7 @@ def tokens_of(stages, sampling=None):
     made, last = [], {}
     for step in STEPS:
         for worker in workers:
-            worker.tell(step.decode, [last[id_] for id_ in step.decode])
+            worker.set_last_tokens(step.decode, [last[id_] for id_ in step.decode])
         results = in_parallel(*(partial(worker.execute, step) for worker in workers))
         assert all(result == {} for result in results[: -len(stages[-1])])
         assert all(result == results[-1] for result in results[-len(stages[-1]) :])

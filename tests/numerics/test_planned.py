@@ -14,34 +14,34 @@ from tests.planned import placements_of, planned, problem_of, scored
 from xgpt.app.serve.engines import build_engine
 from xgpt.app.simulating import simulate
 from xgpt.checkpoint import read_spec
-from xrunner.cluster.fleet import Fleet
+from xrunner.cluster.workers import Workers
 from xrunner.generation import Generation
 
 POLICIES = ("rra", "waa", "chunked", "orca", "static")
 
 
 @pytest.fixture(scope="module")
-def fleet():
-    with Fleet(2) as started:
+def workers():
+    with Workers(2) as started:
         yield started
 
 
 @pytest.mark.parametrize("name", ["t5-gated-untied", "t5-tied"])
-def test_waa_plans_of_an_encoder_decoder(fleet, checkpoint, name):
+def test_waa_plans_of_an_encoder_decoder(workers, checkpoint, name):
     directory, model = checkpoint(name)
     plan = planned(problem_of(directory, 2), "waa")
     encode = plan.stages[0]
     assert encode.decode_layers == (0, 0) and encode.kv_blocks > 100
-    assert served_on(fleet, plan) == greedy(model)
+    assert served_on(workers, plan) == greedy(model)
 
 
 @pytest.mark.parametrize("kind", ["orca", "waa"])
-def test_an_encoder_decoder_whose_requests_are_preempted(fleet, checkpoint, kind):
+def test_an_encoder_decoder_whose_requests_are_preempted(workers, checkpoint, kind):
     directory, model = checkpoint("t5-tied")
     two = replace(problem_of(directory, 2), kv="quantile")
     plan = planned(two, kind, placements_of(two, kind)[0])
     few = [s if s.lane == "encode" else s.model_copy(update={"kv_blocks": 9}) for s in plan.stages]
-    with engine_on(fleet, plan.model_copy(update={"stages": tuple(few)})) as engine:
+    with engine_on(workers, plan.model_copy(update={"stages": tuple(few)})) as engine:
         assert run(engine) == greedy(model)
         assert engine.pool.num_preemptions
 
@@ -111,7 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("number", CASES)
-def test_random_checkpoints_under_every_policy(fleet, tmp_path, number):
+def test_random_checkpoints_under_every_policy(workers, tmp_path, number):
     rng = np.random.default_rng([7, number])
     family = list(FAMILIES)[number % len(FAMILIES)]
     directory, model = save(tmp_path / "model", family, random_shape(rng, family))
@@ -123,4 +123,4 @@ def test_random_checkpoints_under_every_policy(fleet, tmp_path, number):
         places = placements_of(two, kind)
         if places:  # heads or layers that two devices cannot share leave none
             plan = planned(two, kind, places[rng.integers(len(places))])
-            assert served_on(fleet, plan) == expected, (kind, plan.stages)
+            assert served_on(workers, plan) == expected, (kind, plan.stages)

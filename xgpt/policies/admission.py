@@ -1,14 +1,13 @@
 """Decide which waiting request enters next, with a fair share for each account.
 
 Each account (an API key; without keys, all requests belong to one) keeps its requests in the plan's order of admission
-(`orders`). Between accounts the higher priority goes first, and among equal priorities the account that has had the
-fewest tokens for its share: prompt tokens count as a request enters, output tokens as they are generated. So two
-accounts that always have requests waiting are served in the ratio of their shares, whatever their lengths. An account
-that had no requests for a while starts level with the others: unused share is not saved up.
+(`orders`). The next request comes from an account of the highest priority; among these, from the one that has had the
+fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are generated. So two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their lengths. An
+account that had no requests for a while starts level with the others: unused share is not saved up.
 Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
-No order starves a request. A request that has waited longer than `patience_ns` is overdue: every second request of its
-account to enter is the one overdue for longest, and its account competes with those of the highest priority.
+No order starves a request: one that has waited longer than `patience_ns` is overdue. Its account then counts as one of
+the highest priority, and every second request that enters from the account is its longest-waiting overdue one.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ QueuePlace = Literal["front", "order", "overdue", "back"]
 class Queue:
     """The waiting requests.
 
-    Preempted requests wait before the others of their account if they kept within their promise of memory
-    (`push_front`), else behind them (`push_back`).
+    A preempted request waits before the others of its account if it had kept within its promise of memory
+    (`push_front`), otherwise behind them (`push_back`).
 
-    Looking (`head`, `ahead`) changes nothing, since how often an engine looks depends on its clock. Nor does the order
-    matter in which requests arrived and left between two that entered: a log records neither.
+    So that logs replay exactly, `head` and `ahead` change nothing, since how often an engine calls them depends on its
+    clock, and the order of arrivals and removals between two entries does not matter, since logs do not record it.
 
     Args:
-        make_order: makes an empty order for each account.
+        make_order: returns an empty order, for a new account.
         patience_ns: nanoseconds of waiting after which a request is overdue; None: never.
     """
 
@@ -47,23 +46,23 @@ class Queue:
         self.patience_ns = patience_ns
         self._make_order = make_order
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        """Requests that have never run, by id, in the order of arrival."""
+        """New requests, which have never run, by id, in the order of arrival."""
         self._numbers: dict[int, int] = {}
-        """Their numbers in the order of arrival."""
+        """Numbers of new requests in the order of arrival, by id."""
         self._returned: dict[int, Request] = {}
         """Preempted requests, by id."""
         self._accounts: dict[str, _Account] = {}
         self._level = 0.0
-        """Tokens over share of the account from which the last request entered."""
+        """`served` of the account from which the last request entered."""
         self._deadlines: list[Entry] = []
         self._number = 0
         self.now_ns = 0
-        """The clock at the last `expire`."""
+        """Time of the last `expire`."""
         self._next: _Choice | None = None
-        """The result of `_choose`, until anything changes."""
+        """The result of `_choose`, kept until anything changes."""
 
     def fresh(self) -> Queue:
-        """Return an empty queue with the same arguments."""
+        """Return an empty queue with this one's settings."""
         return Queue(self._make_order, self.patience_ns)
 
     def __len__(self) -> int:
@@ -86,33 +85,36 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way to others that can be in time, and return those of them that are begun.
+        """Under order in-time, decide which requests give way to others; return those of them that are begun.
 
-        Each account's requests are looked at with those that are begun, and without other accounts'.
+        Each account is planned by itself, together with the begun requests.
+
+        Args:
+            begun: requests whose prompts are partly encoded.
         """
         self._next = None
         orders = [account.order for account in self._accounts.values()]
         return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
 
     def head_gives_way(self) -> bool:
-        """Whether the head lets requests go first that can be in time; there is one."""
+        """Return whether the head gives way to requests that can be in time; the queue must not be empty."""
         chosen = self._choose()
         order = chosen.account.order
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
 
     def push_front(self, request: Request) -> None:
-        """Put a preempted request before its account's others; it no longer expires."""
+        """Add a preempted request before the others of its account; it no longer expires."""
         self._returned[request.id] = request
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Put a preempted request behind its account's others, until it is overdue again."""
+        """Add a preempted request behind the others of its account, until it is overdue again."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
     @property
     def oldest_wait_ns(self) -> int:
-        """Nanoseconds that the oldest request which has never run has waited; 0: there is none."""
+        """Nanoseconds for which the oldest new request has waited; 0 if there is none."""
         first = next(iter(self._waiting.values()), None)
         return 0 if first is None else self.now_ns - first.arrival_ns
 
@@ -121,21 +123,21 @@ class Queue:
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
-        """Remove and return the head, which enters."""
+        """Remove and return the head: it enters."""
         chosen = self._choose()
         self._take(chosen)
         self._forget(chosen.request)
         return chosen.request
 
     def charge(self, requests: Iterable[Request]) -> None:
-        """Charge one token for each of these requests to its account; does nothing without API keys."""
+        """Charge one output token of each request to its account; without API keys, do nothing."""
         self._next = None
         for request in requests:
             if request.account.name:
                 self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
-        """Return the next `count` requests (or all), in the order in which they would enter if no other arrived."""
+        """Return the next `count` requests (or all), in the order in which they enter if no other arrives."""
         accounts = self._accounts
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))
@@ -152,7 +154,7 @@ class Queue:
         return [chosen.request for chosen in taken]
 
     def remove(self, id_: int) -> bool:
-        """Remove a waiting request; return False if it is not waiting."""
+        """Remove a waiting request; return whether it was waiting."""
         request = self._waiting.get(id_) or self._returned.get(id_)
         if request is None:
             return False
@@ -161,9 +163,9 @@ class Queue:
         return True
 
     def expire(self, now_ns: int) -> list[Request]:
-        """Set the clock, and remove and return all requests whose deadline has passed.
+        """Set the clock; remove and return all new requests whose deadline has passed.
 
-        Source: TCB sec. 5.1, a request fails if not scheduled by then.
+        Source: TCB sec. 5.1: a request fails if it is not scheduled by its deadline.
         """
         self.now_ns = max(self.now_ns, now_ns)
         self._next = None
@@ -178,7 +180,7 @@ class Queue:
         return expired
 
     def fill_row(self, row_tokens: int) -> list[Request]:
-        """Remove and return the next requests that together fit a row of `row_tokens` prompt tokens, in order."""
+        """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens."""
         for account in self._accounts.values():
             account.order.open_row(row_tokens)
         row: list[Request] = []
@@ -190,11 +192,11 @@ class Queue:
         return row
 
     def order_of(self, name: str) -> Order:
-        """Return the order of an account's requests that have never run."""
+        """Return the order of an account's new requests."""
         return self._named(name).order
 
     def _account(self, request: Request) -> _Account:
-        """Return the account of a request that is about to change."""
+        """Return a request's account, which is about to change."""
         self._next = None
         return self._named(request.account.name)
 
@@ -204,7 +206,7 @@ class Queue:
         return self._accounts[name]
 
     def _choose(self) -> _Choice:
-        """Return the head of a queue that is not empty, and where it waits."""
+        """Return the head and where it waits; the queue must not be empty."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
@@ -239,6 +241,8 @@ class Queue:
 
 
 class _Choice(NamedTuple):
+    """The request that enters next. `since_ns`: with place "back", since when it has waited."""
+
     account: _Account
     request: Request
     place: QueuePlace
@@ -246,20 +250,20 @@ class _Choice(NamedTuple):
 
 
 class _Account:
-    """One account's requests."""
+    """The waiting requests of one account: preempted ones in `front` and `back`, new ones in `order`."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self.front: deque[Request] = deque()
         self.back: deque[tuple[int, Request]] = deque()
-        """Pairs of the time since which a request has waited, and the request."""
+        """Pairs: since when a request has waited, and the request."""
         self.priority = 0
         self.served = 0.0
-        """Tokens that the account has had, divided by its share."""
+        """Tokens charged to the account, divided by its share."""
         self._arrived: list[Entry] = []
-        """The requests of `order`, by arrival."""
+        """The requests of `order`, in the order of arrival."""
         self._may_be_overdue = True
-        """Whether the next request to enter is an overdue one, if there is any."""
+        """Whether the next request to enter may be an overdue one: true for every second one."""
 
     def has_any(self) -> bool:
         return bool(self.order.numbers or self.front or self.back)
@@ -281,7 +285,7 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the request that has waited for longest, if it has waited since before `due_ns`."""
+        """Return the longest-waiting request, its place and since when it waits; None if it is not overdue."""
         if due_ns is None:
             return None
         oldest: tuple[Request, QueuePlace, int] | None = None
@@ -293,7 +297,7 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, where it waits, and (if behind the others) since when."""
+        """Return the request that enters next, where it waits, and (with place "back") since when."""
         if self.front:
             return self.front[0], "front", 0
         if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
@@ -321,7 +325,7 @@ class _Account:
         self._may_be_overdue = False
 
     def put_back(self, chosen: _Choice, number: int) -> None:
-        """Undo `take`, the last one first; other changes are restored by `restore`."""
+        """Undo `take`; call it for the last taken request first, and then `restore`."""
         match chosen.place:
             case "front":
                 self.front.appendleft(chosen.request)
@@ -375,7 +379,7 @@ def make_queue(
     """Return an empty queue.
 
     Args:
-        row_tokens: prompt tokens of a row of das.
-        first_tokens: when they are due, and how long prompts take (in-time).
+        row_tokens: prompt tokens of a row (das, slotted-das).
+        first_tokens: when first tokens are due, and how long prompts take (in-time).
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens), patience_ns)

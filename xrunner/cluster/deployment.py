@@ -12,7 +12,7 @@ from xrunner.parallel import Part
 
 
 class Deployment(Frozen):
-    """One replica: a model in stages. Workers are numbered as the devices of the first replica are."""
+    """One replica: a model in stages. Worker i holds device i of the stages."""
 
     model: ModelSpec
     dtype: DType
@@ -22,11 +22,11 @@ class Deployment(Frozen):
     stages: tuple[Stage, ...]
     device: Literal["cpu", "cuda"] = "cpu"
     backend: str | None = None
-    """Of attention; None: the fastest."""
+    """Attention backend; None: the fastest."""
     threads: PositiveInt | None = None
     """CPU threads of each worker; None: one."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """How a CPU keeps weights of each shape, by OUTxIN."""
+    """Layout in which a CPU stores weights, by their shape OUTxIN."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -56,8 +56,8 @@ class Deployment(Frozen):
     def num_workers(self) -> int:
         return sum(len(stage.devices) for stage in self.stages)
 
-    def seat(self, worker: int) -> Seat:
-        """Return a worker's place.
+    def role(self, worker: int) -> Role:
+        """Return what a worker holds, and which workers it exchanges data with.
 
         Raises:
             InputError: the model's heads cannot be shared out among the stage's devices.
@@ -81,36 +81,38 @@ class Deployment(Frozen):
             ep=stage.ep,
             runs_decoder=not (self.model.is_encoder_decoder and stage.lane == "encode"),
         )
-        return Seat(
+        return Role(
             number=number,
             part=part,
             kv_blocks=stage.kv_blocks,
             receives_from=before[rank % len(before)] if before else None,
             sends_to=tuple(other for i, other in enumerate(behind) if i % stage.tp == rank),
             last=lane[-1].devices[0],
-            recallers=tuple(device for other in lane[:-1] for device in other.devices) if part.runs_decoder else (),
-            hands_on_to=((*stage.devices[1:], *behind[:1]) if is_leader else ()),
-            answers=is_leader and part.is_last,
+            encoder_output_to=tuple(device for other in lane[:-1] for device in other.devices)
+            if part.runs_decoder
+            else (),
+            forwards_to=((*stage.devices[1:], *behind[:1]) if is_leader else ()),
+            reports=is_leader and part.is_last,
         )
 
     def lane(self, name: str) -> tuple[Stage, ...]:
-        """Return the stages of a lane, in order; "both" is the only one where there is one."""
+        """Return the stages of a lane, in order; under policies of one lane, that is "both"."""
         return tuple(stage for stage in self.stages if stage.lane == name)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A worker's place in its replica; others by their numbers.
+class Role:
+    """What a worker holds, and which workers, by number, it exchanges data with.
 
     Attributes:
-        number: of its stage.
-        part: what it holds of the model.
-        receives_from: the rank that sends it hidden states; None: it is in its lane's first stage.
-        sends_to: the ranks that wait for its hidden states.
-        last: the first rank of its lane's last stage, which hands out what an encoder has read.
-        recallers: the ranks that are given that.
-        hands_on_to: the ranks that get control messages from it.
-        answers: it tells the engine when a step has ended.
+        number: number of its stage.
+        part: its part of the model.
+        receives_from: the worker that sends it hidden states; None: it is in its lane's first stage.
+        sends_to: the workers that it sends hidden states to.
+        last: the first worker of its lane's last stage, which sends an encoder's output.
+        encoder_output_to: the workers that receive that output.
+        forwards_to: the workers that it forwards control messages to.
+        reports: whether it reports to the engine that a step has ended.
     """
 
     number: int
@@ -119,6 +121,6 @@ class Seat:
     receives_from: int | None
     sends_to: tuple[int, ...]
     last: int
-    recallers: tuple[int, ...]
-    hands_on_to: tuple[int, ...]
-    answers: bool
+    encoder_output_to: tuple[int, ...]
+    forwards_to: tuple[int, ...]
+    reports: bool

@@ -17,34 +17,34 @@ from xgpt.policies import BlockTable, Step
 from xgpt.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.fleet import Fleet
 from xrunner.cluster.sockets import Sockets
+from xrunner.cluster.workers import Workers
 from xrunner.executor import Use, WorkerLost
 from xrunner.generation import Generation, Logprobs
 
 logger = logging.getLogger(__name__)
 
 CHECK_MS = 100
-"""How often it looks, while it waits, whether a worker is lost."""
-RINGS = 4096
-"""Interruptions that are taken for one."""
+"""Interval at which a waiting executor checks whether a worker is lost."""
+WAKEUP_BYTES = 4096
+"""Interruptions that are read at once, and count as one."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """What a lane's next message carries."""
+    """What a lane's next message will carry."""
 
     release: list[int]
     begin: list[m.Beginning]
 
 
 class RemoteExecutor:
-    """`engine.Executor` over the workers of a fleet, whose it becomes. Belongs to one thread; `deploy` comes first."""
+    """An `Executor` over the workers of a replica, which it then owns. Belongs to one thread; call `deploy` first."""
 
-    def __init__(self, fleet: Fleet, deployment: Deployment) -> None:
+    def __init__(self, workers: Workers, deployment: Deployment) -> None:
         self.logprobs: dict[int, Logprobs] = {}
         self.failed: dict[int, str] = {}
-        self._fleet = fleet
+        self._workers = workers
         self._deployment = deployment
         self._lanes: tuple[str, ...] = tuple(dict.fromkeys(stage.lane for stage in deployment.stages))
         self._num_decode_workers = sum(len(stage.devices) for stage in deployment.lane("decode"))
@@ -54,30 +54,31 @@ class RemoteExecutor:
         self._reading_lanes = {
             lane for lane in self._lanes if spec.is_encoder_decoder and len(deployment.lane(lane)) > 1
         } & {"both"}
-        """Where prompts pass all stages once to be read by the encoder, and again: other steps pass in between."""
+        """Lanes in which prompts pass all stages twice, first through the encoder's layers; other steps may pass in
+        between."""
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}
         self._control_bytes = 0
-        self._bell: tuple[socket.socket, socket.socket] | None = None
-        """What is written into the second can be read from the first, for which `collect` waits, too."""
+        self._wakeup: tuple[socket.socket, socket.socket] | None = None
+        """A pair: `interrupt` writes into the second, and `collect` also waits for the first."""
 
     def deploy(self) -> dict[int, float]:
         """Have the workers build their parts, with no request in them. Returns seconds by worker."""
         self.disconnect()
-        self._sockets = sockets = Sockets(self._fleet.secret, self._fleet.host)
+        self._sockets = sockets = Sockets(self._workers.secret, self._workers.host)
         try:
             self._answers, endpoint = sockets.bind(zmq.PULL)
-            seconds = self._fleet.deploy(self._deployment, endpoint)
+            seconds = self._workers.deploy(self._deployment, endpoint)
             self._poller = zmq.Poller()
             self._poller.register(self._answers, zmq.POLLIN)
-            self._bell = socket.socketpair()
-            for end in self._bell:
+            self._wakeup = socket.socketpair()
+            for end in self._wakeup:
                 end.setblocking(False)
-            self._poller.register(self._bell[0], zmq.POLLIN)
+            self._poller.register(self._wakeup[0], zmq.POLLIN)
         except XgptError:
             self.disconnect()
             raise
-        members = self._fleet.members
+        members = self._workers.members
         for lane in self._lanes:
             inbox = members[self._deployment.lane(lane)[0].devices[0]].hello.inbox
             self._first[lane] = sockets.connect(zmq.PUSH, inbox)
@@ -86,47 +87,46 @@ class RemoteExecutor:
         self._pending = {lane: _Pending([], []) for lane in self._lanes}
         self._under_way: dict[int, Step] = {}
         self._moved: dict[int, int] = {}
-        """Transfers by how many workers have received theirs."""
-        self._unread: dict[int, m.Work] = {}
-        """The second pass of steps that are on their first."""
+        """Number of workers that have received their part, by transfer."""
+        self._after_encoder: dict[int, m.Work] = {}
+        """The second pass of steps that are on their first, through the encoder."""
         self._in_order: dict[str, deque[int]] = {lane: deque() for lane in self._lanes}
-        """Steps under way, as they began."""
+        """Steps under way, in the order in which they began."""
         self._done: dict[int, m.Done] = {}
-        """Steps that have ended before one that began earlier: they need not wait for its prompts to be read."""
+        """Steps that ended before one that began earlier, whose prompts still had to pass the encoder."""
         self._number = 0
         self._generations: dict[int, Generation] = {}
         self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}
-        """Blocks of each request where it is encoded, and where it is decoded."""
+        """Blocks of each request on its encode lane, and on its decode lane."""
         self._last: dict[int, int] = {}
-        """The token that each request generated last."""
+        """Each request's last generated token."""
         return seconds
 
     def redeployed(self, stages: tuple[Stage, ...]) -> RemoteExecutor:
-        """Another executor in place of this one: other stages on the same workers.
+        """Return an executor for other stages on the same workers, in place of this one.
 
         Raises:
-            MachineError: there are fewer workers than that takes, or one cannot build its part; this one can be
-                deployed again.
+            MachineError: there are too few workers, or one cannot build its part; this executor can be deployed again.
         """
         self.disconnect()
         deployment = Deployment.model_validate(self._deployment.model_dump() | {"stages": stages})
-        if deployment.num_workers > self._fleet.num_workers:
-            here = self._fleet.num_workers
+        if deployment.num_workers > self._workers.num_workers:
+            here = self._workers.num_workers
             raise MachineError(f"the other plan runs on {deployment.num_workers} devices, this server has {here}")
-        then = RemoteExecutor(self._fleet, deployment)
+        then = RemoteExecutor(self._workers, deployment)
         try:
             then.deploy()
         except XgptError as error:
-            self._fleet.renew()  # some workers may have built their parts, others wait for them
+            self._workers.renew()  # some workers may have built their parts, others wait for them
             raise MachineError(f"the other plan cannot be deployed: {error}") from None
         return then
 
     def check(self) -> None:
-        self._fleet.check()
+        self._workers.check()
 
     def restart(self) -> None:
         while True:
-            self._fleet.restart()
+            self._workers.restart()
             try:
                 self.deploy()
             except WorkerLost:
@@ -134,7 +134,7 @@ class RemoteExecutor:
             return
 
     def uses(self) -> list[Use]:
-        members = sorted(self._fleet.members.items())
+        members = sorted(self._workers.members.items())
         return [Use("engine", self._control_bytes, 0, 0.0)] + [
             Use(f"worker {worker}", member.control_bytes, member.tensor_bytes, member.busy_s)
             for worker, member in members
@@ -143,20 +143,20 @@ class RemoteExecutor:
     def close(self) -> None:
         """End the workers."""
         self.disconnect()
-        self._fleet.close()
+        self._workers.close()
 
     def disconnect(self) -> None:
         """Leave the workers to another executor."""
         if self._sockets is not None:
             self._sockets.close()
             self._sockets = None
-        if self._bell is not None:
-            for end in self._bell:
+        if self._wakeup is not None:
+            for end in self._wakeup:
                 end.close()
-            self._bell = None
+            self._wakeup = None
 
     def accept(self, generation: Generation) -> None:
-        """What cannot be written into a message shows now."""
+        """Check that a request can be written into a message."""
         m.encode(m.Beginning.of(generation))
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
@@ -183,42 +183,42 @@ class RemoteExecutor:
         tokens = [self._last[id_] for id_ in step.decode]
         work = m.Work(self._number, release, begin, list(step.encode), list(step.decode), tokens, list(step.grown))
         if step.encode and step.lane in self._reading_lanes:
-            self._unread[self._number] = msgspec.structs.replace(work, release=[], begin=[], has_read=True)
-            self._send(step.lane, m.Read(self._number, release, begin, work.encode, work.decode))
+            self._after_encoder[self._number] = msgspec.structs.replace(work, release=[], begin=[], encoder_ran=True)
+            self._send(step.lane, m.RunEncoder(self._number, release, begin, work.encode, work.decode))
         else:
             self._send(step.lane, work)
 
     def interrupt(self) -> None:
-        if bell := self._bell:
-            with contextlib.suppress(OSError):  # full: it rings already; closed: no thread waits any more
-                bell[1].send(b"\0")
+        if wakeup := self._wakeup:
+            with contextlib.suppress(OSError):  # full: already interrupted; closed: no thread waits
+                wakeup[1].send(b"\0")
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
-        assert self._bell is not None
-        bell = self._bell[0]
+        assert self._wakeup is not None
+        wakeup = self._wakeup[0]
         while True:
             for numbers in self._in_order.values():
                 if numbers and numbers[0] in self._done:
                     return self._end(self._done.pop(numbers.popleft()))
             self.check()
             ready = dict(self._poller.poll(CHECK_MS))
-            if self._answers not in ready:  # an end comes first: what rings is taken in after it, too
-                if bell.fileno() in ready:
-                    bell.recv(RINGS)
+            if self._answers not in ready:  # ended steps come first: the interruption can wait
+                if wakeup.fileno() in ready:
+                    wakeup.recv(WAKEUP_BYTES)
                     return None
                 continue
             match m.decode_answer(self._answers.recv()):
                 case m.Done() as done:
                     self._done[done.number] = done
-                case m.HasRead(number):
-                    self._send(self._under_way[number].lane, self._unread.pop(number))
+                case m.EncoderRan(number):
+                    self._send(self._under_way[number].lane, self._after_encoder.pop(number))
                 case m.Moved(number):
                     self._moved[number] = self._moved.get(number, 0) + 1
                     if self._moved[number] == self._num_decode_workers:
                         return self._end_transfer(number)
 
     def _begin_transfer(self, step: Step) -> None:
-        """The encode lane sends what the decode lane lacks."""
+        """Have the encode lane send the K/V that the decode lane does not have."""
         begin: dict[str, list[m.Beginning]] = {lane: [] for lane in self._lanes}
         for id_ in step.transfer:
             generation = self._generations[id_]
@@ -251,7 +251,7 @@ class RemoteExecutor:
         return step, {}
 
     def _take(self, lane: str, *, begin: bool = True) -> tuple[list[int], list[m.Beginning]]:
-        """Return what is pending for a lane, no longer so."""
+        """Remove and return what is pending for a lane."""
         pending = self._pending[lane]
         taken = pending.release, pending.begin if begin else []
         pending.release = []
@@ -259,7 +259,7 @@ class RemoteExecutor:
             pending.begin = []
         return taken
 
-    def _send(self, lane: str, message: m.Work | m.Read | m.Transfer) -> None:
+    def _send(self, lane: str, message: m.Work | m.RunEncoder | m.Transfer) -> None:
         content = m.encode(message)
         self._control_bytes += len(content)
         self._first[lane].send(content)

@@ -1,8 +1,8 @@
 """A machine's launcher: a process with one thread that forks the machine's workers and ends them.
 
-It has imported all that workers need, so that starting them anew takes no second. What it is to do comes as lines of
-JSON on its standard input; when that ends, that is, when the process that started it ends, however that comes about,
-its workers end and so does it. It opens no port, and ends no process but its own children.
+It has imported all that workers need, so that restarting them takes less than a second. Its orders are lines of JSON on
+standard input; when that closes, since the process that started it has ended for whatever reason, the launcher ends its
+workers and itself. It opens no port, and ends no process but its own children.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Launcher:
         self._settings = settings
         self._output = output
         self._workers: dict[int, int] = {}
-        """Their numbers, by process."""
+        """Worker numbers, by process id."""
         self._epoch = 0
         self._woken, wake = os.pipe()
         for end in (self._woken, wake):
@@ -39,13 +39,13 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self, rest: bytes) -> None:
-        """Do as told until there is no more to come; `rest`: what has been read already."""
+        """Carry out orders until standard input closes; `rest`: what has been read of it already."""
         try:
             while True:
                 *lines, rest = rest.split(b"\n")
                 for line in lines:
                     self._start(msgspec.json.decode(line, type=StartWorkers))
-                self._tell(Working())
+                self._report(Working())
                 ready, _, _ = select.select([sys.stdin, self._woken], [], [], ALIVE_S)
                 if self._woken in ready:
                     os.read(self._woken, READ_BYTES)
@@ -65,11 +65,11 @@ class Launcher:
             worker = order.first + local
             process = os.fork()
             if not process:
-                self._become(worker, local, order)
+                self._run_worker(worker, local, order)
             self._workers[process] = worker
 
-    def _become(self, worker: int, local: int, order: StartWorkers) -> NoReturn:
-        """Be a worker from now on."""
+    def _run_worker(self, worker: int, local: int, order: StartWorkers) -> NoReturn:
+        """Turn this process, just forked, into a worker."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -84,17 +84,17 @@ class Launcher:
             os._exit(1)
 
     def _reap(self) -> None:
-        """Report each worker that has ended by itself."""
+        """Report each worker that has ended unexpectedly."""
         while self._workers:
             process, _ = os.waitpid(-1, os.WNOHANG)
             if not process:
                 return
             worker = self._workers.pop(process, None)
             if worker is not None:
-                self._tell(Exited(self._epoch, worker))
+                self._report(Exited(self._epoch, worker))
 
     def _end(self) -> None:
-        """End all workers; a stopped one ends, too."""
+        """Kill all workers, suspended ones included."""
         for process in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -102,16 +102,16 @@ class Launcher:
             os.waitpid(process, 0)
         self._workers.clear()
 
-    def _tell(self, what: Exited | Working) -> None:
+    def _report(self, what: Exited | Working) -> None:
         with contextlib.suppress(BlockingIOError):  # the pipe has not been read for minutes
             os.write(self._output, msgspec.json.encode(what) + b"\n")
 
 
 def run() -> None:
-    """Serve the process at the other end of standard input and output."""
+    """Carry out the orders of the process at the other end of standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it says when to end
     output = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not for the other end
+    os.dup2(2, 1)  # keeps what libraries print out of the protocol
     os.set_blocking(output, False)
     line, rest = b"", b""
     while b"\n" not in line:

@@ -14,11 +14,11 @@ from xgpt.errors import MachineError
 from xrunner.cluster.sockets import interface_of
 
 ALIVE_S = 0.5
-"""How often a launcher says that it works."""
+"""Interval at which a launcher reports that it is running."""
 SILENCE_S = 15.0
-"""A launcher that has been silent for this time hangs; it may have been kept from running by its own workers."""
+"""A launcher that has been silent for this time hangs. Its own workers can keep it from running for seconds."""
 END_S = 5.0
-"""For workers and launcher to end."""
+"""Time in which workers and launcher must end."""
 READ_BYTES = 1 << 16
 
 
@@ -54,14 +54,14 @@ class StartWorkers(msgspec.Struct, frozen=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A worker has ended without having been told to."""
+    """A worker has ended unexpectedly."""
 
     epoch: int
     worker: int
 
 
 class Working(msgspec.Struct, frozen=True, tag=True):
-    """Said now and then."""
+    """The launcher is running; sent regularly."""
 
 
 _decode = msgspec.json.Decoder(Exited | Working).decode
@@ -99,18 +99,18 @@ class LauncherProcess:
         self._write(settings)
 
     def fileno(self) -> int:
-        """Return what can be waited for until `hear` has something new."""
+        """Return a file descriptor to poll: it is readable when `exited` has something new."""
         return self._output.fileno()
 
     def start(self, order: StartWorkers) -> None:
-        """Replace the workers that run; returns at once."""
+        """Replace the running workers; do not wait for it."""
         self._write(order)
 
-    def hear(self) -> list[Exited]:
-        """Workers that have ended since the last call.
+    def exited(self) -> list[Exited]:
+        """Return the workers that have ended since the last call.
 
         Raises:
-            MachineError: the launcher has ended, or hangs, and its workers with it.
+            MachineError: the launcher has ended, or hangs; its workers end with it.
         """
         now = time.monotonic()
         try:
@@ -126,8 +126,8 @@ class LauncherProcess:
         heard = map(_decode, lines)
         return [what for what in heard if isinstance(what, Exited)]
 
-    def look_away(self) -> None:
-        """Excuse the launcher's silence: it was this process that did not run."""
+    def excuse_silence(self) -> None:
+        """Restart the measurement of the launcher's silence: this process itself did not run."""
         if self._heard_s is not None:
             self._heard_s = time.monotonic()
 
@@ -145,6 +145,6 @@ class LauncherProcess:
         self._output.close()
 
     def _write(self, what: msgspec.Struct) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `hear` tells it
+        with contextlib.suppress(BrokenPipeError):  # `exited` reports it
             self._input.write(msgspec.json.encode(what) + b"\n")
             self._input.flush()

@@ -1,4 +1,4 @@
-"""The messages between an engine and its workers, in msgspec: nothing in a message can run as code."""
+"""The messages between an engine and its workers, in msgspec, so that nothing in a message can run as code."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
 
 
 class Deploy(_Message):
-    """Build your part; hand on control messages to these endpoints, and tell this one how steps end."""
+    """Build the worker's part; forward control messages to these endpoints, and report ended steps to `answers_to`."""
 
     deployment: bytes
-    hands_on_to: list[str]
+    forwards_to: list[str]
     answers_to: str
 
 
 class Beginning(_Message):
-    """A request that is about to be encoded or received (`engine.Generation`), and its blocks there."""
+    """A request that is about to be encoded or received (`Generation`), and its blocks on this lane."""
 
     id: int
     prompt: list[int]
@@ -37,9 +37,9 @@ class Beginning(_Message):
     num_resumed: int
     blocks: list[int]
     cached: int = 0
-    """Tokens whose K/V is there, or will be received; the token behind them, if any, is decoded next."""
+    """Tokens whose K/V is present, or will be received; the token after them, if any, is decoded next."""
     moving: list[int] = []
-    """Blocks to be sent, or received, between the lanes."""
+    """Blocks to send to, or receive from, the other lane."""
 
     @classmethod
     def of(
@@ -70,11 +70,12 @@ class Beginning(_Message):
 
 
 class Work(_Message):
-    """Release, begin, then execute a step (`policies.Step`).
+    """Release and begin requests, then execute a step (`policies.Step`).
 
-    `tokens` are what the decoding ones generated last, `grown` the blocks that requests have been given.
-
-    `has_read`: its prompts have been run through the encoder's layers.
+    Attributes:
+        tokens: last generated token of each decoding request.
+        grown: pairs of a request and a block that it gets.
+        encoder_ran: whether the prompts have passed the encoder's layers.
     """
 
     number: int
@@ -84,13 +85,13 @@ class Work(_Message):
     decode: list[int]
     tokens: list[int]
     grown: list[tuple[int, int]]
-    has_read: bool = False
+    encoder_ran: bool = False
 
 
-class Read(_Message):
-    """Release, begin, then run prompts through the encoder's layers; `Work` of the same number comes later.
+class RunEncoder(_Message):
+    """Release and begin requests, then run prompts through the encoder; `Work` of the same number follows.
 
-    `decode` is that of the step: what a step decodes decides where its prompts are cut into slices.
+    `decode` is that of the step: it decides where the step's prompts are cut into slices.
     """
 
     number: int
@@ -117,16 +118,16 @@ class Start(_Message):
     total: int
 
 
-class Heard(_Message):
-    """To another machine: the engine is there."""
+class JoinAccepted(_Message):
+    """To another machine: the engine knows it."""
 
 
-class Occupied(_Message):
-    """To another machine: its number is that of one that is there already."""
+class JoinRefused(_Message):
+    """To another machine: its number is taken, or too high."""
 
 
 class Stop(_Message):
-    """To another machine: the first machine ends in good order, and it is to."""
+    """To another machine: stop, since the first machine stops."""
 
 
 class StoreAnswer(_Message):
@@ -140,21 +141,21 @@ class StoreAnswer(_Message):
 
 
 class Join(_Message):
-    """Machine `node` is there; said now and then. `incarnation` is drawn at random, and no other process's."""
+    """Machine `node` is running; sent regularly. `incarnation` is a random number that tells its processes apart."""
 
     node: int
     incarnation: int
 
 
-class Gone(_Message):
+class WorkerExited(_Message):
     """A worker of that machine has ended."""
 
     epoch: int
     worker: int
 
 
-class Goodbye(_Message):
-    """It knows that the first machine ends."""
+class StopAcknowledged(_Message):
+    """Machine `node` has received `Stop`."""
 
     node: int
 
@@ -165,7 +166,7 @@ StoreVerb = Literal["set", "get", "add", "compare_set", "delete"]
 
 
 class StoreCall(_Message):
-    """Do something to these keys of an epoch's store; `waits`: answer once there are all of them."""
+    """Do `verb` to these keys of an epoch's store; with `waits`, answer once all of them exist."""
 
     epoch: int
     number: int
@@ -185,7 +186,7 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """Its part is built; or, with an error and its exit code, cannot be."""
+    """A worker has built its part; or, with an error and its exit code, cannot."""
 
     worker: int
     seconds: float
@@ -194,7 +195,7 @@ class Loaded(_Message):
 
 
 class Alive(_Message):
-    """Sent now and then: bytes that the worker has sent so far, and seconds that it has executed steps."""
+    """A worker is running; sent regularly, with the bytes that it has sent and the seconds spent on steps."""
 
     worker: int
     epoch: int
@@ -213,23 +214,23 @@ class Done(_Message):
     failed: dict[int, str]
 
 
-class HasRead(_Message):
+class EncoderRan(_Message):
     """The last stage has run a step's prompts through the encoder's layers."""
 
     number: int
 
 
 class Moved(_Message):
-    """A decode worker has received what a transfer brings it."""
+    """A decode worker has received its part of a transfer."""
 
     number: int
     worker: int
 
 
-ToWorker = Deploy | Work | Read | Transfer
-ToNode = Start | Heard | Occupied | Stop
-ToEngine = Hello | Loaded | Alive | StoreCall | Join | Gone | Goodbye
-WorkerAnswer = Done | HasRead | Moved
+ToWorker = Deploy | Work | RunEncoder | Transfer
+ToNode = Start | JoinAccepted | JoinRefused | Stop
+ToEngine = Hello | Loaded | Alive | StoreCall | Join | WorkerExited | StopAcknowledged
+WorkerAnswer = Done | EncoderRan | Moved
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -1,4 +1,4 @@
-"""Send and receive what moves from WAA's encode lane to its decode lane, in threads apart from computing."""
+"""Transfer K/V (or encoder outputs) from WAA's encode lane to its decode lane, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch.distributed as dist
 
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.tensors import Traffic
-from xrunner.transfer import Cargo, Moving, Piece, pieces, reading_pieces
+from xrunner.transfer import Cargo, Moving, Piece, encoder_output_pieces, pieces
 
 
 class Move(NamedTuple):
-    """Move these requests."""
+    """An order to transfer these requests."""
 
     number: int
     requests: list[Moving]
 
 
 class Mover(threading.Thread):
-    """Moves what it is told to, one transfer after the other.
+    """A thread that carries out transfers, one after the other.
 
     Args:
-        group: all workers of the replica, used for nothing else: it must not wait for what stages send each other.
-        moved: to be called, in this thread, when a transfer has come to an end here.
+        group: all workers of the replica; used for transfers only, so that they never wait for hidden states.
+        moved: is called in this thread, with the transfer's number, when this worker's part of it has ended.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Mover(threading.Thread):
         self._moved = moved
         self._orders: SimpleQueue[Move | None] = SimpleQueue()
         lanes = (
-            {device: deployment.seat(device).part for stage in deployment.lane(lane) for device in stage.devices}
+            {device: deployment.role(device).part for stage in deployment.lane(lane) for device in stage.devices}
             for lane in ("encode", "decode")
         )
-        all_pieces = (reading_pieces if deployment.model.is_encoder_decoder else pieces)(*lanes)
+        all_pieces = (encoder_output_pieces if deployment.model.is_encoder_decoder else pieces)(*lanes)
         self._pieces = [piece for piece in all_pieces if worker in (piece.sender, piece.receiver)]
 
     def move(self, order: Move) -> None:
-        """Move this behind all else; returns at once."""
+        """Queue a transfer; do not wait for it."""
         self._orders.put(order)
 
     def stop(self) -> None:
-        """End once all that was ordered is done."""
+        """End the thread once all queued transfers are done."""
         self._orders.put(None)
 
     def run(self) -> None:
@@ -69,7 +69,7 @@ class Mover(threading.Thread):
                     (self._send if piece.sender == self._worker else self._receive)(piece, order.requests)
                 self._moved(order.number)
         except Exception as error:
-            # A thread's end would go unnoticed, a process's does not.
+            # The end of a thread would go unnoticed; that of the process does not.
             print(f"worker {self._worker} cannot transfer: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -1,4 +1,4 @@
-"""The main loop of a worker process: one thread hands control messages on, another executes them."""
+"""The main loop of a worker process: one thread receives and forwards control messages, another executes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 
 ALIVE_S = 0.5
-"""How often a worker says that it is alive."""
+"""Interval at which a worker reports that it is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class ProcessSettings:
     """What a worker is started with.
 
     Attributes:
-        launcher: what its machine's launcher has been told.
+        launcher: the settings of its machine's launcher.
         worker: its number.
-        local: its number among those of its machine.
-        started: the workers that were started together.
+        local: its number among the workers of its machine.
+        started: the order with which it was started.
     """
 
     launcher: LauncherSettings
@@ -66,7 +66,7 @@ def main(settings: ProcessSettings, parent: int) -> None:
     try:
         executing.run()
     except Exception as error:
-        # The launcher reports that we died; why, only we know.
+        # The launcher can only report that this worker has ended, not why.
         print(f"worker {worker} has failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if os.environ.get("XGPT_DEBUG"):
             raise
@@ -74,7 +74,7 @@ def main(settings: ProcessSettings, parent: int) -> None:
 
 
 def _connect(settings: ProcessSettings) -> EngineStore:
-    """Join the group of all workers; the store must be kept."""
+    """Join the group of all workers; the caller must keep the store alive."""
     told = settings.launcher
     store = EngineStore(settings.secret, told.host, told.engine, settings.started.epoch)
     dist.init_process_group(
@@ -84,16 +84,16 @@ def _connect(settings: ProcessSettings) -> EngineStore:
 
 
 def _backend(workers_here: int) -> str:
-    """Gloo alone where several workers share a GPU, which NCCL does not do."""
+    """Return the backend: Gloo alone where several workers share a GPU, which NCCL cannot."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu:gloo,cuda:nccl" if gpus >= workers_here else "gloo"
 
 
 class ControlPlane(threading.Thread):
-    """Receives control messages, hands them on, and only then queues them for the device. Says that we are alive.
+    """Receives control messages, forwards them, then queues them for the device; reports that the worker is running.
 
     Args:
-        move: begins a transfer, which need not wait for the steps before it.
+        move: begins a transfer; it need not wait for the steps queued before it.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ControlPlane(threading.Thread):
                 if isinstance(message, m.Deploy):
                     for peer in peers:
                         peer.close()
-                    peers = [sockets.connect(zmq.PUSH, endpoint) for endpoint in message.hands_on_to]
+                    peers = [sockets.connect(zmq.PUSH, endpoint) for endpoint in message.forwards_to]
                 self._orders.put(message)
 
 
@@ -164,15 +164,15 @@ class Executing:
         self._mover: Mover | None = None
         self._cargo: Cargo | None = None
         self._num_transfers = 0
-        """Of this deployment, whose requests the worker knows."""
+        """Transfers of this deployment whose requests the worker has adopted."""
 
     def run(self) -> None:
         while True:
             match self._orders.get():
                 case m.Work() as work:
                     self._execute(work)
-                case m.Read() as read:
-                    self._read(read)
+                case m.RunEncoder() as read:
+                    self._run_encoder(read)
                 case m.Transfer() as transfer:
                     self._transfer(transfer)
                 case m.Deploy() as order:
@@ -203,13 +203,13 @@ class Executing:
         transfers = dist.new_group(backend="gloo") if deployment.lane("decode") else None
         if self._number >= deployment.num_workers:
             return  # nothing to do this time
-        seat = deployment.seat(self._number)
+        role = deployment.role(self._number)
         device: str = deployment.device
         if device == "cuda" and torch.cuda.is_available():
             device = f"cuda:{self._device_index % torch.cuda.device_count()}"
             torch.cuda.set_device(device)
         pipe = RankPipe(
-            seat, deployment.model.hidden_size, state_dtype(deployment.dtype, device), device, self._traffic
+            role, deployment.model.hidden_size, state_dtype(deployment.dtype, device), device, self._traffic
         )
         self._worker = build_worker(
             WorkerSettings(
@@ -217,23 +217,23 @@ class Executing:
                 dtype=deployment.dtype,
                 checkpoint=None if deployment.checkpoint is None else Path(deployment.checkpoint),
                 seed=deployment.seed,
-                num_blocks=seat.kv_blocks,
+                num_blocks=role.kv_blocks,
                 block_size=deployment.block_size,
                 backend=deployment.backend,
                 device=device,
                 threads=deployment.threads or 1,
                 layouts=deployment.layouts,
             ),
-            part=seat.part,
+            part=role.part,
             group=group,
             pipe=pipe,
         )
         self._answers = self._sockets.connect(zmq.PUSH, answers_to)
-        self._is_answering = seat.answers
-        self._lane = deployment.stages[seat.number].lane
+        self._is_answering = role.reports
+        self._lane = deployment.stages[role.number].lane
         if transfers is not None:
             moved = self._tell_moved(answers_to) if self._lane == "decode" else lambda number: None
-            self._cargo = self._worker.cargo(seat.part)
+            self._cargo = self._worker.cargo(role.part)
             self._num_transfers = 0
             self._mover = Mover(self._cargo, deployment, self._number, transfers, self._traffic, moved)
             self._mover.start()
@@ -241,7 +241,7 @@ class Executing:
         self._traffic.busy_s = 0.0  # only waits have been counted so far
 
     def _clear(self) -> None:
-        """Give up what was deployed before: its memory is needed."""
+        """Free what was deployed before: its memory is needed."""
         if self._mover is not None:
             self._mover.stop()
             self._mover.join()
@@ -250,34 +250,34 @@ class Executing:
         self._mover = self._cargo = self._answers = self._worker = None
 
     def _tell_moved(self, answers_to: str) -> Callable[[int], None]:
-        """Return a socket of the transfer thread's own."""
+        """Return a function that reports a transfer, through a socket of the transfer thread's own."""
         answers = self._sockets.connect(zmq.PUSH, answers_to)
         return lambda number: answers.send(m.encode(m.Moved(number, self._number)))
 
-    def _read(self, read: m.Read) -> None:
-        """The first pass of a step whose prompts pass a pipeline twice."""
+    def _run_encoder(self, read: m.RunEncoder) -> None:
+        """Run the first pass of a step whose prompts pass the pipeline twice."""
         worker = self._worker_of(read.release, read.begin)
         started = time.perf_counter()
-        worker.read(Step(tuple(Chunk(*chunk) for chunk in read.encode), tuple(read.decode)))
+        worker.run_encoder(Step(tuple(Chunk(*chunk) for chunk in read.encode), tuple(read.decode)))
         self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
-            self._answer(m.encode(m.HasRead(read.number)))
+            self._answer(m.encode(m.EncoderRan(read.number)))
 
     def _execute(self, work: m.Work) -> None:
         worker = self._worker_of(work.release, work.begin)
         if self._cargo is not None:
             self._cargo.take_in(self._num_transfers)
-        worker.tell(work.decode, work.tokens)
+        worker.set_last_tokens(work.decode, work.tokens)
         step = Step(tuple(Chunk(*chunk) for chunk in work.encode), tuple(work.decode), grown=tuple(work.grown))
         started = time.perf_counter()
-        tokens = worker.execute(step, has_read=work.has_read)
+        tokens = worker.execute(step, encoder_ran=work.encoder_ran)
         self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
             done = m.Done(work.number, list(tokens), list(tokens.values()), worker.logprobs, worker.failed)
             self._answer(m.encode(done))
 
     def _worker_of(self, release: list[int], begin: list[m.Beginning]) -> Worker:
-        """Return the worker, with these requests gone and those begun."""
+        """Return the worker, after releasing and beginning these requests."""
         worker = self._worker
         assert worker is not None
         worker.release(release)
@@ -286,17 +286,17 @@ class Executing:
         return worker
 
     def move(self, transfer: m.Transfer) -> None:
-        """Begin a transfer, in another thread than executes steps.
+        """Begin a transfer in its own thread, while earlier steps are still executed.
 
-        Nothing that it reads or writes is touched by the steps before it: what was encoded has been settled, and so has
-        the last step of the requests that had the blocks before.
+        Those steps touch none of its blocks: the encode step of these requests has been settled, and so has the last
+        step of the requests that held the blocks before.
         """
         assert self._mover is not None
         requests = [Moving(beginning.id, beginning.moving, beginning.cached) for beginning in transfer.begin]
         self._mover.move(Move(transfer.number, requests))
 
     def _transfer(self, transfer: m.Transfer) -> None:
-        """Know the requests of a transfer, which goes on meanwhile."""
+        """Release and adopt the requests of a transfer, which continues in its own thread."""
         worker = self._worker
         assert worker is not None
         worker.release(transfer.release)

@@ -17,7 +17,7 @@ from xgpt.errors import MachineError
 
 NAMED_WITHIN_S = 30.0
 SIOCGIFADDR = 0x8915
-"""Linux's request for an interface's address."""
+"""Linux's ioctl for an interface's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Secret:
 
     @classmethod
     def from_passphrase(cls, passphrase: str) -> Secret:
-        """Return the same on every machine that is given the same words.
+        """Return the secret that a passphrase gives on every machine.
 
-        A listener to a connection's first bytes can try words against them; scrypt makes each try cost 16 MiB.
+        An eavesdropper on a connection's first bytes can test guesses against them; scrypt makes each cost 16 MiB.
         """
         key = hashlib.scrypt(passphrase.encode(), salt=b"xgpt cluster", n=2**14, r=8, p=1, dklen=32)
         return cls.of(z85.encode(key))
@@ -85,21 +85,21 @@ class Sockets:
         return opened
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close all; what has not been sent after `linger_ms` is dropped."""
+        """Close all sockets; messages not sent within `linger_ms` are dropped."""
         self._context.destroy(linger=linger_ms)
 
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         opened: zmq.Socket[bytes] = self._context.socket(kind)
         opened.linger = 0
         opened.ipv6 = ":" in self._host
-        opened.sndhwm = opened.rcvhwm = 0  # messages are never dropped: a step that is lost is lost for good
+        opened.sndhwm = opened.rcvhwm = 0  # never drop a message: a lost step could not be repeated
         opened.curve_publickey, opened.curve_secretkey = self._secret.public, self._secret.private
         self._opened.append(opened)
         return opened
 
 
 def interface_of(host: str) -> str | None:
-    """Return the name of the interface that has this IPv4 address; None where that cannot be told."""
+    """Return the name of the interface that has this IPv4 address; None if none has."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened, contextlib.suppress(OSError):
             answer = fcntl.ioctl(opened, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -109,13 +109,13 @@ def interface_of(host: str) -> str | None:
 
 
 def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:
-    """This machine's address on the way to another.
+    """Return this machine's address on the route to another.
 
     Args:
-        named_within_s: how long a name may not be known yet, as that of a pod that is starting, too.
+        named_within_s: seconds for which `host` may not resolve yet, as the name of a starting pod.
 
     Raises:
-        MachineError: there is no way.
+        MachineError: there is no route.
     """
     until = time.monotonic() + named_within_s
     while True:
@@ -125,5 +125,5 @@ def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str
                 return str(opened.getsockname()[0])
         except OSError as error:
             if not isinstance(error, socket.gaierror) or time.monotonic() > until:
-                raise MachineError(f"there is no way to {host}: {error}") from None
+                raise MachineError(f"there is no route to {host}: {error}") from None
             time.sleep(0.5)

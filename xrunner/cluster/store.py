@@ -1,6 +1,6 @@
-"""The store by which workers find each other for torch.distributed; the engine's process keeps it.
+"""The store through which torch.distributed's workers find each other, kept by the engine's process.
 
-They pass over the control plane's encrypted sockets. torch's own stores listen on all interfaces of a machine and
+Its messages use the control plane's encrypted sockets; torch's own stores listen on all interfaces of a machine and
 answer any client.
 """
 
@@ -19,14 +19,14 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.sockets import Secret, Sockets
 
 WAIT_S = 300.0
-"""How long a key is waited for where torch does not say."""
+"""Time to wait for a key where torch sets no timeout."""
 ANSWER_S = 30.0
-"""For an answer that need not wait for anything."""
+"""Time in which a call that waits for no key must be answered."""
 
 
 @dataclass
 class Keys:
-    """The server's side: the keys of one epoch, and the callers that wait for some.
+    """The server's side: the keys of one epoch, and the callers that wait for keys.
 
     Args:
         answer: sends an answer to a caller.
@@ -38,13 +38,13 @@ class Keys:
     _waiting: list[tuple[bytes, m.StoreCall]] = field(default_factory=list)
 
     def begin(self, epoch: int) -> None:
-        """Forget all; keys of older epochs lead to processes that are no more."""
+        """Clear the store for a new epoch: keys of older ones lead to processes that have ended."""
         self.epoch = epoch
         self._values.clear()
         self._waiting.clear()
 
     def call(self, caller: bytes, call: m.StoreCall) -> None:
-        """Do as asked, and answer every caller that then can be answered."""
+        """Carry out a call, and answer every caller whose keys now exist."""
         if call.epoch != self.epoch:
             return
         if call.waits:
@@ -60,7 +60,7 @@ class Keys:
         self._waiting = still
 
     def _do(self, call: m.StoreCall) -> list[bytes | None]:
-        """Return the values of the keys, after what is to be done to them."""
+        """Apply the call's verb, and return the values of its keys."""
         values = self._values
         match call.verb:
             case "set":
@@ -78,9 +78,9 @@ class Keys:
 
 
 class EngineStore(dist.Store):
-    """The workers' side: a store of torch.distributed. May be used by several threads at once, with a socket each.
+    """The workers' side: a torch.distributed store. Several threads may use it at once, each with its own socket.
 
-    What wraps it in C++ does not keep it alive; the caller must.
+    Its C++ wrapper does not keep it alive: the caller must.
     """
 
     def __init__(self, secret: Secret, host: str, engine: str, epoch: int) -> None:
@@ -132,10 +132,10 @@ class EngineStore(dist.Store):
         waits: bool = False,
         timeout_s: float | None = None,
     ) -> list[bytes | None]:
-        """Ask the engine's process.
+        """Send a call to the engine's process, and return its answer.
 
         Raises:
-            MachineError: there is no answer in time.
+            MachineError: no answer comes in time.
         """
         mine, (*_, engine, epoch) = self._of_thread, self._where
         if not hasattr(mine, "socket"):
@@ -147,4 +147,4 @@ class EngineStore(dist.Store):
             answer = m.decode_store_answer(mine.socket.recv())
             if answer.number == mine.number:
                 return answer.values
-        raise MachineError(f"{', '.join(keys)}: no other worker has said so within {timeout_s:.0f} s")
+        raise MachineError(f"no worker has set {', '.join(keys)} in the store within {timeout_s:.0f} s")

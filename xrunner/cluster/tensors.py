@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xrunner.cluster.deployment import Deployment, Seat
+from xrunner.cluster.deployment import Deployment, Role
 
 MAX_UNDER_WAY = 8
-"""Tensors that are sent before the oldest must have arrived: more than the micro-batches of a pipeline use."""
+"""Tensors under way before a send waits for the oldest: more than a pipeline has micro-batches."""
 MAX_MEMORIES = 64
-"""The same of what an encoder has read, which is taken only when the step's second pass comes: a step's slices."""
+"""The same for encoder outputs, which are received only in a step's second pass: one for each slice of the step."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this worker has sent, and how long it has executed steps, waits for other stages left out."""
+    """Bytes that this worker has sent, and seconds that it has executed steps, without waiting for other stages."""
 
     tensor_bytes: int = 0
     control_bytes: int = 0
@@ -55,29 +55,29 @@ class RankGroup:
 class RankPipe:
     """`stage.Pipe` between workers."""
 
-    seat: Seat
+    role: Role
     hidden_size: int
     dtype: torch.dtype
     device: str
     traffic: Traffic
     _under_way: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-    """What must stay as it is until it has arrived."""
+    """Sends under way, with their tensors, which must not change until received."""
     _memories: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def receive(self, num_rows: int) -> Tensor:
-        assert self.seat.receives_from is not None
-        return self._receive(self.seat.receives_from, num_rows)
+        assert self.role.receives_from is not None
+        return self._receive(self.role.receives_from, num_rows)
 
     def send(self, hidden: Tensor) -> None:
-        self._send(hidden, self.seat.sends_to, self._under_way, MAX_UNDER_WAY)
+        self._send(hidden, self.role.sends_to, self._under_way, MAX_UNDER_WAY)
 
     def send_to_all(self, memory: Tensor) -> None:
-        if self.seat.part.rank == 0:
-            workers = self.seat.recallers
+        if self.role.part.rank == 0:
+            workers = self.role.encoder_output_to
             self._send(memory, workers, self._memories, MAX_MEMORIES * len(workers))
 
     def receive_from_last(self, num_rows: int) -> Tensor:
-        return self._receive(self.seat.last, num_rows)
+        return self._receive(self.role.last, num_rows)
 
     def _receive(self, worker: int, num_rows: int) -> Tensor:
         received = torch.empty(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -100,7 +100,7 @@ class RankPipe:
 
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
-    """Return the group of this worker's stage, where it has company. All workers must call this together."""
+    """Return the group of this worker's stage; None if it is alone in it. All workers must call this together."""
     own = None
     for stage in deployment.stages:
         if stage.tp > 1:

@@ -47,10 +47,12 @@ class CrossLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, memory: Tensor | None, batch: Batch, attend: Attend, recall: Attend) -> Tensor:
-        """`attend` looks at the decoder's tokens, `recall` at the encoder's. # [tokens, hidden] -> same"""
+    def forward(
+        self, hidden: Tensor, memory: Tensor | None, batch: Batch, attend: Attend, cross_attend: Attend
+    ) -> Tensor:
+        """`attend` looks at the decoder's tokens, `cross_attend` at the encoder's. # [tokens, hidden] -> same"""
         hidden = hidden + self.attention(self.attention_norm(hidden), batch.positions, attend)
-        hidden = hidden + self.cross(self.cross_norm(hidden), memory, recall)
+        hidden = hidden + self.cross(self.cross_norm(hidden), memory, cross_attend)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -116,12 +118,12 @@ class EncoderDecoderModel(Model):
             return None
         prompts = _tokens(batch, _is_prompt(batch))
         hidden = self.token_embedding(prompts.token_ids) if received is None else received
-        attend = self.reading(lengths, backend, hidden)
+        attend = self.encoder_attention(lengths, backend, hidden)
         for layer in self.encoder.layers:
             hidden = layer(hidden, prompts, attend)
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
-    def reading(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
+    def encoder_attention(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
         """How the encoder attends within prompts of these lengths, the same in all layers.
 
         Args:
@@ -151,13 +153,13 @@ class EncoderDecoderModel(Model):
             logits, or hidden states of a stage other than the last. # [sequences, vocab or hidden]
         """
         assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
-        own, recalled = own_tokens(batch), recalling(batch)
+        own, cross_batch = own_tokens(batch), recalling(batch)
         bias = self.own_bias(own)
         hidden = self.token_embedding(own.token_ids) if received is None else received
         for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
             attend = biased(backend, layer_cache, own, bias)
-            recall = partial(backend.forward, cache=layer_cache, batch=recalled)
-            hidden = layer(hidden, memory, own, attend, recall)
+            cross_attend = partial(backend.forward, cache=layer_cache, batch=cross_batch)
+            hidden = layer(hidden, memory, own, attend, cross_attend)
         return self.head(hidden) if self.has_head else hidden
 
     def own_bias(self, own: Batch) -> PositionBias:

@@ -320,7 +320,7 @@ class _EncoderDecoderRows(Rows):
         bias = self._model.decoder.position_bias(step - (self._num_steps - 1)).T[:, None]  # [heads, 1, own]
         sees_own = self._sees_own[..., :num_own]
 
-        def recall(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, scoring: Scoring) -> Tensor:
+        def cross_attend(q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, scoring: Scoring) -> Tensor:
             keys, values = cache.append(_by_slot(k, slots), _by_slot(v, slots))
             scale = scoring.scale_of(q.shape[-1])
             return self._of_requests(attend_slots(self._in_slots(q), keys, values, self._sees_prompt, None, scale))
@@ -329,7 +329,7 @@ class _EncoderDecoderRows(Rows):
         hidden = self._model.token_embedding(batch.token_ids)
         for layer, own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
             attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias)
-            hidden = layer(hidden, memory, batch, attend, partial(recall, cache=prompts))
+            hidden = layer(hidden, memory, batch, attend, partial(cross_attend, cache=prompts))
         return self._model.head(hidden)
 
 

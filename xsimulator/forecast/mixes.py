@@ -1,13 +1,14 @@
-"""Closed form of steps that decode everything and encode into free slots: orca (no token budget) and chunked.
+"""Closed form of steps that decode all running requests and encode into free slots: orca (no token budget) and chunked.
 
-The slots of a micro-batch form a closed queueing network: a slot decodes D steps, then its next prompt passes a station
-that takes budget - b tokens a step. With x prompts a step, b = x E[D] and load rho = x E[I]/(budget - b),
+The max_batch slots of a micro-batch form a closed queueing network: a slot decodes for D steps, then its next prompt
+passes a station, encoding, that takes budget - b tokens a step. With x prompts a step, b = x E[D] requests decode, the
+station's load is rho = x E[I] / (budget - b), and
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
-where W rounds a stay of mean y up to whole steps and the wait is Pollaczek-Khinchine's, of what the other slots leave
-at the station (Schweitzer, 1979). The left side rises with x, so it has one root at most; where it has none the station
-is never idle, and without a budget x = max_batch / (E[D] + 1).
+where W is the mean stay at the station, y steps, rounded up to whole steps, and the wait is Pollaczek-Khinchine's for
+the load of the other slots (Schweitzer, 1979). The right side rises with x, so there is at most one root; without one
+the station is never idle. Without a budget x = max_batch / (E[D] + 1).
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from xsimulator.lengths import Lengths
 
 ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
-"""The root is looked for on a grid, then on one within its interval."""
+"""The root is bracketed on a grid, then on a finer grid within the bracket."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
-"""Shares of all prompts, from the shortest to the longest, whose means stand for the lengths of one prompt."""
+"""Shares of all prompts, from the shortest to the longest. The mean length of each share represents it."""
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
-"""Values that stand for a normal distribution: Gauss and Hermite's."""
+"""Nodes and weights that represent a normal distribution (Gauss-Hermite)."""
 ROUNDING = 1.05
-"""Factor for what the root, found on a grid, is off by."""
+"""Factor that allows for the error of a root found on a grid."""
 MOST_UNUSED = 0.75
-"""Of a step's tokens, left over for want of a prompt that fits: that much at most."""
+"""Largest share of a step's tokens that is left unused since the next whole prompt does not fit."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
+"""Values that represent busy steps, those that encode: first those with one prompt, then those with several."""
 
 
 class _Slots(NamedTuple):
@@ -48,29 +50,32 @@ class _Slots(NamedTuple):
     load: Array
     """Share of that room in use."""
     slots: Array
-    """Slots that this takes."""
+    """Slots that are in use at this rate."""
 
 
 class _Mix(NamedTuple):
-    """What the steps of a micro-batch are made of. # [n] each, where nothing else is said"""
+    """What the steps of a micro-batch decode and encode. # [n] each, unless stated"""
 
     rate: Array
+    """Prompts a step."""
     max_batch: Array
     decode_batch: Array
+    """Mean requests that a step decodes."""
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """The same without the prompts of one's own slot."""
+    """The same without the prompts of one slot, as a request in that slot meets steps."""
     requests: Array
     tokens: Array
-    """Means of a step that encodes."""
+    """Mean prompts and prompt tokens of a busy step."""
     counts: Array
     shares: Array
-    """Requests in each of the values that stand for such steps, and their probability. # [values, n] each"""
+    """Prompts of each value that represents busy steps, and its probability. # [values, n] each"""
     columns: Array
-    """Decode batch, requests, tokens of a step that only decodes, of these, and of the longest. # [3, 2 + values, n]"""
+    """Decode batch, prompts, prompt tokens: of a step that only decodes, of each value, and of the longest step.
+    # [3, 2 + values, n]"""
     spans: Array | None
-    """Steps that a request's prompt takes, waiting included; None: its own alone."""
+    """Steps in which a prompt is encoded, waiting included; None: one."""
     room: Array | None
     load: Array | None
     """Prompt tokens that a step has room for, and the share in use; None: no limit."""
@@ -79,14 +84,22 @@ class _Mix(NamedTuple):
 
 
 class Mixes:
-    """The mixes of one workload. They depend on no device: a profile's tables and those below them share the last."""
+    """The mixes of one workload.
+
+    They depend on no device, so a profile's tables and its lower tables share them: the last result is kept.
+
+    Args:
+        ahead: steps are decided one step ahead.
+        apart: prompts are encoded in steps of their own.
+        whole: a step encodes whole prompts only.
+    """
 
     def __init__(self, lengths: Lengths, *, ahead: bool, apart: bool, whole: bool) -> None:
         self._lengths, self._apart = lengths, apart
-        # What is left of a step on average where the next prompt does not fit as a whole.
+        # Mean tokens of a step that stay unused since the next prompt does not fit as a whole.
         self._unused = lengths.mean_square_input / (2 * lengths.mean_input) if whole else 0.0
-        # Decided a step ahead, a slot is taken again one step later, and its request has a row in that step unless its
-        # maximum told that it would end.
+        # Where steps are decided ahead, a slot is taken again one step later; the finished request still has a row in
+        # that step, unless it was known to end there since it reached its maximum.
         self._held = lengths.mean_decodes + ahead
         self._rows = lengths.mean_decodes + ahead * (1 - float(lengths.output_probabilities[-1]))
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
@@ -94,7 +107,7 @@ class Mixes:
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
-        """`budget`: tokens of a step at most, None: no limit."""
+        """Return the mix of each setting; `budget`: largest number of tokens of a step, None: no limit. # [n] each"""
         asked = tuple(None if of is None else of.tobytes() for of in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
@@ -105,7 +118,7 @@ class Mixes:
         lengths, mean_input = self._lengths, self._lengths.mean_input
         max_batch = np.maximum(max_batch / m, 1e-9)
         others = np.maximum((max_batch - 1) / max_batch, 0.0)
-        if self._apart:  # all that wait are encoded first, in as many steps as it takes
+        if self._apart:  # all waiting prompts are encoded first, in several steps if need be
             rate, room, load, budget = max_batch / self._held, None, None, None
         elif budget is None:
             rate = max_batch / (self._held + 1)
@@ -115,8 +128,8 @@ class Mixes:
             rate, room, load, _ = self._steady(max_batch, budget, others)
         decode_batch = rate * self._rows
 
-        # A busy step encodes what the slots freed, up to its room. Any request still in encode makes a step busy, so in
-        # a step that only decodes every slot does.
+        # A busy step encodes for the slots that have become free, up to its room. Any unencoded prompt makes a step
+        # busy, so in a step that is not, every slot decodes.
         quiet = np.maximum(1 - rate / max_batch, 0.0)
         busy = 1 - quiet**max_batch
         idle_batch = max_batch
@@ -128,7 +141,7 @@ class Mixes:
         idle_batch = np.minimum(idle_batch, decode_batch / np.maximum(1 - busy, 1e-9))
         busy_batch = np.maximum(decode_batch - (1 - busy) * idle_batch, 0.0) / busy
 
-        # Steps: the one that only decodes, busy ones, and the longest of the tail.
+        # Columns: a step that only decodes, the values of busy steps, and a long step of the tail.
         alone = np.minimum(rate * quiet ** np.maximum(max_batch - 1, 0.0) / busy, 1.0)
         found, counts, shares, sd_tokens = self._busy(requests, tokens, alone, room, rate, busy)
         long_tokens = np.maximum(tokens + upper_deviate(others_busy) * sd_tokens, 0.0)
@@ -165,12 +178,14 @@ class Mixes:
     def _busy(
         self, requests: Array, tokens: Array, alone: Array, room: Array | None, rate: Array, busy: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """The tokens of steps that encode, as a few values: those of one prompt, and those of several.
+        """Represent the tokens of busy steps by a few values: of steps with one prompt, and of steps with several.
 
         Args:
-            requests, tokens: means of such a step.
-            alone: probability that it encodes one prompt.
-            room: tokens that it has room for.
+            requests, tokens: mean prompts and prompt tokens of a busy step.
+            alone: probability that a busy step encodes one prompt.
+            room: prompt tokens that a step has room for; None: no limit.
+            rate: prompts a step.
+            busy: share of steps that encode.
 
         Returns:
             Tokens, requests and probability of each value. # [values, n] each
@@ -190,7 +205,7 @@ class Mixes:
         values[: len(PROMPTS)], values[len(PROMPTS) :] = self.prompt, spread
         each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self.prompt, count / mean
         shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
-        if room is not None:  # what does not fit into a step is left for others
+        if room is not None:  # what does not fit into one step goes to the others
             values = np.minimum(values, room)
             short, left = tokens - (values * shares).sum(axis=0), room - values
             values += left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)
@@ -206,7 +221,7 @@ class Mixes:
         for level in range(ROOT_LEVELS):
             grid = low[:, None] + width[:, None] * ROOT_STEPS
             slots = self._at(grid, budget[:, None], others[:, None]).slots
-            # The last point of the grid that takes too few slots; the highest rate is never too low.
+            # The last grid point with too few slots in use; at the highest rate they never are too few.
             index = (slots[:, 1:-1] < max_batch[:, None]).sum(axis=1)
             low, width = grid[rows, index], width / (len(ROOT_STEPS) - 1)
             if level == ROOT_LEVELS - 1:
@@ -215,8 +230,10 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """The prompts a step that a request in decode meets, those of one slot less, over all: at least the other
-        slots' share. Chords, as the slots' curve is convex."""
+        """Return the rate of prompts with one slot less, over the rate with all: what a decoding request meets.
+
+        It is at least the other slots' share. Two chord steps suffice, since the curve of the slots is convex.
+        """
         fewer = np.maximum(max_batch - 1, 1e-9)
         others = np.maximum((fewer - 1) / fewer, 0.0)
         least = low = rate * fewer / max_batch
@@ -232,8 +249,7 @@ class Mixes:
         room = budget - np.minimum(self._unused, MOST_UNUSED * budget) - rate * self._rows
         load = rate * lengths.mean_input / room
         residual = lengths.mean_square_input / (2 * lengths.mean_input)
-        # A request that arrives meets what the other slots leave there, in service and waiting: where few of them
-        # decode, the station never runs dry.
+        # A prompt that arrives waits for those of the other slots that are being encoded or waiting.
         met = others * load
         y = (lengths.mean_input + residual * met / np.maximum(1 - met, 1e-9)) / room
         slots = rate * (self._held - 1 / np.expm1(-1 / np.maximum(y, 1e-9)))
@@ -241,12 +257,13 @@ class Mixes:
 
 
 def most_displaced(lengths: Lengths) -> float:
-    """Return (1 - busy) (b0 - b) at most, for b requests in decode in the mean and b0 in a step that only decodes.
+    """Return an upper bound on (1 - busy) (b0 - b), for b mean decoding requests and b0 in a step that only decodes.
 
-    A micro-batch has x (E[D] + W) slots, decided ahead one more a prompt, and W <= y + 1. As 1 - busy <= e^-x, what
-    prompts take by the step comes to 2 x e^-x <= 2 / e. As 1 - busy <= 1 - rho, too, with rho = x E[I] / (budget - b),
-    what they take by their tokens comes to rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which rises with rho. So busy
-    steps decode b less this over their share: hardly fewer requests than the mean.
+    A micro-batch has x (E[D] + W) slots (one more a prompt where steps are decided ahead), and W <= y + 1. As
+    1 - busy <= e^-x, the slots that prompts hold for whole steps contribute 2 x e^-x <= 2 / e. As also
+    1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), the slots that they hold by their tokens contribute
+    rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which rises with rho. A busy step thus decodes at least b less this bound
+    over `busy` requests.
     """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)
@@ -258,7 +275,7 @@ def mixes_of(lengths: Lengths, *, ahead: bool = False, apart: bool = False, whol
 
 
 class MixedSteps:
-    """Predicts orca and chunked for one lane of stages and one workload."""
+    """Predicts orca and chunked on one lane of stages under one workload."""
 
     def __init__(self, model: OneLaneModel) -> None:
         lane, lengths = model.lane, model.lengths
@@ -270,12 +287,12 @@ class MixedSteps:
         self._prompts = lane.prompts(lengths)
         hop = lane.hop
         self._hops = Table(hop.points, lane.counts @ hop.values)
-        """All hops of a step, against its tokens."""
+        """Seconds of all hops of a step, by its tokens."""
         self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
         self._sampled = lane.samples + lane.overhead
 
     def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
-        """`budget`: tokens of a step at most, None: no limit."""
+        """Predict settings; `budget`: largest number of tokens of a step, None: no limit. # [n] each"""
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         share: Array | float = 1.0
@@ -285,8 +302,8 @@ class MixedSteps:
             cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
         if self._lane.mixing and not self._lane.apart:
-            # What a busy step's decodes take by themselves; on the lower tables, where a larger batch must not cost
-            # more per request, what one of them takes.
+            # Mixing slows decodes by a share of what they take alone. On lower tables, where a larger batch must not
+            # cost more per request, one decode stands for all.
             none, batch = np.zeros(size), mix.columns[0, 1]
             alone = self._steps(np.minimum(batch, 1.0) if self._lane.is_floor else batch, none, none)[0]
             cost[:, 1:] += (self._lane.mixing * np.minimum(mix.decode_batch, 1.0) * alone)[:, None]
@@ -296,7 +313,7 @@ class MixedSteps:
             stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
             slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
 
-        # Of all steps, and of those that a request in decode meets: its own slot brings none of the prompts.
+        # Probabilities among all steps, and among those that a decoding request meets: its own slot has no prompt.
         probability = np.empty((2, 1 + NUM_BUSY, size))
         probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
         probability[:, 1:] = probability[:, :1] * shares
@@ -305,9 +322,9 @@ class MixedSteps:
         step_s, decode_s = rounds.round()
         with_busy = rounds.round_with(through[1:], slowest[1:])  # [busy steps and the long one, n]
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
-        met = shares * mix.counts  # a request is met in a step with many more often
+        met = shares * mix.counts  # steps with more prompts count for more requests
         first = with_busy[:-1]
-        if self._lane.apart:  # the first token is there before the others decode, and in one of several steps
+        if self._lane.apart:  # the first token comes before the decode step, after one of several encode steps
             first = (first - through[:1]) * share
         ttft = (met * first).sum(axis=0) / met.sum(axis=0)
         met = met / met.sum(axis=0)
@@ -315,7 +332,7 @@ class MixedSteps:
             first = ttft * _spans(self._mixes.prompt[:, 0], mix.room, mix.load).T
             met = np.repeat(PROMPTS[:, None], size, axis=1)
             ttft = ttft * mix.spans
-        # Decided a step ahead, a prompt that is admitted waits for the step under way.
+        # Where steps are decided ahead, an admitted prompt first waits for the step under way.
         ahead_s = step_s if self._lane.ahead else 0.0
         ttft = ttft + ahead_s
         if self._of_all is None:
@@ -339,8 +356,8 @@ class MixedSteps:
         )
 
     def _apart(self, columns: Array, budget: Array | None) -> tuple[Array, Array, Array]:
-        """The same where prompts are encoded in steps of their own, as many as their tokens fill, before the one that
-        decodes; and at which share of these a prompt ends in the mean. # [steps, n]
+        """Return the seconds of stages and of hops where prompts are encoded in steps of their own before each decode
+        step, and the mean share of these encode steps after which a prompt ends. # [steps, n]
         """
         batch, requests, tokens = columns  # [steps, n] each
         none = np.zeros(batch.size)
@@ -353,7 +370,7 @@ class MixedSteps:
         return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Seconds of steps that decode a batch and encode `tokens` of `requests`: on each kind of stage; of hops."""
+        """Return the seconds, on each kind of stage and of hops, of steps that decode a batch and encode prompts."""
         sampled, together = batch + requests, batch + tokens
         seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
         if self._lane.has_encoder:
@@ -364,7 +381,7 @@ class MixedSteps:
 
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
-    """Steps that prompts take by their tokens, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
+    """Return the steps that prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
     waiting = prompts / room[:, None]  # in place, as it is the largest of all arrays here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)
@@ -374,7 +391,7 @@ def _spans(prompts: Array, room: Array, load: Array) -> Array:
 
 
 def _means_of(values: Array, probabilities: Array, shares: Array) -> Array:
-    """Means of consecutive shares of a distribution. # [values], [values], [shares] -> [shares]"""
+    """Return the means of consecutive shares of a distribution. # [values], [values], [shares] -> [shares]"""
     edges, cuts = np.concatenate([[0.0], np.cumsum(probabilities)]), np.concatenate([[0.0], np.cumsum(shares)])
     inside = np.minimum(edges[1:, None], cuts[1:]) - np.maximum(edges[:-1, None], cuts[:-1])  # [values, shares]
     inside = np.maximum(inside, 0.0)

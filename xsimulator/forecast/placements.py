@@ -24,7 +24,8 @@ class Iterations:
     Attributes:
         lengths: of the workload.
         batches: the values of m.
-        decodes: iterations of a request of the quantile's length, at least one; mean_decodes: of all, in the mean.
+        decodes: decode iterations of a request of the quantile's length, at least one.
+        mean_decodes: mean decode iterations of all requests.
     """
 
     def __init__(self, lengths: Lengths, batches: Array, decodes: int) -> None:
@@ -34,23 +35,23 @@ class Iterations:
 
     @cached_property
     def longest(self) -> Array:
-        """Mean iterations until the longest of m requests ends. # [m]"""
+        """Mean iterations until the last of m requests finishes. # [m]"""
         return self._some.sum(axis=1)
 
     @cached_property
     def longest_met(self) -> Array:
-        """Those of them that a request of the quantile's length meets. # [m]"""
+        """Those of `longest` during which a request of the quantile's length decodes. # [m]"""
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property
     def _some(self) -> Array:
-        """Probability that one of m requests, or of one where m is less, is still in decode. # [m, iterations]"""
+        """Probability that any of m requests (at least one) still decodes. # [m, iterations]"""
         survival = np.minimum(self._survival, 1.0)
         return 1 - (1 - survival) ** np.maximum(np.floor(self.batches), 1.0)[:, None]
 
     @cached_property
     def busy(self) -> Array:
-        """Least share of a phase's iterations in which any request is in decode, of those a request meets. # [m]"""
+        """Least share, over all lengths of a phase, of iterations in which any request decodes. # [m]"""
         survival, most = self._survival, self.decodes
         least = np.ones(len(self.batches))
         for n in np.unique(np.geomspace(1, len(survival), NUM_PHASES).astype(int)):
@@ -67,16 +68,18 @@ class LeastSteps:
     """Least seconds of the steps of some placements; terms are kinds of stages.
 
     Attributes:
-        microbatches: that share the decode lane; parts: in which they are encoded. # [placements]
-        decode: a step that only decodes; mixed: one that also encodes what the batch needs to stay as large; met: the
-            same without the prompts that a request itself displaces.
-        passing: all stages and hops, decode only. # [placements, 1, m]
-        steady, steady_passing: `decode` and `passing` where every step has m requests, not just their mean.
-        first: the first stage, decode only. # [placements, m]
-        encode_each: a prompt at its cheapest on each kind; encode_lane: the same on the lane that encodes.
-            # [placements, kinds]
-        through: a prompt at its cheapest through all stages. # [placements]
-        alone: a step that encodes one prompt of the mean length, through all stages that encode. # [placements]
+        microbatches: micro-batches that share the decode lane. # [placements]
+        parts: micro-batches in which prompts are encoded. # [placements]
+        decode: a step that only decodes.
+        mixed: a step that also encodes m / E[D] prompts, which keep the batch at m.
+        met: the same as a decoding request meets it: the prompts replace only the other m - 1 requests.
+        passing: a step that only decodes, through all stages and hops. # [placements, 1, m]
+        steady, steady_passing: `decode` and `passing` where every step decodes m requests, and not just the mean.
+        first: a step that only decodes, in the first stage. # [placements, m]
+        encode_each: one prompt, its share of the largest step, on each kind of stage. # [placements, kinds]
+        encode_lane: the same on the lane that encodes. # [placements, kinds]
+        through: one prompt, its share of the largest step, through all stages. # [placements]
+        alone: a step that encodes one prompt alone, through all stages that encode. # [placements]
     """
 
     of: Iterations
@@ -96,17 +99,17 @@ class LeastSteps:
 
     @property
     def each(self) -> Array:
-        """Micro-batches. # [placements, 1, 1]"""
+        """The number of micro-batches. # [placements, 1, 1]"""
         return self.microbatches[:, None, None]
 
     @property
     def encode(self) -> Array:
-        """A step that encodes m prompts."""
+        """Seconds of a step that encodes m prompts."""
         return self.encode_each[:, :, None] * self.of.batches
 
     @property
     def phase(self) -> Array:
-        """An encode phase of as many requests as decode. # [placements, m]"""
+        """Seconds of the encode steps of m requests a micro-batch. # [placements, m]"""
         of_one = (self.through + (self.parts - 1) * self.encode_each.max(axis=1)) / self.parts
         return of_one[:, None] * self.microbatches[:, None] * self.of.batches
 
@@ -115,12 +118,12 @@ class BoundTerms(NamedTuple):
     """What bounds a policy's throughput on placements.
 
     Attributes:
-        working: seconds of an iteration, each a bound from below.
-        met: seconds that a request meets for each of its decode iterations, likewise.
-        busy: share of iterations at least in which any request is in decode; 1 where none is without. # [m]
-        before_s: seconds before the first iteration. # [placements]
-        most_rps: requests a second at most, whatever decodes. # [placements]
-        at_least_one: where less than one request decodes in the mean, one must keep the latency.
+        working: lower bounds on the seconds of an iteration.
+        met: lower bounds on the seconds that pass for each decode iteration of a request.
+        busy: least share of iterations in which any request decodes; 1 where all do. # [m]
+        before_s: least latency before the first decode iteration. # [placements]
+        most_rps: upper bound on requests a second, whatever m is. # [placements]
+        at_least_one: a limit on m below 1 counts as 1, since a lane may decode less than one request in the mean.
     """
 
     working: list[Array]

@@ -206,22 +206,22 @@ def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
     """Return the executor of a replica's workers, a process for each device."""
     from xrunner.cluster.deployment import Deployment
     from xrunner.cluster.executor import RemoteExecutor
-    from xrunner.cluster.fleet import Fleet
     from xrunner.cluster.sockets import Secret
+    from xrunner.cluster.workers import Workers
     from xrunner.executor import WorkerLost
 
     deployment = Deployment.of(plan)
     if nodes is None:
-        fleet = Fleet(deployment.num_workers, first_device=replica * deployment.num_workers)
+        workers = Workers(deployment.num_workers, first_device=replica * deployment.num_workers)
     else:
-        fleet = Fleet(
+        workers = Workers(
             deployment.num_workers,
             num_nodes=nodes.count,
             host=nodes.host,
             port=nodes.port,
             secret=Secret.from_passphrase(nodes.passphrase),
         )
-    executor = RemoteExecutor(fleet, deployment)
+    executor = RemoteExecutor(workers, deployment)
     try:
         executor.deploy()
     except WorkerLost as lost:

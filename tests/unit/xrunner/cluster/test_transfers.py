@@ -13,7 +13,7 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.process import ControlPlane
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.tensors import Traffic
-from xrunner.transfer import Moving, Piece, Readings
+from xrunner.transfer import EncoderOutputs, Moving, Piece
 
 PIECE = Piece(0, 1)
 
@@ -47,7 +47,7 @@ def test_a_transfer_does_not_wait_for_the_orders_before_it() -> None:
 def test_what_is_received_waits_for_the_order_that_makes_its_request_known() -> None:
     """A preempted request is forgotten in a step behind which it may have been transferred anew."""
     known = {5: torch.zeros(3, 4)}
-    cargo = Readings(known, 4, torch.float32)
+    cargo = EncoderOutputs(known, 4, torch.float32)
     cargo.write(*received(5, 1.0))
     cargo.take_in(0)
     assert len(known[5]) == 3
@@ -58,7 +58,7 @@ def test_what_is_received_waits_for_the_order_that_makes_its_request_known() -> 
 
 def test_what_comes_later_is_taken_in_later() -> None:
     known: dict[int, torch.Tensor] = {}
-    cargo = Readings(known, 4, torch.float32)
+    cargo = EncoderOutputs(known, 4, torch.float32)
     cargo.take_in(2)
     cargo.write(*received(1, 1.0))
     cargo.write(*received(2, 2.0))

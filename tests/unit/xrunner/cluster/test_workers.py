@@ -18,11 +18,11 @@ from tests.fakes import eventually
 from xgpt.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster import nodes
-from xrunner.cluster.fleet import Fleet
 from xrunner.cluster.launching import LauncherSettings
 from xrunner.cluster.nodes import Node
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore, Keys
+from xrunner.cluster.workers import Workers
 from xrunner.executor import WorkerLost
 
 HOST = "127.0.0.1"
@@ -34,9 +34,9 @@ def free_port() -> int:
     return port
 
 
-def pids(fleet: Fleet) -> list[int]:
+def pids(workers: Workers) -> list[int]:
     """Of its workers, once all are there."""
-    return [member.hello.pid for _, member in sorted(fleet._await_all().items())]
+    return [member.hello.pid for _, member in sorted(workers._await_all().items())]
 
 
 def parent(pid: int) -> int:
@@ -53,29 +53,29 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def is_lost(fleet: Fleet) -> bool:
+def is_lost(workers: Workers) -> bool:
     try:
-        fleet.check()
+        workers.check()
     except WorkerLost:
         return True
     return False
 
 
-def comes_back(fleet: Fleet, *before: int) -> None:
-    assert eventually(lambda: is_lost(fleet))
-    fleet.restart()
-    assert not set(pids(fleet)) & set(before)
+def comes_back(workers: Workers, *before: int) -> None:
+    assert eventually(lambda: is_lost(workers))
+    workers.restart()
+    assert not set(pids(workers)) & set(before)
     assert not any(is_running(pid) for pid in before)
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Fleet]:
-    with Fleet(2) as fleet:
-        yield fleet
+def alone() -> Iterator[Workers]:
+    with Workers(2) as workers:
+        yield workers
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Fleet, how: signal.Signals) -> None:
+def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Workers, how: signal.Signals) -> None:
     alone._restarts.clear()
     before = pids(alone)
     (launcher,) = {parent(pid) for pid in before}
@@ -84,7 +84,7 @@ def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Fleet, how: sig
     assert {parent(pid) for pid in pids(alone)} != {launcher}
 
 
-def test_a_worker_that_dies_is_noticed_at_once(alone: Fleet) -> None:
+def test_a_worker_that_dies_is_noticed_at_once(alone: Workers) -> None:
     alone._restarts.clear()
     before = pids(alone)
     started_s = time.monotonic()
@@ -94,7 +94,7 @@ def test_a_worker_that_dies_is_noticed_at_once(alone: Fleet) -> None:
     comes_back(alone, *before)
 
 
-def test_nothing_is_killed_but_children_of_the_launcher(alone: Fleet) -> None:
+def test_nothing_is_killed_but_children_of_the_launcher(alone: Workers) -> None:
     """A worker that claimed the number of another process had it killed, as did one of a machine of the same name."""
     alone._restarts.clear()
     before = pids(alone)
@@ -135,22 +135,22 @@ class Joined:
 
 def test_machines_of_one_name_are_told_apart() -> None:
     secret, port = Secret.from_passphrase("a" * 16), free_port()
-    with Fleet(2, num_nodes=2, port=port, secret=secret) as fleet:
+    with Workers(2, num_nodes=2, port=port, secret=secret) as workers:
         other = Joined(port, secret)
-        before = pids(fleet)
+        before = pids(workers)
         assert parent(before[0]) != parent(before[1])
         for worker in (1, 0):
-            old = pids(fleet)
+            old = pids(workers)
             os.kill(old[worker], signal.SIGKILL)
-            comes_back(fleet, *old)
-        os.kill(parent(pids(fleet)[1]), signal.SIGKILL)  # the other machine's launcher
-        comes_back(fleet)
-        fleet._restarts.clear()
-        old = pids(fleet)
+            comes_back(workers, *old)
+        os.kill(parent(pids(workers)[1]), signal.SIGKILL)  # the other machine's launcher
+        comes_back(workers)
+        workers._restarts.clear()
+        old = pids(workers)
         other.end()  # the machine goes, and another comes in its place
         assert not is_running(old[1])
         other = Joined(port, secret)
-        comes_back(fleet, *old)
+        comes_back(workers, *old)
     other.thread.join(20)
     assert not other.thread.is_alive() and other.error is None
 
@@ -158,13 +158,13 @@ def test_machines_of_one_name_are_told_apart() -> None:
 def test_one_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "MEET_S", 2.0)
     secret, port = Secret.from_passphrase("b" * 16), free_port()
-    with Fleet(2, num_nodes=2, port=port, secret=secret) as fleet:
+    with Workers(2, num_nodes=2, port=port, secret=secret) as workers:
         first = Joined(port, secret)
-        pids(fleet)
+        pids(workers)
         second = Joined(port, secret)
         second.thread.join(20)
         assert "machine 1 is there already" in str(second.error)
-        assert not is_lost(fleet)
+        assert not is_lost(workers)
     first.thread.join(20)
     assert first.error is None
 

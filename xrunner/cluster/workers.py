@@ -20,17 +20,17 @@ from xrunner.cluster.store import Keys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker, or another machine, that has been silent for this time is taken for dead."""
+"""A worker, or another machine, that has been silent for this time counts as lost."""
 START_S = 120.0
-"""From starting the workers to the last one's first word."""
+"""Time in which all workers must have started."""
 LOAD_S = 3600.0
-"""From telling them what to hold to the last one's answer."""
+"""Time in which all workers must have built their parts."""
 RESTARTS = 3
 PERIOD_S = 60.0
-"""More than `RESTARTS` restarts within this time are no accident."""
+"""More than `RESTARTS` restarts within this time end the server."""
 POLL_MS = 50
-FAREWELL_S = 5.0
-"""For other machines to answer that they know of the end."""
+STOP_S = 5.0
+"""Time in which other machines must acknowledge that they stop."""
 
 
 class DeploymentRefused(XgptError):
@@ -42,8 +42,8 @@ class DeploymentRefused(XgptError):
 
 
 @dataclass(slots=True)
-class Member:
-    """What is known of a worker: bytes that it has sent, seconds that it has executed steps, since it was started."""
+class WorkerStatus:
+    """A worker's last report: bytes that it has sent and seconds that it has executed steps since its start."""
 
     hello: m.Hello
     sender: bytes
@@ -55,7 +55,7 @@ class Member:
 
 @dataclass(slots=True)
 class _Node:
-    """Another machine: the process that starts its workers there, and which workers that has been told to start."""
+    """Another machine: the process that starts its workers, and the epoch of those that it was ordered to start."""
 
     sender: bytes
     incarnation: int
@@ -65,35 +65,36 @@ class _Node:
 
 @dataclass(slots=True)
 class _Shared:
-    """What the watching thread and the engine's share; `changed` is held to touch the rest.
+    """What the watching thread and the engine's thread share; hold `changed` to access the rest.
 
     Attributes:
-        epoch: of the workers that are wanted; all of them are started together.
-        gone: other machines that have said goodbye.
+        epoch: of the current workers; all workers of an epoch are started together.
+        lost: why a worker is lost; None: none is.
+        gone: other machines that have acknowledged to stop.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     epoch: int = 1
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, WorkerStatus] = field(default_factory=dict)
     nodes: dict[int, _Node] = field(default_factory=dict)
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
     lost: str | None = None
     gone: set[int] = field(default_factory=set)
 
 
-class Fleet:
-    """Starts workers, deploys to them, and says when one is lost.
+class Workers:
+    """Starts workers, deploys a plan's parts to them, and detects when one is lost.
 
     Args:
         num_workers: one for each device.
-        num_nodes: machines they are on, as many on each; on each of the others runs a `nodes.Node`.
+        num_nodes: machines, with equal numbers of workers; each machine but this one runs a `nodes.Node`.
         host: address of the interface that this machine's sockets bind to.
-        port: at which workers and other machines find the engine; None: any.
-        secret: what all machines share; None: a new one.
-        first_device: number of the first device on this machine that is theirs.
+        port: port at which workers and other machines reach the engine; None: any free one.
+        secret: secret that all machines share; None: a new one.
+        first_device: number of this machine's first device for these workers.
 
     Raises:
-        MachineError: the interface is not here, or the port is taken.
+        MachineError: no interface has that address, or the port is taken.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class Fleet:
         self._keys = Keys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
         self._launcher: LauncherProcess | None = LauncherProcess(self._settings)
-        self._told = 0
-        """The epoch whose workers the launcher has been told to start."""
+        self._started_epoch = 0
+        """The epoch whose workers the launcher was ordered to start."""
         self._watching = threading.Thread(target=self._watch, name="workers", daemon=True)
         self._watching.start()
 
@@ -134,30 +135,30 @@ class Fleet:
     # The engine's thread -------------------------------------------------------------------------------------
 
     @property
-    def members(self) -> dict[int, Member]:
-        """The workers that have started."""
+    def members(self) -> dict[int, WorkerStatus]:
+        """The workers that have started, by number."""
         with self._shared.changed:
             return dict(self._shared.members)
 
     def check(self) -> None:
-        """Check that all workers are well.
+        """Check that no worker is lost.
 
         Raises:
-            WorkerLost: one is not.
+            WorkerLost: one is.
         """
         if self._shared.lost is not None:
             raise WorkerLost(self._shared.lost)
 
     def deploy(self, deployment: Deployment, answers_to: str) -> dict[int, float]:
-        """Have all workers build their parts, replacing what they hold; nothing may be under way.
+        """Make all workers build their parts, in place of what they hold; no step may be under way.
 
         Returns:
-            Seconds that each took.
+            Seconds that each worker took, by number.
 
         Raises:
-            MachineError: the workers do not start.
-            WorkerLost: one dies over it.
-            DeploymentRefused: one cannot build its part.
+            MachineError: the workers do not start in time.
+            WorkerLost: a worker ends meanwhile.
+            DeploymentRefused: a worker cannot build its part.
         """
         members = self._await_all()
         content = deployment.model_dump_json().encode()
@@ -165,9 +166,9 @@ class Fleet:
         with shared.changed:
             shared.loaded.clear()
         for worker, member in members.items():
-            seat = deployment.seat(worker) if worker < deployment.num_workers else None
-            hands_on_to = [members[other].hello.inbox for other in (seat.hands_on_to if seat else ())]
-            self._orders.put((member.sender, m.encode(m.Deploy(content, hands_on_to, answers_to))))
+            role = deployment.role(worker) if worker < deployment.num_workers else None
+            forwards_to = [members[other].hello.inbox for other in (role.forwards_to if role else ())]
+            self._orders.put((member.sender, m.encode(m.Deploy(content, forwards_to, answers_to))))
 
         def is_over() -> bool:
             is_refused = any(answer.error for answer in shared.loaded.values())
@@ -185,10 +186,10 @@ class Fleet:
         return {worker: answer.seconds for worker, answer in loaded.items()}
 
     def restart(self) -> None:
-        """End what is left of the workers and start them all anew.
+        """End the remaining workers and restart all.
 
         Raises:
-            MachineError: that has recently been necessary too often.
+            MachineError: more than `RESTARTS` times within `PERIOD_S`.
         """
         now = time.monotonic()
         self._restarts = [then for then in self._restarts if now - then < PERIOD_S]
@@ -200,14 +201,14 @@ class Fleet:
         self.renew()
 
     def renew(self) -> None:
-        """Have all workers started anew, whatever they do; `deploy` waits for them."""
+        """Have all workers replaced by new ones, without counting it as a restart; `deploy` waits for them."""
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()
             self._shared.lost = None
 
     def close(self) -> None:
-        """End all workers of this machine, and their launcher; tell other machines to end."""
+        """End this machine's workers and launcher, and order other machines to stop."""
         if self._closing:
             return
         shared = self._shared
@@ -215,11 +216,11 @@ class Fleet:
             nodes = dict(shared.nodes)
             for node in nodes.values():
                 self._orders.put((node.sender, m.encode(m.Stop())))
-            shared.changed.wait_for(lambda: shared.gone.issuperset(nodes), FAREWELL_S)
+            shared.changed.wait_for(lambda: shared.gone.issuperset(nodes), STOP_S)
         self._closing = True
         self._watching.join()
 
-    def _await_all(self) -> dict[int, Member]:
+    def _await_all(self) -> dict[int, WorkerStatus]:
         shared = self._shared
         deadline = time.monotonic() + START_S
         with shared.changed:
@@ -240,8 +241,8 @@ class Fleet:
                 with self._shared.changed:
                     while self._socket.poll(0):
                         sender, content = self._socket.recv_multipart()
-                        self._hear(sender, m.decode_to_engine(content))
-                    self._look()
+                        self._handle(sender, m.decode_to_engine(content))
+                    self._check_silence()
                     self._start()
                 while not self._orders.empty():
                     self._socket.send_multipart(self._orders.get())
@@ -251,7 +252,7 @@ class Fleet:
             self._sockets.close()
 
     def _wait(self) -> None:
-        """Wait until there is something to hear, or to look at."""
+        """Wait for a message, or until it is time to check for silence."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if self._launcher is not None:
@@ -259,30 +260,30 @@ class Fleet:
         poller.poll(POLL_MS)
 
     def _start(self) -> None:
-        """Have each machine start the workers that are wanted, once."""
+        """Order each machine, once an epoch, to start its workers."""
         shared = self._shared
         if shared.lost is not None:
             return
         if self._keys.epoch != shared.epoch:
             self._keys.begin(shared.epoch)
         count = self.num_workers // self._num_nodes
-        if self._told != shared.epoch:
+        if self._started_epoch != shared.epoch:
             self._launcher = self._launcher or LauncherProcess(self._settings)
             self._launcher.start(StartWorkers(shared.epoch, 0, count, self.num_workers))
-            self._told = shared.epoch
+            self._started_epoch = shared.epoch
         for number, node in shared.nodes.items():
             if node.epoch != shared.epoch:
                 order = m.Start(shared.epoch, number * count, count, self.num_workers)
                 self._orders.put((node.sender, m.encode(order)))
                 node.epoch = shared.epoch
 
-    def _hear(self, sender: bytes, message: m.ToEngine) -> None:
+    def _handle(self, sender: bytes, message: m.ToEngine) -> None:
         shared = self._shared
         match message:
             case m.StoreCall():
                 self._keys.call(sender, message)
             case m.Hello() if message.epoch == shared.epoch:
-                shared.members[message.worker] = Member(message, sender, time.monotonic())
+                shared.members[message.worker] = WorkerStatus(message, sender, time.monotonic())
                 shared.changed.notify_all()
             case m.Loaded():
                 shared.loaded[message.worker] = message
@@ -294,56 +295,56 @@ class Fleet:
                     member.control_bytes, member.tensor_bytes = message.control_bytes, message.tensor_bytes
                     member.busy_s = message.busy_s
             case m.Join():
-                self._hear_node(sender, message)
-            case m.Gone(epoch, worker) if epoch == shared.epoch:
-                self._lose(f"worker {worker} has died")
-            case m.Goodbye(node):
+                self._handle_join(sender, message)
+            case m.WorkerExited(epoch, worker) if epoch == shared.epoch:
+                self._report_loss(f"worker {worker} has died")
+            case m.StopAcknowledged(node):
                 shared.gone.add(node)
                 shared.changed.notify_all()
 
-    def _hear_node(self, sender: bytes, join: m.Join) -> None:
-        """Give an unknown machine its place, unless another has it."""
+    def _handle_join(self, sender: bytes, join: m.Join) -> None:
+        """Register a machine under its number, unless another one has it."""
         nodes = self._shared.nodes
         node = nodes.get(join.node)
         if node is not None and node.incarnation == join.incarnation:
             node.heard_s = time.monotonic()
         elif node is not None or not 0 < join.node < self._num_nodes:
-            self._orders.put((sender, m.encode(m.Occupied())))
+            self._orders.put((sender, m.encode(m.JoinRefused())))
             return
         else:
             nodes[join.node] = _Node(sender, join.incarnation, time.monotonic())
-        self._orders.put((sender, m.encode(m.Heard())))
+        self._orders.put((sender, m.encode(m.JoinAccepted())))
 
-    def _look(self) -> None:
-        """Notice workers that have died (on this machine: at once) or fallen silent."""
+    def _check_silence(self) -> None:
+        """Detect workers that have ended (on this machine at once) or fallen silent."""
         now, shared = time.monotonic(), self._shared
-        if now - self._looked_s > SILENCE_S / 4:  # this process did not run, so it could hear none of them
+        if now - self._looked_s > SILENCE_S / 4:  # this process did not run, so it received nothing
             for member in shared.members.values():
                 member.heard_s = now
             for node in shared.nodes.values():
                 node.heard_s = now
             if self._launcher is not None:
-                self._launcher.look_away()
+                self._launcher.excuse_silence()
         self._looked_s = now
         for worker, member in shared.members.items():
             if now - member.heard_s > SILENCE_S:
-                self._lose(f"worker {worker} has been silent for {SILENCE_S:.0f} s")
+                self._report_loss(f"worker {worker} has been silent for {SILENCE_S:.0f} s")
         for number, node in list(shared.nodes.items()):
             if now - node.heard_s > SILENCE_S:
                 del shared.nodes[number]
-                self._lose(f"machine {number} has been silent for {SILENCE_S:.0f} s")
+                self._report_loss(f"machine {number} has been silent for {SILENCE_S:.0f} s")
         if self._launcher is None:
             return
         try:
-            for exited in self._launcher.hear():
+            for exited in self._launcher.exited():
                 if exited.epoch == shared.epoch:
-                    self._lose(f"worker {exited.worker} has died")
+                    self._report_loss(f"worker {exited.worker} has died")
         except MachineError as error:
             self._launcher.close()
             self._launcher = None
-            self._lose(str(error))
+            self._report_loss(str(error))
 
-    def _lose(self, why: str) -> None:
+    def _report_loss(self, why: str) -> None:
         if self._shared.lost is None:
             self._shared.lost = why
             self._shared.changed.notify_all()
