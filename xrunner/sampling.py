@@ -306,7 +306,8 @@ def _race(weights: Tensor, keys: np.ndarray, noise: Tensor) -> Tensor:
     """Draw one token a row with these weights: that of the first of exponential clocks with these rates.
 
     A token's clock depends only on the row's key and the token. So if weights differ by rounding, another token is
-    drawn only if two clocks were that close. Inverting the cumulative distribution would add up the rounding of all tokens.
+    drawn only if two clocks were that close. Inverting the cumulative distribution would add up the rounding of all
+    tokens.
 
     Args:
         weights: of any scale, at least one above 0. # float32 [rows, vocab]

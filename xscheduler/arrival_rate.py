@@ -1,8 +1,8 @@
 """Find the settings with the highest arrival rate within bounds, in closed form, over all placements.
 
 Every placement is searched along curves: settings that differ in nothing but the batch. One call predicts the curves of
-a placement at saturation, and the queue (xsimulator.queueing) makes of each point the rate that it keeps. What the best
-of them do is for a simulation to say (xsimulator.capacity); no bound on what is left out is proven.
+a placement at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps.
+What the best of them really keep is simulated (xsimulator.capacity). No bound on what is left out is proven.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from xsimulator.forecast import Forecast
 from xsimulator.queueing import NUM_LOADS, Array, max_rate
 
 STEP = 1.35
-"""Between a setting and its neighbours."""
+"""Factor between a setting and its neighbours."""
 MOST_PLACEMENTS = 48
-"""Placements of a policy that are looked at: those of the highest bounds."""
+"""Placements of a policy that are searched: those with the highest bounds."""
 
 
 class Rated(NamedTuple):
-    """Settings, and the rate that the closed form gives them, all replicas together."""
+    """Settings, and their arrival rate in closed form, all replicas together."""
 
     rate: float
     space: Space
@@ -35,8 +35,8 @@ def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: of one policy; their `bound` is what they serve under the constraint.
-        at_least: a rate below which settings are of no use.
+        spaces: one policy's; their `bound` is what they serve at most under the constraint.
+        at_least: settings below this rate are of no use.
     """
     found: list[Rated] = []
     ordered = sorted(spaces, key=lambda space: -space.bound)
@@ -52,7 +52,7 @@ def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0
 
 
 def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rated | None:
-    """Return the best settings of a placement; None: none that reaches the rate."""
+    """Return the best settings of a placement; None: none reaches the rate."""
     outer, best = _outer_values(space, space.forecast.num_curves), None
     for round_ in range(2):
         best = max(
@@ -72,7 +72,7 @@ def rate_of(space: Space, settings: PolicySettings, constraint: Constraint) -> f
 
 
 def neighbours(space: Space, settings: PolicySettings) -> list[PolicySettings]:
-    """Settings that differ in one variable, by a third."""
+    """Return settings that differ in one variable, by a factor of `STEP`."""
     found = []
     for axis in space.axes:
         name, value = axis.variable.name, getattr(settings, axis.variable.name)
@@ -96,7 +96,7 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
     highest = max_rate(space.forecast.stations, of, space.lengths, constraint, at_least / replicas)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
-        rates[:, :-1] = 0.0  # what grows along a curve is held at its end
+        rates[:, :-1] = 0.0  # the growing variable is fixed at its end
     index = int(rates.argmax())
     rate = replicas * float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
@@ -118,7 +118,7 @@ def _outer_name(space: Space) -> str | None:
 
 
 def _outer_values(space: Space, count: int) -> Ints:
-    """Values of the other variable, even on a logarithmic scale."""
+    """Return values of the other variable, evenly spaced on a logarithmic scale."""
     name = _outer_name(space)
     if name is None:
         return np.zeros(1, int)
@@ -129,7 +129,7 @@ def _outer_values(space: Space, count: int) -> Ints:
 
 
 def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
-    """Values of the other variable between the best one's neighbours."""
+    """Return values of the other variable between the best one's neighbours."""
     name = _outer_name(space)
     assert name is not None
     values = next(axis.values for axis in space.axes if axis.variable.name == name)
@@ -143,7 +143,7 @@ def _finer(space: Space, outer: Ints, settings: PolicySettings) -> Ints:
 
 
 def _largest(space: Space, outer: Ints) -> Ints:
-    """Return the largest batch that memory holds together with each value of the other variable."""
+    """Return the largest batch that fits in memory with each value of the other variable."""
     most = space.fixed.get(space.forecast.load, max(int(space.capacity), 1))
     axis, inner, counts = space.lines
     if axis is None or inner.variable.name != space.forecast.load or space.forecast.load in space.fixed:

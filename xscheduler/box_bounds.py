@@ -2,16 +2,16 @@
 
 On such tables (xscheduler.lower_tables) the directions of rra, orca and chunked hold: a larger batch never costs more
 per request, and more decode iterations a phase never cost less. So no point of a box exceeds its fast corner there,
-even where that corner itself does not fit in memory. One thing breaks that: in rra on several stages, the last decode
-steps before an encode phase pass all stages while some of those wait, and more iterations make these steps smaller. By
-what that saves between a box's ends, and no more than stages idle at all, its points may exceed the corner. The batches
-of static and of waa's encode lane have no such direction: what each of them serves a period is bounded from its
-largest, and the period from its smallest settings. As boxes shrink the bounds close on what is predicted; and because a
-box is left out once its slowest corner breaks a latency bound, what remains open is what the constraint allows. What
+even if that corner itself does not fit in memory. There is one exception: in rra on several stages, the last decode
+steps before an encode phase pass all stages while some stages idle, and more iterations make these steps smaller. By
+what that saves between a box's ends, at most the idle time, its points may exceed the corner. The batches
+of static and of waa's encode lane have no such direction: what they serve a period is bounded from the
+largest settings, and the period from the smallest. As boxes shrink the bounds approach the predictions; and because a
+box is left out once its slow corner breaks a latency bound, the remaining boxes are what the constraint allows. What
 whole placements can reach is in xscheduler.placement_bounds.
 
-Nothing of this is taken on trust: `breach` draws boxes and points inside of them, and the search gives way to one that
-needs no bounds where a point contradicts its box.
+None of this is taken on trust: `breach` draws boxes and points inside them, and if a point contradicts its box, another
+search takes over that needs no bounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = npt.NDArray[np.float64]
 
 BOUND = "fast corners of boxes on monotone tables below the profile, least iteration times of placements"
 SLACK = 0.002
-"""By how much predictions may miss the directions of their tables: closed forms put iterations together."""
+"""Share by which predictions may deviate from the directions of their tables: closed forms merge iterations."""
 
 LATENCY_TOLERANCE = 0.01
 """A box is left out when its slow corner breaks a bound by more than this share."""
@@ -48,7 +48,7 @@ def ends_of(space: Space) -> tuple[int, int | None]:
 
 
 def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Array:
-    """By which share every point of each box breaks the constraint at least."""
+    """Return the least share by which the points of each box break the constraint."""
     if not space.constraint.bounds_latency:
         return floor.excess[slow::corners]
     micro = float(space.placement.microbatches)
@@ -57,7 +57,7 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
 
 
 def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array) -> Array:
-    """By which share the worst of them exceeds its bound, headroom included; at most 0 where all are kept."""
+    """Return the share by which the worst of them exceeds its bound, headroom included; at most 0 if all are kept."""
     excess = np.full(len(latency), -1.0)
     for bound, value in ((constraint.latency_bound_s, latency), (constraint.ttft_s, ttft), (constraint.tpot_s, tpot)):
         if bound is not None:
@@ -66,12 +66,13 @@ def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array) 
 
 
 def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners: int, fast: int | None) -> Array:
-    """Throughput, all replicas together, that no point of each box exceeds.
+    """Return the throughput, all replicas together, that no point of each box exceeds.
 
     Args:
-        evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables; `corners` a box,
+        evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables: `corners` for each
+        box,
             the one with all values at their lowest first and at their highest last.
-        fast: which of them is the fast one; None where there is none.
+        fast: index of the fast corner; None if there is none.
     """
     most, least = evaluation.performance, floor.performance
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
@@ -86,17 +87,17 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
-    """Factor by which a box's points may exceed the fast corner's throughput, as decode steps take time to pass."""
+    """Return the factor by which a box's points may exceed the fast corner's throughput as the pipeline drains."""
     of = floor.performance
     share = (of.filling[fast::corners] - of.filling[corners - 1 :: corners]) / of.cycle[fast::corners]
     return 1 / (1 - np.minimum(np.maximum(share, 0.0), of.bubble[fast::corners]))
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
-    """By which share a random point beats the bound of a random box around it, at most.
+    """Return the largest share by which a random point beats the bound of a random box around it.
 
-    Infinite where the box would have been left out for its slow corner's memory or latency though the point keeps both.
-    Sound bounds and directions give 0, whatever is drawn.
+    It is infinite if a box would be left out for its slow corner's memory or latency although the point keeps both.
+    With sound bounds and directions it is 0, whatever is drawn.
     """
     branches = space.branches()
     branch = rng.integers(len(branches), size=num_boxes)

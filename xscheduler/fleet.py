@@ -3,14 +3,14 @@
 Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 
     sum_t sum_k  price[k] hours n[t, k] + start_cost[k] u[t, k]
-    subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is held
+    subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is served
                  u[t, k] >= n[t, k] - n[t-1, k]                   more than before are starts
                  sum_{t-stay < s <= t} u[s, k] <= n[t, k]         what has started stays
                  sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
 
-The fleet of the first interval has no start to pay, unless it is told what is there before. Where
-replicas need not stay and there are few fleets, the cheapest day is a shortest path over intervals and fleets, and is
-found as that; otherwise HiGHS branches.
+The first interval's fleet pays no starts, unless `before` says what was there before. If
+replicas need not stay and there are few possible fleets, the cheapest day is found as a shortest path over intervals
+and fleets; otherwise by HiGHS's branch and bound.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
 """Relative gaps at which the search stops: of problems of up to `FEW` variables, and of larger ones, whose last half
-percent takes minutes and is less than is known of any day's load."""
+percent takes minutes and is less than the uncertainty of any day's load."""
 FEW = 200
 TIME_S = 30.0
-"""After which a search stops with what it has: a matter of large problems on a slow machine."""
+"""Time after which a search stops with its best fleet; only large problems on slow machines reach it."""
 MOST_STATES, MOST_CONSTANT = 1000, 20_000
 """Fleets over which the shortest path is found, and among which the cheapest constant one is."""
 SLACK = 1e-9
@@ -42,12 +42,12 @@ INFEASIBLE = 2
 
 @dataclass(frozen=True)
 class DeviceLimit:
-    """Kinds that take their devices from the same stock.
+    """Kinds of replicas that share a stock of devices.
 
     Attributes:
-        kinds: their numbers.
-        devices: devices that a replica of each takes.
-        most: devices that there are.
+        kinds: their indices.
+        devices: devices of a replica of each kind.
+        most: number of devices in the stock.
     """
 
     kinds: tuple[int, ...]
@@ -57,19 +57,19 @@ class DeviceLimit:
 
 @dataclass(frozen=True)
 class FleetProblem:
-    """A day's load and the kinds of replicas that may hold it.
+    """A day's load and the kinds of replicas that may serve it.
 
     Attributes:
         needs: requests a second that the fleet must be able to hold. # [intervals]
         rates: requests a second that a replica of each kind holds, under the lengths of the interval.
             # [intervals, kinds]
-        prices: of a replica for an hour. # [kinds]
-        start_costs: of starting a replica and stopping it again: what it costs while it serves nothing. # [kinds]
-        hours: of an interval.
-        least_stay: intervals for which a replica stays that has been started, at least.
-        least: replicas at any time, at least.
-        limits: of devices.
-        before: replicas of each kind that are there before the first interval; None: those of the first. # [kinds]
+        prices: price of a replica for an hour. # [kinds]
+        start_costs: cost of a replica while it starts and ends, and serves nothing. # [kinds]
+        hours: length of an interval.
+        least_stay: least number of intervals for which a started replica stays.
+        least: least number of replicas at any time.
+        limits: limits on devices.
+        before: replicas of each kind before the first interval; None: those of the first interval. # [kinds]
     """
 
     needs: Array
@@ -89,8 +89,8 @@ class FleetSolution:
 
     Attributes:
         replicas: # [intervals, kinds]
-        cost: of all intervals, starts included.
-        gap: share by which the cost may exceed the least at most.
+        cost: cost of all intervals, starts included.
+        gap: share by which the cost may exceed the optimum at most.
     """
 
     replicas: Ints
@@ -99,17 +99,17 @@ class FleetSolution:
 
 
 def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
-    """Return how many more replicas of each kind there are than in the interval before. # [intervals, kinds]
+    """Return the replicas of each kind that start in each interval. # [intervals, kinds]
 
     Args:
-        before: those before the first interval; None: as many as in it.
+        before: replicas before the first interval; None: those of the first interval.
     """
     first = replicas[:1] if before is None else before[None, :]
     return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)
 
 
 def cost_of(problem: FleetProblem, replicas: Ints) -> float:
-    """Return what replicas in each interval cost, starts included."""
+    """Return the cost of replicas over all intervals, starts included."""
     running = problem.hours * (replicas @ problem.prices).sum()
     return float(running + (starts_of(replicas, problem.before) @ problem.start_costs).sum())
 
@@ -126,7 +126,7 @@ def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
 
 
 def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
-    """Return the fleet of least cost of those in which each interval has one of `states`. # [states, kinds]"""
+    """Return the fleet of least cost if each interval has one of `states`. # [states, kinds]"""
     running = problem.hours * states @ problem.prices
     holding = _held(problem, states)
     more = np.maximum(states[None] - states[:, None], 0)
@@ -150,7 +150,7 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
 
 
 def _by_branching(problem: FleetProblem, time_s: float) -> FleetSolution:
-    """Return the fleet of least cost, or one that is nearly it, by mixed-integer programming."""
+    """Return the fleet of least cost, or one within the stated gap, by mixed-integer programming."""
     count, kinds = problem.rates.shape
     size = count * kinds
     whole = eye_array(size)
@@ -169,7 +169,7 @@ def _by_branching(problem: FleetProblem, time_s: float) -> FleetSolution:
         LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
         LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
     ]
-    if size > FEW:  # no fleet of an interval is cheaper than its own least: this closes most of the gap
+    if size > FEW:  # each interval costs at least its own least cost: this closes most of the gap
         prices, least = _by_interval(np.tile(problem.prices, (count, 1))), least_costs(problem) / problem.hours
         constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), (1 - SLACK) * least, np.inf))
     for limit in problem.limits:
@@ -224,7 +224,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
 
 
 def least_costs(problem: FleetProblem) -> Array:
-    """Return what each interval costs by itself at least, whatever the fleet before and behind it. # [intervals]"""
+    """Return the least cost of each interval by itself, whatever its neighbours' fleets. # [intervals]"""
     columns = np.column_stack([problem.needs, problem.rates])
     each, index = np.unique(columns, axis=0, return_inverse=True)
     costs = [solve_constant(replace(problem, needs=row[:1], rates=row[None, 1:])).cost for row in each]
@@ -253,8 +253,8 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
 
 
 def _most(problem: FleetProblem) -> Ints:
-    """Return the most replicas of each kind that are worth having: those that hold any interval's load by themselves.
-    HiGHS searches a bounded problem of few variables in a seventh of the time. # [kinds]"""
+    """Return the largest useful number of replicas of each kind: as many as hold any interval's load alone.
+    With such bounds HiGHS needs a seventh of the time on problems of few variables. # [kinds]"""
     needs = problem.needs[:, None]
     alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))
     before = 0 if problem.before is None else problem.before
@@ -267,7 +267,7 @@ def _most(problem: FleetProblem) -> Ints:
 
 
 def _states(problem: FleetProblem, at_most: int) -> Ints | None:
-    """Return all fleets that the devices allow and that may be worth having; None: too many. # [states, kinds]"""
+    """Return all useful fleets that the devices allow; None: too many. # [states, kinds]"""
     most = _most(problem)
     if np.prod(most + 1.0) > at_most:
         return None
@@ -284,9 +284,9 @@ def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return which share of each interval's need a replica holds, at most 1, and what the shares must come to: 1 or 0.
+    """Return the share of each interval's need that a replica holds (at most 1), and the sum to reach: 1 or 0.
 
-    Shares have no needs that a solver takes for zero, and cutting them off changes no whole number of replicas.
+    Unlike needs, shares are never so small that a solver takes them for zero; capping them changes no integer solution.
     # [intervals, kinds], [intervals]
     """
     needs = problem.needs[:, None]
@@ -295,12 +295,12 @@ def _shares(problem: FleetProblem) -> tuple[Array, Array]:
 
 
 def _by_interval(values: Array) -> csr_array:
-    """Return the matrix that weighs the kinds of each interval. # [intervals, intervals * kinds]"""
+    """Return the matrix that sums over the kinds of each interval with weights. # [intervals, intervals * kinds]"""
     count, kinds = values.shape
     rows = np.repeat(np.arange(count), kinds)
     return coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()
 
 
 def _first(count: int) -> csr_array:
-    """Return the matrix that makes the first interval its own predecessor, so that it starts nothing."""
+    """Return the matrix that makes the first interval its own predecessor, so that nothing starts in it."""
     return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()

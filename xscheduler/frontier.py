@@ -11,13 +11,13 @@ from xgpt.schema import PolicySettings
 from xscheduler.space import Space
 
 NUM_POINTS = 1000
-"""Settings that are looked at in a placement."""
+"""Settings that are predicted in a placement."""
 NUM_PLACEMENTS = 40
-"""Placements that are looked at: those of the highest bounds."""
+"""Placements that are searched: those with the highest bounds."""
 
 
 class TradeOff(NamedTuple):
-    """A schedule that no other one looked at beats in both throughput and latency."""
+    """A schedule that no other one predicted beats in both throughput and latency."""
 
     latency_s: float
     throughput_rps: float
@@ -25,10 +25,10 @@ class TradeOff(NamedTuple):
 
 
 def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
-    """Schedules that fit, from the lowest latency to the highest throughput.
+    """Return schedules that fit, from the lowest latency to the highest throughput.
 
-    They are found on a grid of each placement's settings: each can be reached, and between two of them better ones may
-    lie (the search, not the frontier, is what finds and proves the best).
+    They are found on a grid of each placement's settings: each is attainable, and between two of them better ones may
+    lie (the search, not the frontier, finds and proves the best one).
     """
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)

@@ -1,12 +1,12 @@
-"""Make tables below a profile's own that never fall with a size, and whose cost per unit never rises.
+"""Compute tables below a profile's own that never fall with a size, and whose cost per unit never rises.
 
-Measured times are uneven. What a schedule takes on these tables is a floor under what it takes on the measured ones,
-and it is monotone by construction: a larger batch never ends sooner, and never costs more per request. The search
-proves its bounds on them.
+Measured times are uneven. The time of a schedule on these tables is a lower bound on its time on the measured ones,
+and it is monotone by construction: a larger batch never takes less time, and never costs more per request. The search
+proves its bounds on these tables.
 
-Beyond its last point a table goes on along its last segment, and one that was lowered before that point would rise
-faster than the profile's own and pass over it. So it gets one more point, at twice the last, towards which it rises
-no faster.
+Beyond its last point a table is extrapolated along its last segment, and a lowered table would rise
+faster than the profile's own there and exceed it. So it gets one more point, at twice the last size, up to which it
+rises no faster.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Array = npt.NDArray[np.float64]
 
 
 def lowered(profile: Profile) -> Profile:
-    """Return the profile with every table replaced; the same object where that changes nothing."""
+    """Return the profile with every table lowered; the same object if that changes nothing."""
     changed = {name: _floor(value) for name, value in profile}
     return profile if all(changed[name] is value for name, value in profile) else profile.model_copy(update=changed)
 
 
 def _floor(value: Any) -> Any:
-    """Tables anywhere inside; everything else, and tables that are as they should be, stay the same object."""
+    """Return a value with all tables inside lowered; what needs no change stays the same object."""
     match value:
         case Curve():
             return _floor_of_curve(value)
@@ -61,7 +61,7 @@ def _floor_of_surface(value: Surface) -> Surface:
     floor = np.stack([_ever_cheaper(batches, column) for column in floor.T], axis=1)
     floor = _never_falls(floor, axis=1)
     same = np.allclose(floor, table, rtol=1e-12, atol=0)
-    # Of larger batches the times rise no slower with the length, and by the request no faster.
+    # In larger batches times rise at least as fast with the length, and per request not faster.
     measured = _last_slope(lengths, table.T)
     slope = _ever_cheaper(batches, _never_falls(np.minimum(measured, _last_slope(lengths, floor.T))))
     if _is_steeper(lengths, floor.T, slope):
@@ -71,7 +71,7 @@ def _floor_of_surface(value: Surface) -> Surface:
         lengths = np.append(lengths, 2 * lengths[-1])
     if len(batches) > 1:
         slope = _never_falls(np.minimum(_last_slope(batches, table), _last_slope(batches, floor)))
-        # Beyond both ends, too, a request costs no more in a larger batch.
+        # Also beyond both ends, a request costs no more in a larger batch.
         rise = (lengths[-1] - lengths[-2]) * _last_slope(lengths, floor.T)[-1] / batches[-1]
         slope[-1] = min(slope[-1], slope[-2] + rise)
         if _is_steeper(batches, floor, slope):
@@ -87,12 +87,12 @@ def _floor_of_surface(value: Surface) -> Surface:
 
 
 def _never_falls(seconds: Array, axis: int = 0) -> Array:
-    """Return the largest table below that never falls: each entry is the least of what follows."""
+    """Return the largest table below that never falls: each entry is the least of itself and all later ones."""
     return np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
 
 
 def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
-    """Return the largest table below whose time per unit never rises; size 0 is left as it is."""
+    """Return the largest table below whose time per unit never rises; the entry of size 0 stays."""
     positive = sizes > 0
     result = seconds.copy()
     per_unit = np.minimum.accumulate(seconds[positive] / sizes[positive])
@@ -101,17 +101,17 @@ def _ever_cheaper(sizes: Array, seconds: Array) -> Array:
 
 
 def _last_slope(points: Array, seconds: Array) -> Array:
-    """At which the predictions go on beyond the last point. # [points, ...] -> [...]"""
+    """Return the slope of predictions beyond the last point. # [points, ...] -> [...]"""
     slope: Array = np.maximum((seconds[-1] - seconds[-2]) / (points[-1] - points[-2]), 0.0)
     return slope
 
 
 def _is_steeper(points: Array, floor: Array, slope: Array) -> bool:
-    """By more than rounding, at twice the last point."""
+    """Whether the lowered table exceeds this slope at twice the last point, by more than rounding."""
     more = (_last_slope(points, floor) - slope) * points[-1]
     return bool((more > 1e-9 * floor[-1]).any())
 
 
 def _one_more(points: Array, seconds: Array, slope: Array) -> Array:
-    """With an entry for twice the last point."""
+    """Return the table with an entry for twice the last point."""
     return np.concatenate([seconds, (seconds[-1] + points[-1] * slope)[None]])

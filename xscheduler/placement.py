@@ -1,8 +1,8 @@
-"""List where a model can stand on a cluster: replicas, pipeline stages, partial tensor parallelism, WAA's split.
+"""List the placements of a model on a cluster: replicas, pipeline stages, partial tensor parallelism, WAA's split.
 
-A replica takes n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, the rest work one by
-one, and each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are shared out so that the slowest stage is
-as fast as it can be.
+A replica has n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, the others are single
+devices, and each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are distributed so that the slowest stage
+is as fast as possible.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
 PLACED = ("tp", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
-"""Variables that belong to a placement: tensor-parallel degree of every stage, stages of the lane that decodes, and
+"""Variables of a placement: tensor-parallel degree of every stage, stages of the decode lane, and
 so on."""
 MAX_SPLITS = 6
-"""Values of tp_devices tried for a degree: every multiple of it where there are no more, else evenly spaced ones."""
+"""Number of values of tp_devices tried for a degree: all its multiples, or evenly spaced ones if there are more."""
 FEW_DEVICES = 8
 """Up to this number, every size of a replica and every split of WAA is tried."""
 TYPICAL_BATCH = 32
-"""Requests in decode for which stages, and the lanes of WAA, are balanced."""
+"""Decode batch for which stages, and the lanes of WAA, are balanced."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class LanePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Everything about a plan that is neither policy nor its searched variables.
+    """Where a model stands: all of a plan but the policy and its searched variables.
 
     Attributes:
-        layouts: the one lane, or WAA's encode and decode lanes.
-        fixed: values of the settings that belong to the placement.
+        layouts: the lane, or WAA's encode lane and decode lane.
+        fixed: settings that the placement determines.
     """
 
     replicas: int
@@ -73,22 +73,22 @@ class Placement:
 
     @property
     def num_devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return sum(layout.num_devices for layout in self.layouts)
 
     @cached_property
     def microbatches(self) -> int:
-        """That share the decode lane."""
+        """Micro-batches that share the decode lane."""
         fixed = self.fixed
         return int(fixed.get("microbatches") or fixed.get("decode_microbatches") or 1)
 
     @property
     def is_uniform(self) -> bool:
-        """Replicas of equal stages: what other planners offer."""
+        """Whether all stages of the replicas are equal, as in other planners."""
         return len(self.layouts) == 1 and self.layouts[0].is_uniform
 
     def has(self, fixed: Mapping[str, int]) -> bool:
-        """Whether it has these values of variables in `PLACED`."""
+        """Whether the placement has these values of variables in `PLACED`."""
         shapes = [shape for layout in self.layouts for shape in layout.lane]
         values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}}
         values |= {"tp": {shape.tp for shape in shapes}, "ep": {shape.ep for shape in shapes}}
@@ -96,7 +96,7 @@ class Placement:
 
     @classmethod
     def of(cls, plan: Plan) -> Placement:
-        """Return where a plan stands, its micro-batches included."""
+        """Return a plan's placement, its micro-batches included."""
         policy = plan.policy
         searched = {"kind", *policy.tuned, *(variable.name for variable in policy.variables)}
         fixed = {name: getattr(policy, name) for name in type(policy).model_fields if name not in searched}
@@ -115,7 +115,7 @@ class Placements:
     """The placements of one model on one cluster.
 
     Args:
-        max_devices: the most devices to take.
+        max_devices: largest number of devices to use.
     """
 
     def __init__(
@@ -137,9 +137,9 @@ class Placements:
         self._spread: dict[tuple[tuple[int, ...], int, int, bool, bool], tuple[int, ...]] = {}
 
     def of(self, kind: str) -> list[Placement]:
-        """Every placement that a policy may take; devices may be left idle.
+        """Return all placements for a policy; devices may be left idle.
 
-        A replica of n devices stands floor(N/n) times: up to 8 devices, more of them lose no placement.
+        There are floor(N/n) replicas of n devices: with up to 8 devices no placement is lost by that.
         """
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
@@ -150,13 +150,13 @@ class Placements:
 
     @cached_property
     def widest(self) -> Lane:
-        """The lane that spreads a replica over most devices."""
+        """Return the lane that spreads a replica over the most devices."""
         sizes = reversed(_sizes(self.num_devices))
         found = (layout for size in sizes for layout in self._standing(size, self.num_devices // size))
         return next(found).lane
 
     def one_lane(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
-        """Yield placements of `replicas` replicas of `size` devices each, encode and decode on the same ones."""
+        """Yield placements of `replicas` replicas of `size` devices that both encode and decode."""
         for layout in self._standing(size, replicas):
             tp = {"tp_degree": layout.tp.degree, "tp_devices": layout.tp.devices, "ep_degree": layout.tp.ep_degree}
             for fixed in CHOICES[kind].microbatches(_microbatches(layout.num_stages)):
@@ -186,7 +186,7 @@ class Placements:
     def layouts(
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
     ) -> tuple[LanePlacement, ...]:
-        """Every lane on so many devices that has a layer for each stage, and a link between stages."""
+        """Return all lanes on `size` devices that have a layer for each stage and a link between stages."""
         key = (size, first_device, encode, decode, 0)
         if key not in self._shared:
             self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
@@ -236,13 +236,13 @@ class Placements:
         return spread(num_layers, layer_s, fixed_s)
 
     def _head_seconds(self, tp: int) -> float:
-        """Of the output head, for each request, at a typical batch."""
+        """Return the output head's seconds for each request at a typical batch."""
         if tp not in self._heads:
             self._heads[tp] = float(Line.of(self._profile.head_of(tp))(TYPICAL_BATCH)) / TYPICAL_BATCH
         return self._heads[tp]
 
     def _layer_seconds(self, group: tuple[int, int], encode: bool, decode: bool) -> float:
-        """Of a layer, for each request, at a typical batch."""
+        """Return a layer's seconds for each request at a typical batch."""
         key = (group, encode, decode)
         if key not in self._seconds:
             lengths, layer, batch = self._lengths, self._profile.layer(*group), TYPICAL_BATCH
@@ -261,12 +261,12 @@ class Placements:
         return self._seconds[key]
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
-        """Numbers of encode devices, and whether each is nearer to WAA-C's (by computing time) or WAA-M's (by memory).
+        """Return numbers of encode devices with their policies: WAA-C (by computing time) or WAA-M (by memory).
 
-        One that is as near to both is either's.
+        A number belongs to the policy whose own number is nearer, or to both.
 
-        Both depend on the batch, which is searched later: so they and the numbers next to them are tried, and every
-        number where there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
+        Both numbers depend on the batch, which is searched later, so their neighbours are tried, too, and every
+        number if there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
         """
         if size < 2:
             return {}
@@ -287,7 +287,7 @@ class Placements:
         return self._model.num_encoder_layers or self._model.num_layers
 
     def _encoders_by_memory(self, size: int) -> int:
-        """Encode devices so that all devices hold equally much: the decode lane's K/V fills what weights leave."""
+        """Return the encode devices for which all devices hold the same bytes: the decode lane's K/V fills the rest."""
         model, dtype = self._model, self._profile.dtype
         device = self._cluster.device
         total = size * device.memory_bytes * device.usable_memory
@@ -298,7 +298,7 @@ class Placements:
         return round(size * encode / (encode + decode + kv))
 
     def _fits_nodes(self, layouts: tuple[LanePlacement, ...], replicas: int) -> bool:
-        """Whether no group reaches over the edge of a node, in any replica."""
+        """Whether no tensor-parallel group spans two nodes, in any replica."""
         per_node = self._cluster.devices_per_node
         size = sum(layout.num_devices for layout in layouts)
         widest = max(layout.tp.degree for layout in layouts)
@@ -314,7 +314,7 @@ class Placements:
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Devices of a replica: every number while they are few, then in steps of 2, 4 and 8; and every even share."""
+    """Return sizes of a replica: all small ones, then in steps of 2, 4 and 8, and all even shares of the devices."""
     steps = {
         n for n in range(1, num_devices + 1) if n <= FEW_DEVICES or n % max(2, 2 ** ((n - 1).bit_length() - 3)) == 0
     }
@@ -332,5 +332,5 @@ def _splits(size: int, degree: int) -> Iterator[int]:
 
 
 def _microbatches(num_stages: int) -> list[int]:
-    """Micro-batches worth trying on a pipeline: fewer than stages leave bubbles, more make smaller steps."""
+    """Return numbers of micro-batches to try on a pipeline: fewer than stages leave bubbles, more make small steps."""
     return sorted({1, num_stages, 2 * num_stages}) if num_stages > 1 else [1]

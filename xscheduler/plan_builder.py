@@ -1,4 +1,4 @@
-"""Turn a point that a search found into a plan, with every number that the run needs."""
+"""Turn a point that a search has found into a plan, with all numbers that a run needs."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
 def _beyond_profile(
     problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float]
 ) -> tuple[str, ...]:
-    """Warnings where steps lie outside what was measured."""
+    """Return warnings about steps larger than what was measured."""
     profile = problem.profile
     layer, encoder = profile.layers[0], profile.encoder_layers[0] if profile.encoder_layers else None
     decode_batch = values["decode_batch"] / placement.microbatches
@@ -142,7 +142,7 @@ def _beyond_profile(
     warnings = []
     tokens, most_tokens = decode_batch + encode_tokens, layer.rest.points[-1]
     context = lengths.max_whole_input + lengths.max_output
-    if encoder is not None:  # prompts pass the encoder, and the decoder sees them apart from its own tokens
+    if encoder is not None:  # prompts pass the encoder; the decoder sees them by cross-attention
         tokens, most_tokens = encode_tokens, encoder.rest.points[-1]
         context = max(lengths.max_input, lengths.max_output)
     for name, value, last in (

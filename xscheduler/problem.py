@@ -13,17 +13,17 @@ from xsimulator.lengths import Reused
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a plan answers to.
+    """A planning problem.
 
     Attributes:
-        engine: the engine that runs the plan; None: any, of which nothing is known but the profile's steps.
-        max_devices: the most devices of the cluster to take.
+        engine: the engine that will run the plan; None: one known only by the profile's step times.
+        max_devices: largest number of the cluster's devices to use; None: all.
         uniform: only placements that are replicas of equal stages.
-        replicas: only this number of replicas.
-        fixed: values that control variables and those of placements are held at.
-        placement: only this one. It need not be one that would be tried.
-        reused: what requests find of their prompts; None: nothing.
-        wish: a user's own objective or constraint; no bound is known for it, so Optuna takes the search over.
+        replicas: the only number of replicas to consider; None: any.
+        fixed: fixed values of control variables and of the placement's variables.
+        placement: the only placement to consider, even one that would not be listed; None: any.
+        reused: what requests find cached of their prompts; None: nothing.
+        wish: a user's own objective or constraint, which no bound is known for, so Optuna searches; None: none.
     """
 
     model: ModelSpec
@@ -63,7 +63,7 @@ class Problem:
 
 
 def reused_by(plan: Plan, workload: Workload) -> Reused | None:
-    """Return what a plan counts on being found of a workload's prompts; None: nothing."""
+    """Return what a plan expects requests to find cached of their prompts; None: nothing."""
     found = plan.estimate.reuse
     if found is None:
         return None

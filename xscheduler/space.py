@@ -37,26 +37,26 @@ UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
-    """Return those of some policies that a model can run under: see `UNCUT`."""
+    """Return those of the policies under which a model can run: see `UNCUT`."""
     return tuple(kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
 
 
 POINTS_AT_ONCE = 20_000
-"""Points of a sweep that are predicted in one call."""
+"""Points that a sweep predicts in one call."""
 
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """What bounds the space from outside.
+    """What limits a space besides its constraint.
 
     Attributes:
-        memory: of the lane that decodes.
-        encode_memory: of WAA's encode lane.
-        block_size: tokens a K/V block.
-        kv: how memory is promised to requests. Static batches are always set aside whole.
-        max_batch: requests in a micro-batch at most that the profile, the runner and the engine are made for.
-        engine: that runs the plan; None: any.
-        fixed: values that control variables are held at.
+        memory: memory of the decode lane.
+        encode_memory: memory of WAA's encode lane; None: there is one lane.
+        block_size: tokens of a K/V block.
+        kv: how memory is promised to requests; static batches always reserve all of it.
+        max_batch: largest number of requests in a micro-batch for profile, runner and engine.
+        engine: engine that runs the plan; None: any.
+        fixed: fixed values of control variables.
     """
 
     memory: LaneMemory
@@ -78,7 +78,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Models:
-    """What predicts a placement's settings: on the profile's tables, and on the lower tables below them."""
+    """The forecasts of a placement: on the profile's tables, and on its lower tables."""
 
     model: Any
     floor: Any
@@ -86,11 +86,11 @@ class Models:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user asks for beyond throughput and the constraint.
+    """A user's own objective and constraint.
 
     Attributes:
-        objective: what is to be as high as can be, for each point; None: throughput.
-        accepts: which points are allowed; None: all.
+        objective: returns what is maximised, for each point; None: throughput.
+        accepts: returns which points are allowed; None: all.
     """
 
     objective: Callable[[Performance], Array] | None = None
@@ -98,13 +98,13 @@ class Wish:
 
 
 class Space:
-    """All settings of one policy on one placement, candidates of a search.
+    """All settings of one policy on one placement: the points of a search.
 
     Variables whose latency is monotone are searched; the others are enumerated (`branches`).
 
     Args:
-        models: called when the first point is predicted.
-        wish: a user's own objective and constraint, of which no bound and no direction is known.
+        models: returns the forecasts; called when the first point is predicted.
+        wish: a user's own objective and constraint, for which no bounds and directions are known.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class Space:
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
-        """Numbers of the points that were predicted, call by call."""
+        """Numbers of the predicted points, call by call."""
 
     def under(self, constraint: Constraint, bound: float) -> Space:
-        """Return the same settings under another constraint, of which none was looked at.
+        """Return a new space of the same settings under another constraint.
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
@@ -148,7 +148,7 @@ class Space:
 
     @property
     def evaluations(self) -> int:
-        """Points of the space that were predicted, each counted once however often that was."""
+        """Number of distinct points that were predicted."""
         return len(np.unique(np.concatenate(self._looked_at))) if self._looked_at else 0
 
     @cached_property
@@ -174,20 +174,20 @@ class Space:
 
     @cached_property
     def least_requests(self) -> int:
-        """No micro-batch goes without a request."""
+        """Least number of running requests: one for each micro-batch."""
         return max(self.placement.microbatches, self.placement.fixed.get("encode_microbatches", 1))
 
     @cached_property
     def capacity(self) -> float:
-        """Requests that may hold K/V at once when steps have no activations to speak of."""
+        """Requests that may hold K/V at once if activations take no memory."""
         limits = self.limits
         at_rest = _at_rest(limits.memory, self.lengths, limits.block_size, self.kv)
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
 
     def capacity_beside(self, step_tokens: Array) -> Array:
-        """Requests that may hold K/V at once when the largest step has `step_tokens` tokens."""
+        """Return the requests that may hold K/V at once if the largest step has `step_tokens` tokens."""
         limits = self.limits
-        # WAA's prompts are encoded elsewhere: its decode steps are small.
+        # WAA's decode lane encodes no prompts: its steps are small.
         blocks = limits.memory.blocks_beside(
             step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens)
         )
@@ -195,7 +195,7 @@ class Space:
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
-        """Whether WAA's encode lane holds a batch in each of its stages and one in transfer."""
+        """Return whether WAA's encode lane holds a batch in each of its stages and one in transfer."""
         memory = self.limits.encode_memory
         if memory is None:
             return np.ones(len(encode_tokens), bool)
@@ -203,13 +203,13 @@ class Space:
         return held <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * self.limits.block_size
 
     def branches(self) -> list[dict[str, int]]:
-        """One assignment of the enumerated variables each."""
+        """Return all assignments of the enumerated variables."""
         names = [axis.variable.name for axis in self.enumerated]
         return [dict(zip(names, values, strict=True)) for values in product(*(axis.values for axis in self.enumerated))]
 
     @cached_property
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
-        """The points as lines along one variable: the other one, this one, and how many of its values each line has."""
+        """Return the points as lines along one variable: the other variable, this one, each line's number of points."""
         inner = next(axis for axis in self.axes if axis.variable.name == self.forecast.line)
         outer = next((axis for axis in self.axes if axis is not inner), None)
         if outer is None:
@@ -220,14 +220,14 @@ class Space:
     def within_memory(
         self, low: tuple[int, ...], high: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the least box of indices on the searched axes that holds all of a box's points that have a number.
+        """Return the smallest box of indices on the searched axes that holds all points of a box that fit in memory.
 
-        None where it holds none.
+        None: no point fits.
         """
         if self._line_axes is None:
             return low, high
         i, j, counts = self._line_axes
-        # The further along the other variable, the more of this one's values there are.
+        # The number of points of a line rises along the other variable.
         first = max(low[j], bisect_right(counts, low[i]))
         last = min(high[i], counts[high[j]] - 1)
         if first > high[j] or last < low[i]:
@@ -236,7 +236,7 @@ class Space:
 
     @cached_property
     def _line_axes(self) -> tuple[int, int, list[int]] | None:
-        """Of the searched axes those along and across the lines, and the values of each line."""
+        """Return the searched axes along and across the lines, and the number of points of each line."""
         outer, inner, counts = self.lines
         if outer is None or len(self.searched) == 1:
             return None
@@ -244,11 +244,11 @@ class Space:
 
     @property
     def num_points(self) -> int:
-        """Settings that fit in memory, but for what their activations take."""
+        """Number of settings that fit in memory, their activations left out."""
         return int(self.lines[2].sum())
 
     def points(self, indices: Ints) -> dict[str, Ints]:
-        """Points by their number, 0 to num_points - 1, as columns."""
+        """Return points, by their numbers 0 to num_points - 1, as columns."""
         outer, inner, counts = self.lines
         if outer is None:
             return {inner.variable.name: inner.values[indices]}
@@ -258,12 +258,12 @@ class Space:
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
-        """Return the inverse of `points`, for those of these settings that are points of the space."""
+        """Return the numbers of those settings that are points of the space: the inverse of `points`."""
         outer, inner, counts = self.lines
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
         on_line = along >= 0
-        if outer is not None:  # settings that were not searched for need lie on none
+        if outer is not None:  # settings given from outside need not lie on a line
             values = columns[outer.variable.name]
             line = np.minimum(outer.values.searchsorted(values), len(outer.values) - 1)
             on_line &= outer.values[line] == values
@@ -271,13 +271,13 @@ class Space:
         return (np.concatenate([[0], np.cumsum(counts)])[line] + along)[inside]
 
     def sweep(self) -> Iterator[tuple[dict[str, Ints], Evaluation]]:
-        """Yield every point with its prediction, in batches that memory holds."""
+        """Yield every point with its prediction, in batches of bounded size."""
         for start in range(0, self.num_points, POINTS_AT_ONCE):
             columns = self.points(np.arange(start, min(start + POINTS_AT_ONCE, self.num_points)))
             yield columns, self.evaluate(columns)
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
-        """Return about `num_points` points at most, on a grid that is even on a logarithmic scale, as columns."""
+        """Return at most about `num_points` points, on a grid that is even on a logarithmic scale, as columns."""
         values_per_axis = round(num_points ** (1 / len(self.axes)))
         picked = []
         for axis in self.axes:
@@ -301,7 +301,7 @@ class Space:
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
-        """Return the same points' predictions on the lower tables: periods and latencies that no point falls below."""
+        """Predict the same points on the lower tables: lower bounds on their periods and latencies."""
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)
@@ -318,7 +318,7 @@ class Space:
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Requests that a lane holds where steps have no activations: the same for all placements on it."""
+    """Return the requests that a lane holds without activations: the same for all placements on it."""
     return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv, memory.kept_blocks)[0])
 
 
@@ -337,12 +337,12 @@ class Evaluation:
 
     @cached_property
     def score(self) -> Array:
-        """What is to be as high as can be: throughput, or a user's own objective."""
+        """What is maximised: throughput, or a user's own objective."""
         wish = self._space.wish
         return self.throughput if wish is None or wish.objective is None else wish.objective(self.performance)
 
     def take(self, indices: Ints) -> Evaluation:
-        """These points, in this order, with what is known of them."""
+        """Return the evaluation of some of the points, in this order."""
         taken = Evaluation(self.performance.take(indices), self._space)
         taken.__dict__.update({name: of[indices] for name, of in vars(self).items() if isinstance(of, np.ndarray)})
         return taken
@@ -353,19 +353,19 @@ class Evaluation:
 
     @cached_property
     def fits(self) -> npt.NDArray[np.bool_]:
-        """In memory, and as the policy allows."""
+        """Whether points fit in memory and are allowed by the policy."""
         return self.in_memory & self._space.forecast.is_allowed(self.performance)
 
     @cached_property
     def in_memory(self) -> npt.NDArray[np.bool_]:
-        """What does not hold at a box's smallest settings holds nowhere in it. It depends on no table of times."""
+        """Whether points fit in memory. If a box's smallest settings do not, no point of the box does."""
         performance, space = self.performance, self._space
         fits = performance.peak_requests <= space.capacity_beside(performance.peak_tokens)
         return fits & space.prompts_fit(performance.encode_tokens, performance.peak_tokens)
 
     @cached_property
     def excess(self) -> Array:
-        """By which share the worst latency exceeds its bound, headroom included; at most 0 where all are kept."""
+        """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all are kept."""
         of = self.performance
         return excess_of(self._constraint, of.latency, of.ttft, of.tpot)
 

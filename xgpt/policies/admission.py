@@ -2,9 +2,10 @@
 
 Each account (an API key; without keys, all requests belong to one) keeps its requests in the plan's order of admission
 (`orders`). The next request comes from an account of the highest priority; among these, from the one that has had the
-fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are generated. So two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their lengths. An
-account that had no requests for a while starts level with the others: unused share is not saved up.
-Source: Sheng et al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are generated. So
+two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their lengths. An
+account that had no requests for a while starts level with the others: unused share is not saved up. Source: Sheng et
+al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
 
 No order starves a request: one that has waited longer than `patience_ns` is overdue. Its account then counts as one of
 the highest priority, and every second request that enters from the account is its longest-waiting overdue one.

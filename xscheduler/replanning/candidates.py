@@ -11,7 +11,7 @@ from xscheduler.space import runnable
 from xsimulator.forecast import FORECASTS
 
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
-"""Policies that an engine can swap between two steps; a static batch must end first, and waa's lanes must empty."""
+"""Policies that can be swapped in between two steps; a static batch must end first, and waa's lanes must drain."""
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
@@ -19,8 +19,8 @@ class Candidates(NamedTuple):
     """The best plans that may take over.
 
     Attributes:
-        anywhere: on any placement that the server's devices have.
-        swap: on the running plan's stages, of a policy that takes effect between two steps; None: none of these keeps
+        anywhere: on any placement of the server's devices.
+        swap: on the running plan's stages, with a policy that can be swapped in between two steps; None: none keeps
             the bounds.
     """
 

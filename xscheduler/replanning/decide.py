@@ -1,4 +1,4 @@
-"""Decide whether to change a running plan: what it loses under the observed lengths against the cost of a change."""
+"""Decide whether to change a running plan: weigh what another one gains against the cost of the change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xscheduler.space import runnable
 from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
-"""Bytes of weights that a device sets up a second, where its profile does not say: the slowest measured on a CPU
+"""Bytes of weights that a device loads a second, if its profile does not say: the slowest measured on a CPU
 (docs/results/devices.md), and the slowest of ExeGPT's Table 4."""
 
 SAME = 0.02
-"""Planned prompt tokens of a phase that differ by no more than this share are the same."""
+"""Two plans are the same if their prompt tokens of a phase differ by at most this share."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Verdict:
     """The running plan compared with the best one.
 
     Attributes:
-        breaks_bound: whether the running plan breaks its bounds for certain.
-        plan: the best plan, ready to be run in place of the running one; None: none keeps the bounds.
+        breaks_bound: whether the running plan certainly breaks its bounds.
+        plan: the best plan, in a form that can replace the running one; None: none keeps the bounds.
         is_swap: whether it goes into effect between two steps.
-        gain: what the best plan gains of what the objective counts, as a share of the running plan's.
-        pause_s: how long the change would hold requests up.
+        gain: the best plan's gain in the objective, as a share of the running plan's value.
+        pause_s: seconds for which the change would delay requests.
         switch: whether to change.
         reason: why, or why not.
     """
@@ -49,8 +49,8 @@ class Verdict:
 def decide(judge: Judge, terms: Terms) -> Verdict:
     """Compare the running plan with the best one.
 
-    A plan on the same stages takes over where it gains enough, or where the running plan breaks its bound; one on
-    another placement must also repay the pause. Where nothing keeps the bound, what comes near to it takes over.
+    A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound; one on
+    another placement must also repay the pause. If no plan keeps the bound, one near it takes over.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -61,7 +61,7 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         reason, nearest_s = str(error), error.nearest_bound_s
     near = None if nearest_s is None else judge.near(nearest_s)
     if near is not None:
-        with suppress(InfeasibleError):  # something besides the latency binds, too
+        with suppress(InfeasibleError):  # not only the latency binds
             return _although_broken(_decide_feasible(near, terms), judge.plan.constraint)
     return Verdict(judge.running, judge.breaks, reason)
 
@@ -89,12 +89,12 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
 
 
 def loading_s(plan: Plan, profile: Profile) -> float:
-    """Return how long a change of placement loads weights; one device that runs a whole model keeps them."""
+    """Return the seconds in which a change of placement loads weights; a single device keeps its weights."""
     return 0.0 if plan.devices_per_replica == 1 else weights_loading_s(plan, profile)
 
 
 def weights_loading_s(plan: Plan, profile: Profile) -> float:
-    """Return how long the devices take to set up a plan's weights, from a checkpoint in host memory.
+    """Return the seconds in which the devices load a plan's weights from a checkpoint in host memory.
 
     Source: ExeGPT sec. 7.7, Table 4.
     """
@@ -105,13 +105,13 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Whether another placement beats what the present one can do, and brings back what its pause costs."""
+    """Whether another placement beats the best on the present one, and repays its pause."""
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
 def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap: bool) -> Verdict:
-    """Return what a plan gains, and whether that is enough."""
+    """Return a plan's gain, and whether it is enough."""
     running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
     switch = not judge.kept_rps or gain >= terms.least_gain
     if outcome.arrival_rate_per_s is not None:
@@ -126,7 +126,7 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
 
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
-    """Return the verdict with a plan that keeps the bound should further requests be longer, where that is cheap."""
+    """Return the verdict with a plan that would keep the bound for longer requests, too, if that is cheap."""
     plan, of = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and of is not None
     best = judge.careful(runnable(SWAPPABLE, plan.model), plan, judge.rate(of))
@@ -140,7 +140,7 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return what was found under a bound that can be kept, for a plan whose own cannot; that stays its aim."""
+    """Return the verdict under a feasible bound near the plan's own, which cannot be kept but remains its aim."""
     assert near.best is not None and near.plan is not None
     seconds = f"{near.best.latency_s:.3g} s"
     return replace(
@@ -163,6 +163,6 @@ def _gain(judge: Judge, plan: Plan) -> float:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    """Whether a swap changes nothing: neither the settings nor what the rule takes from the estimate."""
+    """Whether a swap would change neither the settings nor the figures that the rule takes from the estimate."""
     tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
     return plan.policy == other.policy and abs(tokens - others) <= SAME * others

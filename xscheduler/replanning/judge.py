@@ -17,16 +17,17 @@ from xscheduler.schedule import Scheduler
 
 @dataclass(frozen=True)
 class Terms:
-    """When a change is worth while.
+    """The thresholds for a change.
 
     Attributes:
         least_gain: share of the running plan's throughput (or arrival rate) that another plan must gain.
-        confidence: standard deviations by which the quantile of the observed lengths may be wrong: the highest
-            quantiles of few requests are mostly chance. The bound counts as broken where even the lowest breaks it.
-        caution: pairs (standard deviations, share of throughput). The share is the price accepted for a plan that
-            keeps the bound if the quantile lies higher by the deviations, where the running plan would break it. The
-            likelier that is, the higher the price.
-        near: where no plan keeps the bound, the running plan stays up to this factor of the nearest bound that can be
+        confidence: standard deviations by which the observed quantile of lengths may be wrong, as the highest
+            quantiles of few requests are mostly chance. The bound counts as broken if even the lowest such quantile
+            breaks it.
+        caution: pairs (standard deviations, share of throughput). The share is the accepted loss for a plan that
+            keeps the bound even if the quantile is higher by the deviations, where the running plan would break it. The
+            likelier that is, the higher the share.
+        near: if no plan keeps the bound, the running plan stays up to this factor of the nearest bound that can be
             kept.
         horizon_s: time in which a change of placement must repay its pause.
     """
@@ -65,15 +66,15 @@ class Judge(ABC):
 
     @abstractmethod
     def rate(self, of: Plan | Outcome) -> float:
-        """Return what the objective counts, requests/s, of a plan that was found, or of `running`."""
+        """Return the objective's value, in requests/s, of a candidate or of `running`."""
 
     @abstractmethod
     def outcome(self, plan: Plan) -> Outcome:
-        """Return the figures of a plan that was found."""
+        """Return a candidate's figures."""
 
     @abstractmethod
     def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
-        """Return the best plan of some policies, put in the place of the running one.
+        """Return the best plan of some policies, in a form that can replace the running one.
 
         Args:
             in_place: on the running plan's stages.
@@ -83,30 +84,30 @@ class Judge(ABC):
         """
 
     def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
-        """Return a plan in place that keeps the bounds at a higher quantile of the lengths, where this one does not.
+        """Return a plan on the same stages that keeps the bounds at a higher quantile of lengths, if `plan` does not.
 
         Args:
             plan: the running plan, or the one that would take over.
-            rate_rps: what the objective counts of it.
+            rate_rps: its value of the objective.
 
         Returns:
-            None: the plan will do, nothing cheap does better, or the bounds do not rest on that quantile.
+            None: `plan` keeps them, no cheap plan does, or the bounds do not depend on that quantile.
         """
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
-        """Return the judge under a bound near the nearest one that any plan keeps.
+        """Return a judge under a bound near the nearest one that any plan keeps.
 
-        None: the running plan is within that bound, or has none of this kind.
+        None: the running plan keeps that bound, or has no latency bound.
         """
         return None
 
 
 def best_of(problems: Sequence[Problem], kinds: Sequence[str]) -> list[Plan]:
-    """Return each problem's plan of the highest throughput, of those that have any; at least one.
+    """Return the plan of highest throughput for each problem that has one.
 
     Raises:
-        InfeasibleError: none has.
+        InfeasibleError: no problem has one.
     """
     found, error = [], None
     for problem in problems:
@@ -121,11 +122,11 @@ def best_of(problems: Sequence[Problem], kinds: Sequence[str]) -> list[Plan]:
 
 @dataclass(frozen=True)
 class SaturatedJudge(Judge):
-    """Judges by saturated throughput, in closed form.
+    """Compares plans by saturated throughput, in closed form.
 
     Attributes:
-        ratio, ratio_of_others: the latency that the bound is for, over the closed form's for a request of the
-            quantile's length: of the running plan, and of plans that may take over.
+        ratio, ratio_of_others: the bounded latency over the closed form's latency of a request of the
+            quantile's length: for the running plan, and for candidates.
     """
 
     situation: Situation
@@ -195,7 +196,7 @@ class SaturatedJudge(Judge):
         return self._bound_s is None or self._at(plan, quantile)["latency"] <= self._bound_s
 
     def _best(self, kinds: Sequence[str], quantile: float, *, in_place: bool) -> Plan:
-        """Return the best plan that keeps the bound at a quantile, its latency that at this quantile."""
+        """Return the best plan that keeps the bound at a quantile of lengths, with its latency at that quantile."""
         problems = self.situation.problems(in_place=in_place)
         bound_s = None if self._bound_s is None else self._bound_s / self.ratio_of_others
         update = {"quantile": quantile, "latency_bound_s": bound_s}
@@ -214,16 +215,16 @@ def _with_latency(plan: Plan, latency_s: float) -> Plan:
 
 
 def _admission(plan: Plan, best: Plan) -> Admission:
-    """Return the running plan's; the order in time goes by step times, which not every plan has."""
+    """Return the running plan's admission; order in-time needs step times, which not every plan has."""
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
     return plan.admission.model_copy(update={"max_running": best.admission.max_running, "order": order})
 
 
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
-    """Return the running plan with another put in its place.
+    """Return another plan in a form that can replace the running one.
 
-    In place, K/V memory stays as it was set up. A plan's blocks leave room for the activations of its own largest
-    step, at most a slice's: what a swap may take beyond is that much, out of the workspace.
+    On the same stages, K/V memory stays as allocated. Its blocks leave room for the activations of the old plan's
+    largest step, at most a slice; the new plan may exceed that by at most a slice, from the workspace.
     """
     return plan.model_copy(
         update={

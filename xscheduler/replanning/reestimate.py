@@ -1,4 +1,4 @@
-"""Estimate what a plan does under other lengths than it was made for, or at another pace.
+"""Predict a plan under other lengths than it was made for, or at another pace.
 
 Assumptions: requests are always waiting (saturation), and the plan keeps its resolved numbers: rra encodes the planned
 prompt tokens a phase, whatever the number of requests that they belong to.
@@ -19,10 +19,10 @@ from xsimulator.memory import capacity
 def reestimate(
     plan: Plan, profile: Profile, workload: Workload, quantile: float, ratio: float = 1.0
 ) -> dict[str, float]:
-    """Return what a plan does under other lengths, its resolved numbers kept.
+    """Return a plan's predictions under other lengths, with its resolved numbers unchanged.
 
     Args:
-        ratio: factor on the closed form's latency.
+        ratio: factor on the latency of the closed form.
     """
     lengths = Lengths(workload, reused_by(plan, workload))
     lanes = lanes_of(plan, profile)

@@ -13,9 +13,9 @@ from xscheduler.problem import Problem, reused_by
 from xsimulator.lengths import Reused
 
 PARTS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.95)
-"""Of the K/V memory, that may be kept."""
+"""Shares of K/V memory to try for kept blocks."""
 NOTHING = 0.02
-"""Share of prompt tokens found that no plan counts on."""
+"""Shares of cached prompt tokens up to this are too small to plan with."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Situation:
 
     Attributes:
         plan: the running plan, at the observed pace.
-        profile: as it was measured, whatever the plan's slowdown.
+        profile: the profile as measured, without the plan's slowdown.
         lengths: the observed ones, cut to the model's context.
-        weight: number of requests that the lengths were learnt from.
-        arrival_rate_per_s: the observed one; None: unknown.
-        reuse: what requests had in common; None: what the plan counts on.
+        weight: number of requests in the observed lengths.
+        arrival_rate_per_s: observed arrival rate; None: unknown.
+        reuse: observed reuse; None: as the plan expects.
         goodput: share of requests that kept their bounds; None: unknown.
     """
 
@@ -42,7 +42,7 @@ class Situation:
 
     @property
     def misses(self) -> bool:
-        """Whether fewer requests keep their bounds than the plan is to."""
+        """Whether fewer requests keep their bounds than the plan's quantile."""
         return self.goodput is not None and self.goodput < self.plan.constraint.quantile
 
     @classmethod
@@ -50,7 +50,7 @@ class Situation:
         """Return a plan's situation.
 
         Args:
-            slowdown: factor by which steps last longer than the profile says; None: the one that the plan rests on.
+            slowdown: factor by which steps last longer than the profile says; None: the plan's.
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
@@ -59,10 +59,10 @@ class Situation:
         return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
 
     def problem(self, *, in_place: bool) -> Problem:
-        """Return the problem whose best plan may take over: the server's workers and replicas are what there is.
+        """Return the problem whose best plan may take over, with the server's workers and replicas.
 
         Args:
-            in_place: on the running plan's stages and micro-batches alone. One device has no others.
+            in_place: only on the running plan's stages and micro-batches. A single device has no others.
         """
         plan = self.plan
         return Problem(
@@ -80,7 +80,7 @@ class Situation:
         )
 
     def problems(self, *, in_place: bool) -> list[Problem]:
-        """Return `problem` for each division of memory between running requests and what later ones find."""
+        """Return `problem` for each division of memory between running requests and kept blocks."""
         problem, reuse = self.problem(in_place=in_place), self.reuse
         if reuse is None:
             return [problem]
@@ -94,15 +94,15 @@ class Situation:
         return problems
 
     def quantile(self, deviations: float) -> float:
-        """Return the plan's quantile, moved by a number of standard deviations of an observed quantile."""
+        """Return the plan's quantile, shifted by a number of standard deviations of an observed quantile."""
         q = self.plan.constraint.quantile
         return max(0.5, min(q + deviations * sqrt(q * (1 - q) / self.weight), 1 - 1e-9))
 
 
 def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
-    """Return the plan with what its requests find; None: unchanged.
+    """Return the plan with observed reuse; None: unchanged.
 
-    A plan that counts on nothing keeps no memory for it.
+    A plan that expects no reuse keeps no blocks.
     """
     own = plan.estimate.reuse
     if reuse is None or (own is None and reuse.share <= NOTHING):
@@ -113,17 +113,17 @@ def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """Return the plan with steps that last `slowdown` times as long as its profile says; None: unchanged."""
+    """Return the plan predicted with steps `slowdown` times as long as its profile says; None: unchanged."""
     if slowdown is None:
         return plan
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
 
 
 def within_context(workload: Workload, max_context: int) -> Workload:
-    """Return the workload with its longest outputs and inputs cut, so that any input goes with any output.
+    """Return the workload with its longest outputs and inputs cut, so that any input and output fit together.
 
-    Each observed request fitted: the longest input came with a shorter output than the longest. Outputs that were
-    allowed but not generated are cut first: a chat without a limit may fill the context.
+    Each observed request did fit: the longest input and the longest output came from different requests. Outputs that
+    were allowed but not generated are cut first: those of a chat without a limit may fill the context.
     """
     workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
     room = max_context - workload.output.lengths[-1]
@@ -136,7 +136,7 @@ def within_context(workload: Workload, max_context: int) -> Workload:
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Return the outputs, an allowed length beyond the longest output cut to the room that the longest input leaves."""
+    """Return the outputs, with an allowed length beyond the longest output cut to what the longest input leaves."""
     output = workload.output
     room = max_context - workload.input.lengths[-1]
     if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:

@@ -1,4 +1,4 @@
-"""Searches of one policy's space, by the name that `--search` takes."""
+"""Search methods for a policy's spaces, by their names for `--search`."""
 
 from xscheduler.search import checked, exhaustive, optuna_search
 from xscheduler.search.base import Found, Method, Search

@@ -1,4 +1,4 @@
-"""The contract of a search: the spaces of one policy in, the best allowed point and the proof out."""
+"""The contract of a search method: one policy's spaces in, the best allowed point and its proof out."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Found:
     """What a search of one policy's spaces found.
 
     Attributes:
-        space: where the best point lies; None where no point is allowed.
-        settings: the best point that fits and keeps the constraint; None where no point does.
-        values: its predictions, by name.
-        evaluations: points predicted.
-        gap: no point of the spaces has over (1 + gap) times this throughput; None where nothing proves it.
-        bound: what the gap rests on.
-        method: what found it; another one than was asked for where that one's bounds do not hold.
+        space: the space of the best point; None: no point is allowed.
+        settings: the best point that fits and keeps the constraint; None: no point does.
+        values: the point's predictions, by name.
+        evaluations: number of points predicted.
+        gap: no point of the spaces has more than (1 + gap) times this throughput; None: nothing proves it.
+        bound: what the gap is based on, in words.
+        method: the method that found it; not the requested one if that one's bounds did not hold.
     """
 
     space: Space | None = field(compare=False)

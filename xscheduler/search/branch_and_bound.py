@@ -3,8 +3,8 @@
 Source: ExeGPT Algorithm 1, with any number of searched variables, the enumerated ones and placements sharing the
 incumbent, and a certificate. A block is a box of indices on the searched axes. Where directions hold, its best
 throughput is at the corner with every variable at its fast end, and its lowest latency at the opposite corner;
-tolerances absorb the points that break a direction. The gap does not rest on directions, but on bounds that hold
-(xscheduler.box_bounds): a block is left only once neither its promise nor its bound speaks for it.
+tolerances absorb points that violate a direction. The gap is based not on directions, but on sound bounds
+(xscheduler.box_bounds): a block is dropped only if neither its predicted throughput nor its bound beats the incumbent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from xscheduler.space import Evaluation, Ints, Space
 THROUGHPUT_TOLERANCE = 0.002
 """A block is dropped when its fast corner, raised by this share, does not beat the incumbent."""
 TARGET_GAP = 0.01
-"""Blocks are divided until what they may hold is proven not to beat the incumbent by more than this share."""
+"""Blocks are divided until no block can beat the incumbent by more than this share."""
 MAX_PREDICTIONS = 100_000
-"""Of points and of what lies below them: then the search ends with the gap that it has."""
+"""Predictions, on the profile and on the lower tables, after which the search ends with the gap reached."""
 BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""
 
 PARTS = {1: 8, 2: 2}
-"""Parts into which a block is cut along each of its variables, by their number: a call costs more than a point."""
+"""Parts into which a block is cut along each variable, by the number of variables."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """(lowest indices, highest indices, branch)"""
@@ -39,23 +39,23 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(order=True, slots=True)
 class _Block:
-    """Boxes ordered by what speaks for them, the best first."""
+    """A box, ordered by its promise, the best first."""
 
     priority: float
     box: Box = field(compare=False)
     bound: float = field(compare=False)
-    """Throughput that no point of the box exceeds, whatever the directions."""
+    """Throughput that no point of the box exceeds, whether or not directions hold."""
 
 
 class _Open:
-    """A space with its corners predicted: the boxes that may still hold something better."""
+    """A space with its open boxes, which may still hold a better point; their corners have been predicted."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self.branches = space.branches()
         self.blocks: list[_Block] = []
         self._cuts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        """Of an axis, from one index to another: many boxes lie side by side."""
+        """Cuts of an axis between two indices, kept since many boxes share them."""
         low = (0,) * len(space.searched)
         high = tuple(len(axis.values) - 1 for axis in space.searched)
         self.roots = [box for branch in range(len(self.branches)) for box in self._shrunk(low, high, branch)]
@@ -65,7 +65,7 @@ class _Open:
         return -self.blocks[0].priority if self.blocks else 0.0
 
     def take(self, best: float) -> list[Box]:
-        """Parts of the most promising blocks; the first time, the whole space."""
+        """Remove the most promising blocks and return their parts; at first, return the whole space."""
         if self.roots:
             roots, self.roots = self.roots, []
             return roots
@@ -75,7 +75,7 @@ class _Open:
         return [part for block in taken for part in self._parts(block.box)]
 
     def corners(self, box: Box) -> list[tuple[int, ...]]:
-        """All corners, the one with every index at its lowest first and at its highest last."""
+        """Return all corners: first that with all indices at their lowest, last that with all at their highest."""
         low, high, _ = box
         return list(product(*zip(low, high, strict=True)))
 
@@ -89,7 +89,7 @@ class _Open:
         return columns
 
     def _parts(self, box: Box) -> list[Box]:
-        """Cut every axis, each on a logarithmic scale."""
+        """Cut a box along every axis, on a logarithmic scale."""
         low, high, branch = box
         ranges = [self._cut(i, lo, hi) for i, (lo, hi) in enumerate(zip(low, high, strict=True))]
         return [
@@ -106,13 +106,13 @@ class _Open:
         return self._cuts[key]
 
     def _shrunk(self, low: tuple[int, ...], high: tuple[int, ...], branch: int) -> list[Box]:
-        """Return the box without what lies outside memory; none where all of it does."""
+        """Return the box without the part that does not fit in memory; an empty list if nothing fits."""
         inside = self.space.within_memory(low, high)
         return [] if inside is None else [(*inside, branch)]
 
 
 def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-    """Return first and last indices of at most `parts` parts of low .. high, about even in the ratios of values."""
+    """Return first and last indices of at most `parts` parts of low .. high, with about equal ratios of values."""
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
     starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()
@@ -126,7 +126,7 @@ class _Search:
         self.best: Found | None = None
         self.best_throughput = 0.0
         self.unexplored = 0.0
-        """The highest bound of what was dropped without predicting all of it."""
+        """The highest bound of the blocks that were dropped."""
         self.predictions = 0
 
     def run(self) -> Found:
@@ -156,7 +156,7 @@ class _Search:
             return
         corners = [of.corners(box) for box in boxes]
         points = [(point, box[2]) for box, its in zip(boxes, corners, strict=True) for point in its]
-        order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # small boxes have corners in common
+        order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # small boxes share corners
         columns = of.columns(list(order))
         evaluation = of.space.evaluate(columns)
         floor = of.space.evaluate_floor(columns, evaluation)
@@ -180,7 +180,7 @@ class _Search:
             bound = float(bounds[k])
             promise = bound / (1 + THROUGHPUT_TOLERANCE)
             if fast is not None and evaluation.fits[at + fast]:
-                # Outside memory the corner predicts nothing: only the bound speaks for the block.
+                # A corner that does not fit in memory predicts nothing: only the bound counts.
                 tolerated = evaluation.throughput[at + fast] * (1 + THROUGHPUT_TOLERANCE)
                 promise = min(bound, float(tolerated))
             priority = max(promise, bound / (1 + TARGET_GAP))
@@ -199,5 +199,5 @@ class _Search:
 
 
 def search(spaces: Sequence[Space]) -> Found:
-    """Find the best allowed point of all spaces, with the gap to what the bound leaves open."""
+    """Find the best allowed point of all spaces, and the gap to the bound of the open blocks."""
     return _Search(spaces).run()

@@ -1,9 +1,9 @@
-"""Test the bounds of branch and bound after each search, and search in another way where they do not hold.
+"""Test the bounds of branch and bound after each search, and search by another method if they do not hold.
 
 The search trusts directions and bounds of boxes (xscheduler.box_bounds). After it, random boxes are drawn in the space
-that it chose and in the next most promising one. What their points show beyond a bound is counted in the gap; where
-that is more than a tolerance, nothing is proven: small spaces are then swept, which proves what is found, and in larger
-ones Optuna searches, too, and the better of both is taken.
+of the best point and in the next most promising one. What their points exceed a bound by is added to the gap. If
+that is more than a tolerance, nothing is proven: small spaces are then searched exhaustively, which is a proof, and in
+larger ones Optuna searches, too, and the better of both points is taken.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from xscheduler.search.base import Found
 from xscheduler.space import Space
 
 NUM_BOXES = 12
-"""Drawn in each of the two spaces."""
+"""Boxes drawn in each of the two spaces."""
 TOLERANCE = 0.02
-"""A point may beat the bound of its box by this share; more is a bound that is none."""
+"""Share by which a point may beat the bound of its box; beyond it the bounds do not hold."""
 
 SWEPT = 100_000
-"""Points that are all predicted where bounds do not hold, about a second; Optuna takes three for its 300."""
+"""Largest space that is searched exhaustively if bounds do not hold, in about a second; Optuna takes three."""
 
 
 def search(spaces: Sequence[Space]) -> Found:
-    """Find the best allowed point; the gap is widened by what a sample of the bounds shows, or given up."""
+    """Find the best allowed point; the gap is widened, or given up, by what a sample of the bounds shows."""
     found = branch_and_bound.search(spaces)
     promising = [space for space in sorted(spaces, key=lambda space: -space.bound) if space is not found.space]
     looked_at = [*([found.space] if found.space is not None else []), *promising[:1]]

@@ -1,4 +1,4 @@
-"""Try every point of every space: the reference for the other searches."""
+"""Predict every point of every space: the reference for the other methods."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ NUM_TRIALS = 300
 
 
 def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int = 0) -> Found:
-    """Sample `num_trials` points; bounds and memory enter as constraints, not as penalties. Proves no gap."""
-    import optuna  # half a second to load: only where it is asked for
+    """Sample `num_trials` points, with bounds and memory as constraints rather than penalties; prove no gap."""
+    import optuna  # takes half a second to load: only if used
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     best: Found | None = None

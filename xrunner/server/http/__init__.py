@@ -1,4 +1,4 @@
-"""Everything between a socket and the engine's thread: connections, routes, and a request on its way to its answer.
+"""Everything between a socket and the engine's thread: connections, routes, and the way of a request to its answer.
 
-Bytes of clients enter; bytes for them leave. Imports all other rooms; may be imported by `xrunner.server` alone.
+Clients' bytes enter, answers' bytes leave. Imports all other rooms; only `xrunner.server` may import it.
 """

@@ -29,23 +29,23 @@ from xrunner.server.observe.metrics import Bounds
 from xrunner.server.request_info import ABORT, RequestInfo
 
 LAST_WORDS_S = 1.0
-"""For a client to take in that its answer has been broken off."""
+"""Time in which a client may read that its answer has been broken off."""
 TOKENS_AT_ONCE = 64
-"""Tokens made into text, and BYTES_AT_ONCE bytes written, before other requests have their turn."""
+"""Tokens that are turned into text (and BYTES_AT_ONCE: bytes that are written) before other requests get a turn."""
 BYTES_AT_ONCE = 64 << 10
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Between the choices of a prompt: far enough that another request's seed does not meet them."""
+"""Distance between the seeds of a prompt's choices, so large that other requests' seeds do not coincide with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A prompt that the model can take, and how long its output may be."""
+    """A prompt that the model accepts, and the bounds of its output's length."""
 
     tokens: tuple[int, ...]
     allowance: Allowance
     echo: str = ""
-    """The prompt's text, where the answer is to begin with it."""
+    """The prompt's text, if the answer is to begin with it; otherwise empty."""
 
 
 class Answer(Response):
@@ -103,13 +103,13 @@ class Answer(Response):
             if answer.done():
                 answer.result()
         except asyncio.CancelledError:
-            # The server shuts down, and the grace it gave is over: end the answer rather than break it off.
+            # The server's time for shutting down is over: end the answer rather than break it off.
             left = "shutdown"
             ended = ApiError(503, "the server is shutting down", code="shutting_down")
             await self._break_off(left, ended, answer, gone)
         finally:
             if not (answer.done() or gone.done()) and (abort := scope.get(ABORT)):
-                abort()  # the client does not read even that it is over
+                abort()  # the client does not even read the end
             answer.cancel()
             gone.cancel()
             self._take_out(left)
@@ -117,7 +117,7 @@ class Answer(Response):
             self._quota.settle(self._num_prompt_tokens + self._num_output_tokens)
 
     async def _break_off(self, left: str, error: ApiError, *ends: asyncio.Future[None]) -> None:
-        """Take the outputs out of the engine, and let the client learn why, if it reads."""
+        """Remove the outputs from the engine, and send the client the reason, if it reads."""
         self._take_out(left)
         self._inbox.put_nowait(error)
         await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +127,7 @@ class Answer(Response):
             self._engine_thread.cancel(stream, finish_reason=left)
 
     def _note(self, left: str) -> None:
-        """What the log tells of this answer."""
+        """Note what the log line of this answer says."""
         log = self._info.log
         log["prompt_tokens"] = self._num_prompt_tokens
         log["cached_tokens"] = self._prompt_tokens().cached
@@ -138,10 +138,10 @@ class Answer(Response):
             log |= {name: round(seconds, 6) for name, seconds in self._timings().items()}
 
     def _submit(self) -> None:
-        """Hand all choices to the engine, or none.
+        """Submit all choices to the engine, or none.
 
         Raises:
-            ApiError: 429, too many wait already, or the key has had its tokens of this minute; 500, the engine has
+            ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
                 failed; 503, the server shuts down; 504, the deadline has passed.
         """
         if self._engine_thread.failure is not None:
@@ -189,7 +189,7 @@ class Answer(Response):
 
     @property
     def _is_timeout(self) -> bool:
-        """Whether the server's own limit has passed, not the client's deadline."""
+        """Whether the server's own time limit has passed, rather than the client's deadline."""
         timeout_s = self._limits.request_timeout_s
         return timeout_s is not None and timeout_s < (self._seconds or math.inf)
 
@@ -199,21 +199,21 @@ class Answer(Response):
         return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
 
     def _prompt_tokens(self) -> PromptTokens:
-        """Of each prompt counted once, as its first choice found it."""
+        """Prompt and cached tokens; each prompt counts once, with the cached tokens of its first choice."""
         streams = list(self._streams.values())
         cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
         return PromptTokens(self._num_prompt_tokens, cached)
 
     @property
     def _num_output_tokens(self) -> int:
-        """That have come so far."""
+        """Output tokens so far."""
         return sum(choice.num_tokens for choice in self._choices.values())
 
     def _check_room(self, num_outputs: int) -> Promise | None:
-        """Return what is promised of these.
+        """Return the time that is promised for these outputs; None: none is promised.
 
         Raises:
-            ApiError: 429, too many wait, or so many that these would be answered too late.
+            ApiError: 429, too many are waiting, or these would be answered too late.
         """
         engine_thread, limits = self._engine_thread, self._limits
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
@@ -230,7 +230,7 @@ class Answer(Response):
         return promise
 
     async def _next(self) -> list[Delta]:
-        """Return what the next tokens of a choice add; nothing where it has ended before.
+        """Return what the next tokens add to a choice; nothing if it has ended.
 
         Raises:
             ApiError: no more tokens will come.
@@ -256,7 +256,7 @@ class Answer(Response):
         return deltas
 
     async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
-        """Have a choice begin with what its prompt's tokens scored, a few at a time."""
+        """Give a choice the log probabilities of its prompt's tokens, a few at a time."""
         for start in range(0, len(scores), TOKENS_AT_ONCE):
             choice.echo(scores[start : start + TOKENS_AT_ONCE])
             await asyncio.sleep(0)
@@ -292,12 +292,12 @@ class Answer(Response):
         self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The head is sent with the first token, so that an engine that fails before it is an honest 500."""
+        """Send events; the head goes out with the first token, so that an earlier failure of the engine gives a 500."""
         has_begun = False
         num_tokens = 0
         failure: ApiError | None = None
         while self._num_running and failure is None:
-            # What has come meanwhile goes into one write, also where a failure came behind it.
+            # What has arrived meanwhile goes into one write, even if a failure follows it.
             chunks: list[bytes] = []
             while not chunks or (self._num_running and not self._inbox.empty() and len(chunks) < TOKENS_AT_ONCE):
                 try:
@@ -329,7 +329,7 @@ class Answer(Response):
                 await error_response(failure)(scope, receive, send)
 
     def _take_unwritten(self) -> float:
-        """End of the step that sampled the oldest token whose bytes are now about to be written."""
+        """Return and reset the end of the step that sampled the oldest token about to be written."""
         oldest_s = float("inf")
         for stream in self._streams.values():
             if stream.unwritten_s:
@@ -338,7 +338,7 @@ class Answer(Response):
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:
-        """From when the first choice began to wait, to be encoded and to be decoded to when the last had done so."""
+        """Yield the phases (waiting, encoding, decoding): each from the first choice's start to the last one's end."""
         now_s = time.perf_counter()
         times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self._streams.values()]
         edges = list(zip(*times, strict=True))  # 0: not yet
@@ -347,7 +347,7 @@ class Answer(Response):
                 yield name, min(begun), max(end or now_s for end in ends)
 
     def _timings(self) -> dict[str, float]:
-        """Of the slowest choice; all of them have ended."""
+        """Return the times of the slowest choice, once all have ended."""
         streams = self._streams.values()
         return {
             "queued_s": max(s.started_s - s.submitted_s for s in streams),

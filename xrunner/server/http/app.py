@@ -51,9 +51,9 @@ def create_app(
 
     Args:
         keys: None: requests need none.
-        classes: what the plan's classes of requests have; None: there are none.
-        hosts: names under which this server may be asked for; None: any.
-        tracer: what is told of requests that have ended; None: nothing.
+        classes: the plan's classes of requests; None: there are none.
+        hosts: host names by which requests may address this server; None: any.
+        tracer: records requests that have ended; None: none are recorded.
     """
     service = Service(engine_thread, model, limits or Limits())
     app = Starlette(
@@ -90,7 +90,7 @@ async def _lifespan(engine_thread: EngineThread, keys: ApiKeys | None, _: Starle
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
-    """Read the key file again on SIGHUP, where the app has a process of its own."""
+    """Read the key file again on SIGHUP, if the app has a process of its own."""
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
@@ -113,7 +113,7 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """Return a route that only shows something, awaited if need be: bytes as they are, anything else as JSON."""
+    """Return a GET route for a value, which may be awaitable: bytes are sent as they are, anything else as JSON."""
 
     async def show(http: Request) -> Response:
         value = value_of(http)
@@ -126,12 +126,12 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
 
 
 def _warning(engine_thread: EngineThread) -> str | None:
-    """Return what clients must know of the model's weights."""
+    """Return a warning for clients about the model's weights; None: there is none."""
     return None if engine_thread.watch is None else engine_thread.watch.plan.seeded_weights
 
 
 def _state_routes(engine_thread: EngineThread, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
-    """Of the server, whatever it serves: what it is, and how it stands."""
+    """Yield the routes about the server's state, whatever it serves."""
     warning = _warning(engine_thread)
     card = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "xgpt"}
     card |= {"max_model_len": model.spec.max_context} | ({"warning": warning} if warning else {})
@@ -157,7 +157,7 @@ def _state_routes(engine_thread: EngineThread, model: ServedModel, *, has_keys: 
 
 
 def _plan_routes(engine_thread: EngineThread, model: ServedModel) -> Iterator[Route]:
-    """Of the plan that is served; none where there is no plan."""
+    """Yield the routes about the plan; none if no plan is served."""
     live, watch = engine_thread.live, engine_thread.watch
     if live is None or watch is None:
         return

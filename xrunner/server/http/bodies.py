@@ -15,25 +15,25 @@ from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
 
 FREE_BYTES = 64 << 10
-"""Of each body that do not count: however much others send, a request of usual size comes through."""
+"""Bytes of each body that do not count, so that requests of usual size always get through."""
 SHARE = 2
-"""An account's bodies may take the memory for all, divided by this."""
+"""An account's bodies may take this part of the memory: one half."""
 
 
 class Bodies:
-    """Memory for bodies from their first byte until their prompts are token ids."""
+    """Memory that bodies take from their first byte until their prompts are token ids."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._held: Counter[str] = Counter()
-        """Bytes of each account that count."""
+        """Bytes that count, by account."""
 
     @asynccontextmanager
     async def read(self, http: Request) -> AsyncIterator[bytearray]:
-        """A request's body, which is held until the end of the block.
+        """Read a request's body, and hold its memory until the end of the block.
 
         Raises:
-            ApiError: 413, it is too long; 408, it takes too long; 503, there is no memory for it now.
+            ApiError: 413, the body is too long; 408, it arrives too slowly; 503, there is no memory for it now.
         """
         info: RequestInfo = http.scope["xgpt"]
         name, limits = info.key.name, self._limits

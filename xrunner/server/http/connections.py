@@ -25,44 +25,44 @@ from xrunner.server.api.errors import ApiError, error_response
 from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
-"""For a TLS handshake; for a request's head, the wait for a first one included."""
+"""Time for a TLS handshake, and for a request's head; the wait for the first request counts."""
 KEEP_ALIVE_S = 60
-"""Longer than clients keep idle connections, so that it is never the server that closes under a request."""
+"""Longer than clients keep idle connections, so that the server never closes one as a request arrives."""
 WRITE_TIMEOUT_S = 30.0
-"""For a client to take what has been written to it, 64 KiB at most."""
+"""Time in which a client must read what has been written to it, at most 64 KiB."""
 REST_TIMEOUT_S = 5.0
-"""For the rest of a body that has been answered already, and for an answer's last bytes on a connection that closes."""
+"""Time for the rest of a body that has been answered already, and for the last bytes of a closing connection."""
 READ_AT_ONCE = 16 << 10
-"""Bytes given to the parser at once. It refuses a head that is longer only where it has not come whole."""
+"""Bytes given to the parser at once. It refuses a longer head only if the head has not arrived whole."""
 BACKLOG = 2048
 """Connections that the system may hold until they are accepted."""
 ACCEPT_AT_ONCE = 16
 """Connections accepted in one turn of the event loop."""
 RESERVED_FILES = 64
-"""Open files that are no connections: logs, checkpoints, other processes; and what is accepted before another ends."""
+"""Open files besides connections: logs, checkpoints, pipes; and connections accepted before another one closes."""
 SURPLUS = 16
-"""Connections beyond the most, for probes: they must learn that the server runs while all others are busy."""
+"""Connections beyond the limit, for probes: they must see that the server runs while all others are busy."""
 MAX_CONNECTIONS = 8192
 MAX_FILES = 1 << 16
 PROBE_S = 0.05, 1.0
-"""First and longest time between two looks whether a client that will send no more still reads."""
+"""First and longest interval of checks whether a client that sends no more still reads."""
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
-_uvicorn.setLevel(logging.ERROR)  # below that it tells of what clients do wrong, which their answers say
+_uvicorn.setLevel(logging.ERROR)  # below that it logs clients' mistakes, which their answers report
 
 
 class Phase(IntEnum):
     """The phase of a connection, in the order in which connections are dropped when there are too many."""
 
     HEAD = 0
-    """No request yet, or none any more."""
+    """Waiting for a request's head."""
     BODY = 1
     ANSWER = 2
 
 
 def most_connections() -> int:
-    """Return how many the process can have open, with as many files as the system lets it.
+    """Return how many connections the process can have open, after raising its limit of files as far as allowed.
 
     Raises:
         MachineError: the limit of open files is too low to serve.
@@ -79,11 +79,11 @@ def most_connections() -> int:
 
 
 class AcceptedSocket(socket.socket):
-    """A client's socket that its listener knows of until it is closed."""
+    """A client's socket, registered with its listener until it is closed."""
 
     listener: Listener
     protocol: Protocol | None = None
-    """None: a TLS handshake is under way."""
+    """None: the TLS handshake is under way."""
     phase: Phase = Phase.HEAD
 
     def close(self) -> None:
@@ -91,23 +91,23 @@ class AcceptedSocket(socket.socket):
         super().close()
 
     def drop(self) -> None:
-        """End the connection at once, in whichever phase."""
+        """Close the connection at once, whatever its phase."""
         if self.protocol is not None:
             self.protocol.transport.abort()
             return
         with suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)  # asyncio's, so only asyncio may close it
+            self.shutdown(socket.SHUT_RDWR)  # the socket belongs to asyncio: only asyncio may close it
 
 
 class Listener(socket.socket):
     """A listening socket that accepts `most` connections.
 
-    One more takes the place of the connection that has been without a whole request for longest. Where each has one,
+    A further one replaces the connection that has been without a whole request for longest. If each has one,
     up to `SURPLUS` more are accepted, on which only probes are answered.
 
     Args:
-        bound: the socket that listens from now on as this one.
-        most: None: as many as the process can have open.
+        bound: the bound socket, which this object takes over.
+        most: limit of connections; None: as many as the process can have open.
 
     Raises:
         MachineError: too few files may be open.
@@ -116,11 +116,11 @@ class Listener(socket.socket):
     def __init__(self, bound: socket.socket, most: int | None = None) -> None:
         self.most = most_connections() if most is None else most
         self._open: tuple[OrderedDict[int, AcceptedSocket], ...] = tuple(OrderedDict() for _ in Phase)
-        """Of each phase the connections that are in it, by file number, the one that has been longest first."""
+        """For each phase its connections by file number, in the order in which they entered it."""
         self._failed = False
         super().__init__(fileno=bound.detach())
-        # Accepted connections inherit it. Without, a token waits until the client has acknowledged the one before it,
-        # which clients put off by 40 ms; asyncio sets it only on sockets whose protocol number is given.
+        # Accepted connections inherit this option. Without it, a token waits until the client has acknowledged the
+        # previous one, which clients delay by 40 ms; asyncio sets it only on sockets whose protocol number is given.
         self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
@@ -128,7 +128,7 @@ class Listener(socket.socket):
         """Listen on an address; port 0 takes a free one.
 
         Raises:
-            MachineError: the address cannot be had, or too few files may be open.
+            MachineError: the address is not available, or too few files may be open.
         """
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -141,13 +141,13 @@ class Listener(socket.socket):
             return cls(bound)
 
     def listen(self, _: int = 0) -> None:
-        """What asyncio asks for is how many it accepts at once."""
+        """Ignore asyncio's backlog: it is the number of connections that asyncio accepts at once."""
         super().listen(BACKLOG)
 
     def accept(self) -> tuple[AcceptedSocket, Any]:
-        """Raises BlockingIOError where there is none, or no room for one."""
+        """Accept a connection; raise BlockingIOError if there is none, or no room for one."""
         if self._failed:
-            # asyncio asks on after an error, as often as it accepts at once, and logs each.
+            # After any other error asyncio would try again and again, and log each.
             self._failed = False
             raise BlockingIOError
         try:
@@ -174,7 +174,7 @@ class Listener(socket.socket):
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:
-        """Note a connection's next phase, which may be the same anew."""
+        """Move a connection to the end of a phase, also if it is in that phase."""
         if self._open[accepted.phase].pop(accepted.fileno(), None) is not None:
             accepted.phase = phase
             self._open[phase][accepted.fileno()] = accepted
@@ -192,7 +192,7 @@ class Listener(socket.socket):
 
 
 class Protocol(H11Protocol):
-    """A client's connection, with an end to everything that it may wait for."""
+    """A client's connection, with a time limit on everything that it waits for."""
 
     def __init__(self, listener: Listener, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, state, app_state)
@@ -202,17 +202,17 @@ class Protocol(H11Protocol):
         self._accepted: AcceptedSocket | None = None
         self._now = self.loop.time
         self._head_since: float | None = self._now()
-        """Since when a head has been awaited or coming; None: a request is under way, or the client may rest."""
+        """Since when a head has been awaited; None: a request is under way, or the connection may be idle."""
         self._stalled_since: float | None = None
-        """Since when the client has not taken what was written."""
+        """Since when the client has not read what was written."""
         self._resting_since: float | None = None
-        """Since when the rest of an answered body has been coming, or the connection has been closing."""
+        """Since when the rest of an answered body has been arriving, or the connection has been closing."""
         self._has_sent_all = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._accepted = self._listener.of(transport.get_extra_info("socket").fileno())
-        if self._accepted is None:  # dropped during its handshake
+        if self._accepted is None:  # it was dropped during its handshake
             transport.abort()
             return
         self._accepted.protocol = self
@@ -239,7 +239,7 @@ class Protocol(H11Protocol):
             cast(Scope, self.scope)[ABORT] = self.transport.abort
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """A client that sends no more may still read its answers (over TLS it may not: asyncio closes)."""
+        """Keep the connection: a client that sends no more may still read answers (over TLS, asyncio closes it)."""
         if self._is_at_rest or self.cycle.more_body:
             return None
         self._has_sent_all = True
@@ -260,11 +260,11 @@ class Protocol(H11Protocol):
             if self._has_sent_all:
                 self.transport.close()
             elif self.conn.trailing_data[0] and not self._has_unread_body:
-                self._head_since = self._now()  # part of the next one has come already
+                self._head_since = self._now()  # part of the next head has arrived already
         self._note_phase()
 
     def end_if_overdue(self) -> None:
-        """To be called now and then."""
+        """Close the connection if a time limit has passed; called regularly."""
         now = self._now()
         if not (self.transport.is_closing() or self._has_unread_body):
             self._resting_since = None
@@ -279,12 +279,12 @@ class Protocol(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """In the form of every other refusal, where no answer has begun."""
+        """Send an error in the form of all others, unless an answer has begun."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
         if not self._is_at_rest:
-            self.cycle.disconnected = True  # it has its answer here
+            self.cycle.disconnected = True  # answered here
         error = ApiError(400, "this is not HTTP/1.1, or a head of more than 16 KiB", code="bad_http")
         body = error.body()
         headers = [
@@ -297,7 +297,7 @@ class Protocol(H11Protocol):
         self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        """An upgrade is an offer; it is answered as if it had not been made."""
+        """Ignore offers to upgrade the protocol."""
         return False
 
     @property
@@ -318,8 +318,8 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """See whether a client that sends no more still reads, or has gone altogether: that looks the same until
-        something is written to it, and before an answer that can only be an interim one."""
+        """Check whether a client that sends no more still reads or has disconnected. Both look the same until
+        something is written, and before an answer that can only be an interim response."""
         if self.transport.is_closing() or self._is_at_rest:
             return
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xrunner.server.access")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-"""Ids of a client's that are taken over; others could forge lines of a log."""
+"""Request ids that are accepted from clients; others could forge log lines."""
 
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -34,17 +34,17 @@ SECURITY_HEADERS = [
 
 
 SINGLE_HEADERS = ("host", "authorization", "origin", "content-type", "x-class", "x-deadline-s", "x-request-id")
-"""Of two the server and a proxy before it might each believe another."""
+"""Headers that must not occur twice: the server and a proxy before it might each use another one."""
 
 
 class Guard:
     """An ASGI application around another. Refuses before anything of the body is read.
 
     Args:
-        keys: None: no client needs one.
-        classes: what the plan's classes of requests have.
-        hosts: None: any host name will do (tests, and servers behind something that checks).
-        tracer: None: requests leave no traces.
+        keys: API keys; None: clients need none.
+        classes: the plan's classes of requests.
+        hosts: accepted host names; None: any (tests, and servers behind a proxy that checks them).
+        tracer: records requests; None: none are recorded.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Guard:
             else:
                 await error_response(refusal)(scope, receive, send_on)
         except Exception:
-            # Of one request, whatever it was: all others go on.
+            # Only this request fails, whatever the error is.
             logger.exception("a request has failed", extra={"fields": {"request_id": id_, "path": scope["path"]}})
             if not status:
                 await error_response(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
@@ -128,7 +128,7 @@ class Guard:
         return None
 
     def _classify(self, scope: Scope, headers: Headers, info: RequestInfo) -> ApiError | None:
-        """Give a request for tokens what its class has."""
+        """Apply a request's class to it: priority, bounds, promise."""
         if scope["path"] not in GENERATION_PATHS:
             return None
         try:
@@ -147,7 +147,7 @@ class Guard:
                 "request_id": info.id,
                 "method": scope["method"],
                 "path": scope["path"],
-                # 0: the client had gone before there was an answer.
+                # 0: the client had disconnected before there was an answer.
                 "status": status,
                 "seconds": round(time.perf_counter() - info.received_s, 6),
                 "client": client[0] if client else None,
@@ -157,7 +157,7 @@ class Guard:
 
 
 def _malformed(headers: Headers) -> ApiError | None:
-    """What another reader of the same head could take for something else; the connection ends with the answer."""
+    """Return an error for a head that a proxy could read differently; the connection is closed after the answer."""
     reason = None
     if "content-length" in headers and "transfer-encoding" in headers:
         reason = "a request has Content-Length or Transfer-Encoding, not both"

@@ -11,18 +11,18 @@ from xrunner.server.api.allowance import OutputRule
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What comes beyond is refused.
+    """Limits beyond which requests are refused.
 
     Attributes:
-        max_waiting: outputs that may wait for their first step; then 429. An API key may always have its share of them.
-        answer_within_s: time from a request to its last token that is promised to each that is taken in; one that would
-            take longer, by the plan and by the recent pace, gets 429. None: nothing is promised.
-        request_timeout_s: time from a request to its last token; then 504. None: as long as it takes.
+        max_waiting: outputs that may wait for their first step; then 429. An API key may always use its share of them.
+        answer_within_s: time from a request to its last token that is promised to each accepted request; one that would
+            take longer, by the plan and the recent pace, gets 429. None: no promise.
+        request_timeout_s: time from a request to its last token; then 504. None: no limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies are answered with 413.
-        all_bodies_bytes: what bodies on their way in may take together, what each has up to 64 KiB left out; of it an
-            account has half at most; then 503.
-        body_timeout_s: how long a body may take to come in; then 408.
+        all_bodies_bytes: memory of all arriving bodies together, without the first 64 KiB of each; of it an
+            account may use half; then 503.
+        body_timeout_s: time in which a body must arrive; then 408.
     """
 
     max_waiting: int = 4096
@@ -35,7 +35,7 @@ class Limits:
     body_timeout_s: float = 60
 
     def __post_init__(self) -> None:
-        """Raises InputError: they contradict each other."""
+        """Raise InputError if limits contradict each other."""
         most = self.max_max_tokens
         if most is not None and (self.default_max_tokens or 0) > most:
             raise InputError(
@@ -43,7 +43,7 @@ class Limits:
             )
 
     def output_rule(self, plan: Plan | None) -> OutputRule:
-        """Return how long outputs may be while this plan runs."""
+        """Return the rule on the length of outputs under this plan."""
         if plan is None:
             return OutputRule(self.default_max_tokens, self.max_max_tokens)
         return OutputRule(self.default_max_tokens, self.max_max_tokens, plan.promised_output, plan.may_outgrow)

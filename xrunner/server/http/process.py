@@ -29,10 +29,10 @@ from xrunner.server.http.connections import (
 from xrunner.server.http.turns import event_loop
 
 DRAIN_S = 30.0
-"""How long running requests may go on after the first SIGTERM or SIGINT."""
+"""Time for which running requests may continue after the first SIGTERM or SIGINT."""
 TICK_S = 0.1
 LOOK_EVERY = 5
-"""Ticks of uvicorn's between two looks for connections that are overdue."""
+"""Number of uvicorn's ticks between checks for overdue connections."""
 
 
 def serve(
@@ -46,15 +46,15 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM, then return; SIGINT ends in KeyboardInterrupt. Port 0 takes a free one.
 
-    After the first signal /ready says 503, and for `shutdown_delay_s` seconds nothing else changes: load balancers
-    learn meanwhile to send no more. Then no new request is taken in; what runs has `drain_s` seconds to end, then it
-    ends with an error. A second signal ends it at once.
+    After the first signal /ready answers 503, and for `shutdown_delay_s` seconds nothing else changes: load balancers
+    notice it meanwhile. Then no new request is accepted; running requests have `drain_s` seconds to finish, then
+    end with an error. A second signal ends them at once.
 
     Args:
-        tls: the certificate to show; None: HTTP without TLS.
+        tls: context with the server's certificate; None: HTTP without TLS.
 
     Raises:
-        MachineError: the address cannot be had, or the engine's workers are gone for good.
+        MachineError: the address is not available, or the engine's workers cannot be restarted.
     """
     # uvicorn raises a signal again when it has shut down; SIGTERM must not end us before our caller cleans up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -68,7 +68,7 @@ def serve(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our connections. `run` is to be given the listener."""
+    """uvicorn's server with our connections; pass the listener to `run`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
         self._engine_thread.on_fatal = partial(setattr, self, "should_exit", True)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal, on a loop of our own: others accept connections themselves."""
+        """Serve until a signal, on an asyncio loop: other loops accept connections themselves."""
         with asyncio.Runner(loop_factory=partial(event_loop, lambda: self._engine_thread.is_busy)) as runner:
             runner.run(self.serve(sockets))
 
@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
             await loop.create_server(protocol, sock=self._listener, ssl=self._tls, backlog=ACCEPT_AT_ONCE, **timeouts)
         ]
         self.started = True
-        # What is loaded stays. Looked through for garbage now and then, it would hold up every stream for 100 ms.
+        # Loaded modules stay. If the garbage collector went through them, every stream would pause for 100 ms.
         gc.collect()
         gc.freeze()
         host, port = self._listener.getsockname()[:2]
@@ -147,14 +147,14 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def _leave(self) -> None:
-        """Go on as before, but for /ready."""
+        """Keep serving until the shutdown delay is over; only /ready has changed."""
         self._app.state.is_leaving = True
         end_s = time.monotonic() + self._shutdown_delay_s
         while not self.force_exit and self._engine_thread.failure is None and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, TICK_S))
 
     async def _look_on(self) -> None:
-        """What ticks do until the server shuts down."""
+        """Check for overdue connections until the server has shut down."""
         while True:
             self._end_overdue()
             await asyncio.sleep(LOOK_EVERY * TICK_S)

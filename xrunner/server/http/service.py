@@ -1,4 +1,4 @@
-"""Take a request for tokens from its body to its answer."""
+"""Handle a request for tokens, from its body to its answer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
 
 MAX_OUTPUTS = 1024
-"""Prompts times choices of one request, at most."""
+"""Largest number of outputs, prompts times choices, of one request."""
 MAX_VALUES = 1 << 20
-"""Tokens, and log probabilities of further ones, of one answer: as JSON about 60 MB."""
+"""Largest number of tokens and log probabilities of one answer: about 60 MB of JSON."""
 MAX_VARIABLES_BYTES = 64 << 10
-"""Of chat_template_kwargs, as JSON."""
+"""Largest size of chat_template_kwargs, as JSON."""
 
 
 class Service:
@@ -59,7 +59,7 @@ class Service:
             return await self._chat(http, parse_chat(body))
 
     def _begin(self, http: Request) -> None:
-        """Raises ApiError (429)."""
+        """Count a request against its key's limits; raise ApiError (429) beyond them."""
         info: RequestInfo = http.scope["xgpt"]
         info.quota = self._quotas.begin(info.key)
 
@@ -100,7 +100,7 @@ class Service:
         return self._answer(http, request, [tokens], ChatWriter)
 
     async def tokenize(self, http: Request) -> Response:
-        """Token ids of a text or a chat."""
+        """Return the token ids of a text or a chat."""
         self._begin(http)
         async with self._bodies.read(http) as body:
             request = parse_tokenize(body)
@@ -137,7 +137,7 @@ class Service:
         *,
         add_generation_prompt: bool,
     ) -> list[int]:
-        """Tokens of a chat, by the checkpoint's template. Raises ApiError (400)."""
+        """Return the tokens of a chat by the checkpoint's template; raise ApiError (400) if it has none."""
         if self._codec is None or self._codec.chat_template is None or self._tokenising is None:
             raise ApiError(
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
@@ -206,7 +206,7 @@ class Service:
             refuse(field, f"it is not accepted: {reason}")
 
     def _check_length(self, characters: int, field: str) -> None:
-        """Refuse a text that is not worth the time and memory of taking it apart."""
+        """Refuse a text that is too long to be tokenised."""
         if self._codec is None:
             refuse(field, "this model has no tokenizer; send token ids")
         context = self._spec.max_context

@@ -11,11 +11,11 @@ CERTIFICATE, KEY = "ssl_certfile", "ssl_keyfile"
 
 
 def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate.
+    """Return a context for TLS 1.2 or newer with this certificate.
 
     Args:
-        certificate: a PEM file, the certificates of the authorities between behind it.
-        key: its private key; None: it stands in the same file.
+        certificate: a PEM file, followed by the intermediate certificates.
+        key: its private key; None: in the same file.
 
     Raises:
         InputError: a file cannot be read, is no PEM, is encrypted, or the key is another certificate's.

@@ -10,49 +10,49 @@ from typing import NamedTuple
 from xgpt.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
-"""Share of its memory that must be filled before the rate is told."""
+"""Share of its memory that must be filled before a rate is given."""
 LATE = 0.005
-"""Share of the answers that may come later than was promised."""
+"""Share of the answers that may be later than promised."""
 PER_ANSWER = 0.1
-"""By how much one answer that comes too late changes what is reckoned with."""
+"""How much one late answer changes the caution."""
 FORGOTTEN = 2.0
-"""Memories without news after which nothing is told any more: refused requests bring none."""
+"""Number of memory times without observations after which no rate is given: refused requests bring none."""
 
 
 class Backlog:
-    """The waiting requests, and the rate at which they begin while the engine has more of them than it lets in.
+    """The waiting requests, and the rate at which they begin while more wait than the engine admits.
 
-    Such a time lies between two steps that let some in and left others that had been there when the step began. Where
-    a step let in all that it could have, it says nothing of how many more it would have taken; and a request that
-    arrives while it runs has not been left by it. What is counted are prompt tokens: a phase takes a planned number of
-    them, and as many requests as that comes to. Times are in seconds, of any clock that does not go back.
+    The rate is measured between two steps that each admitted some requests and left others waiting that had arrived
+    before the step. A step that admitted all waiting requests does not show how many more it could have taken, and a
+    request that arrives while it runs was not left waiting by it. Counted are prompt tokens: a phase takes a planned
+    number of them, in as many requests as that makes. Times are seconds of any monotonic clock.
 
     Args:
-        memory_s: seconds of such times after which what was seen before counts a third.
+        memory_s: seconds of measurement after which an observation counts a third.
     """
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
         self._waiting: dict[int, _Queued] = {}
-        """In the order of their coming."""
+        """In the order of arrival."""
         self._accounts: dict[str, Account] = {}
         self._counts: Counter[str] = Counter()
-        """How many of each account wait."""
+        """Number of waiting requests, by account."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
-        """End of the last step that let some in and left others; None: all have been let in since."""
+        """End of the last step that admitted some and left others waiting; None: all have been admitted since."""
         self._told_s = 0.0
         self._phase = _Phase(-inf, 0)
-        """The last one that is known to have begun."""
+        """The last phase that is known to have begun."""
         self._before = 0, inf
-        """Prompt tokens of the one before it, and how long that lasted."""
+        """Prompt tokens of the previous phase, and its length in seconds."""
         self._ended_s = -inf
         """End of the last step."""
         self.caution = 1.0
-        """What to multiply `answer_s` with before it is promised (`note_answer`)."""
+        """Factor on `answer_s` before it is promised; see `note_answer`."""
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting requests."""
         return len(self._waiting)
 
     def join(self, id_: int, num_tokens: int, now_s: float, account: Account = ANYONE) -> None:
@@ -62,14 +62,14 @@ class Backlog:
         self._counts[account.name] += 1
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Whether `num_outputs` more of an account may wait, where `most` may in all: always its share of them."""
+        """Whether an account may add `num_outputs`, where `most` may wait in all: it may always use its share."""
         if len(self) + num_outputs <= most:
             return True
         shares = sum(one.share for name, one in self._accounts.items() if self._counts[name] and name != account.name)
         return self._counts[account.name] + num_outputs <= most * account.share / (shares + account.share)
 
     def leave(self, id_: int) -> None:
-        """Take a request out, if it waits."""
+        """Remove a request, if it is waiting."""
         self._take(id_)
 
     def clear(self) -> None:
@@ -78,10 +78,10 @@ class Backlog:
         self._counts.clear()
 
     def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
-        """Account for a step that has ended: its requests wait no longer.
+        """Account for a step that has ended: its requests are no longer waiting.
 
         Args:
-            start_s: at which the engine knew of all that had arrived before.
+            start_s: the step's start, at which the engine knew of all earlier arrivals.
         """
         self._ended_s = end_s
         begun = [one for id_ in ids if (one := self._take(id_)) is not None]
@@ -106,7 +106,7 @@ class Backlog:
         return one
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Prompt tokens of the requests that begin in a second; None: too little, or too long ago, tells it."""
+        """Return the prompt tokens that begin a second; None: there are too few observations, or only old ones."""
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
 
@@ -119,17 +119,17 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Seconds until `num_outputs` more of this account would be complete; None: the plan predicts nothing.
+        """Return the seconds until `num_outputs` more of an account would be complete; None: the plan predicts nothing.
 
-        The last of them begins in the first phase that has room for it; their prompts count as of the planned mean, or
-        a long one would never get in. A full phase lasts as long as the plan says, at the recent pace, and one with
-        less takes less; replicas have phases of their own, so there the present one counts as full and just
-        begun. From then on it takes what the plan says. Assumes that the first of an account to come enters first, and
-        that accounts are served as `xgpt.policies.admission` says.
+        The last one begins in the first phase that has room for it. Their prompts count with the planned mean length,
+        or a long one would never be accepted. A full phase lasts as long as planned, at the recent pace, and a smaller
+        one less; with several replicas, each with its own phases, the present one counts as full and just begun. From
+        its admission on, an output takes the planned latency. Assumes that each account's requests enter in the order
+        of arrival, and accounts as `xgpt.policies.admission` says.
 
         Args:
-            slowness: measured over predicted time of the steps.
-            entered: contains those that the step under way begins with.
+            slowness: measured over predicted time of steps.
+            entered: requests that the step under way admits.
         """
         estimate = plan.estimate
         if not estimate.predicts_rate:
@@ -150,11 +150,11 @@ class Backlog:
         return wait_s + (1 + plan.constraint.headroom) * slowness * estimate.latency_s
 
     def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
-        """Learn from a complete answer whose time `answer_s` had estimated.
+        """Adjust the caution by a complete answer whose time `answer_s` had estimated.
 
-        No machine keeps its pace, and no phase its length. Each answer that comes too late makes the next ones be
-        reckoned with more cautiously, each that comes in time a little less, so that the share which is late settles at
-        `LATE` whatever they depend on.
+        Pace and phases vary. Each late answer raises the caution,
+        and each timely one lowers it a little, so that the share of answers that are too late settles at
+        `LATE`, whatever the causes are.
 
         Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
         """
@@ -175,7 +175,7 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Prompt tokens that have begun once `num_tokens` of an account have: these, with what others get meanwhile."""
+    """Return the prompt tokens of all accounts that have begun once `num_tokens` of this account have."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
     own = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
@@ -184,20 +184,20 @@ def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) ->
 
 
 class _Phase(NamedTuple):
-    """A step that lets some in, and all until the next one that does.
+    """A step that admits requests, and all steps until the next one that does.
 
     Attributes:
-        num_tokens: of their prompts.
+        num_tokens: prompt tokens admitted.
     """
 
     start_s: float
     num_tokens: int
 
     def length_s(self, room: float, cycle_s: float, before: tuple[int, float]) -> float:
-        """How long it lasts, if one of `room` tokens takes `cycle_s`.
+        """Return its length in seconds, if a phase of `room` tokens lasts `cycle_s`.
 
         Args:
-            before: tokens and length of another: between the two it is interpolated, and below them the same.
+            before: tokens and length of another phase: lengths between the two are interpolated, constant below.
         """
         tokens, seconds = before
         if seconds >= cycle_s:

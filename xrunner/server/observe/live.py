@@ -17,13 +17,13 @@ from xrunner.server.served import ServedEngine
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 450
-"""A quarter of an hour."""
+"""Two-second samples of a quarter of an hour."""
 NUM_BINS = 32
 SHOWN_DECISIONS = 20
 
 
 class Live:
-    """Reads engine and watch when asked, and every two seconds for the page's lines."""
+    """Reads engine and watch on request, and every two seconds for the page's charts."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Live:
         self._start_s = time.perf_counter()
 
     async def run(self) -> None:
-        """Note the present figures every two seconds, until cancelled."""
+        """Record the present figures every two seconds, until cancelled."""
         while True:
             self._samples.append({"at_s": round(time.perf_counter() - self._start_s, 1), **self._figures()})
             await asyncio.sleep(SAMPLE_S)

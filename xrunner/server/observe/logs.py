@@ -18,11 +18,11 @@ from typing import IO, NamedTuple
 import msgspec
 
 MAX_LINES = 4096
-"""That may wait to be written."""
+"""Lines that may wait to be written."""
 END_S = 1.0
-"""For what still waits when the process ends."""
+"""Time in which waiting lines are written when the process ends."""
 KINDS = 1000
-"""Kinds of lines that are told apart: those that came last."""
+"""Kinds of lines that are remembered: the most recent ones."""
 
 
 class Rate(NamedTuple):
@@ -33,20 +33,20 @@ class Rate(NamedTuple):
 
 
 ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 10)
-"""Of requests that were answered as they asked; of everything else, which a client or a fault can have repeated."""
+"""Rates for requests that succeeded, and for everything else, which a client or a fault may repeat without end."""
 
 
 class NoFlood(logging.Filter):
-    """Leaves lines out where too many of a kind come; the next one that stands says how many (`left_out`).
+    """Drops lines if there are too many of a kind; the next one that is written says how many (`left_out`).
 
-    Of a kind are lines of one logger, level, message (before its arguments are filled in) and HTTP status.
+    A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._kinds: OrderedDict[tuple[object, ...], tuple[float, float, int]] = OrderedDict()
-        """Of each kind: lines that may still come at once, when that was said, and how many were left out since."""
+        """For each kind: lines that may still be written at once, when that was computed, lines left out since."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         fields: dict[str, object] = getattr(record, "fields", {})
@@ -68,9 +68,9 @@ class NoFlood(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """{"time", "level", "logger", "message", ...}: what stands in a record's `fields` follows.
+    """Formats records as {"time", "level", "logger", "message", ...}, followed by a record's `fields`.
 
-    Encoded as JSON, whatever comes from outside cannot begin a line of its own.
+    In JSON, text from outside cannot begin a line of its own.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -88,9 +88,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines to a file descriptor in a thread of its own: a pipe that is not read holds up nothing else.
+    """Writes lines to a file descriptor in its own thread, so that a pipe that is not read blocks nothing else.
 
-    What comes while `MAX_LINES` wait is lost; a line says how much was, once there is room again.
+    Lines beyond `MAX_LINES` waiting ones are lost; once there is room again, a line says how many were.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -113,7 +113,7 @@ class BackgroundHandler(logging.Handler):
             self._num_lost += 1
 
     def flush(self) -> None:
-        """Wait until all is written, but no longer than `END_S`."""
+        """Wait until all lines are written, but no longer than `END_S`."""
         end_s = time.monotonic() + END_S
         while self._lines.unfinished_tasks and time.monotonic() < end_s:
             time.sleep(0.005)
@@ -121,21 +121,21 @@ class BackgroundHandler(logging.Handler):
     def _write(self) -> None:
         while True:
             left = memoryview(f"{self._lines.get()}\n".encode())
-            with suppress(OSError):  # there is nothing that could be told of it
+            with suppress(OSError):  # there is nowhere to report it
                 while left:
                     left = left[os.write(self._descriptor, left) :]
             self._lines.task_done()
 
 
 def log_json(level: str, stream: IO[str] | None = None) -> None:
-    """Send the logs of the process to `stream` (standard error, then in a thread of its own), from `level` on."""
+    """Send the process's logs from `level` on to `stream`; by default to standard error, from a thread of its own."""
     handler = BackgroundHandler(sys.stderr.fileno()) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     handler.addFilter(NoFlood())
-    logging.raiseExceptions = False  # a line that cannot be written must not become twenty on standard error
+    logging.raiseExceptions = False  # a line that cannot be written must not become a traceback on standard error
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # What libraries say below a warning is about themselves.
+    # Below warnings, libraries log about themselves.
     for name in ("uvicorn", "asyncio", "httpx", "numba", "torch"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))

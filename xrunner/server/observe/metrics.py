@@ -26,7 +26,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.
 
 
 class Bounds(NamedTuple):
-    """Seconds to a request's first token, between its tokens in the mean, and to its last; None: no bound."""
+    """A request's bounds, in seconds: to its first token, per token in the mean, to its last; None: no bound."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -50,7 +50,7 @@ class Metrics:
         text = "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput."
         self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
         self._kept: dict[str, tuple[int, int]] = {}
-        """For each key, the number of such requests that kept its bounds, and of those that did not."""
+        """For each key, the numbers of requests that kept its bounds and that did not."""
         self._class_tokens = counter("xgpt_class_tokens", "Tokens of each class's ended requests.", "class", "kind")
         text = "Requests with all their tokens, by class and by whether they kept its bounds."
         self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
@@ -116,26 +116,26 @@ class Metrics:
         Gauge(name, text, registry=self._registry).set_function(read)
 
     def tell_lost_steps(self, read: Callable[[], float]) -> None:
-        """Show how many steps are missing in a step log that could not be written."""
+        """Export the number of steps that could not be written to the step log."""
         self._gauge("xgpt_step_log_lost", "Steps that the step log misses: it could not be written.", read)
 
     def note_deadline(self, *, met: bool, prompt_tokens: int) -> None:
-        """Count a request with a deadline that has ended. Source of the utility: TCB sec. 5.1."""
+        """Count an ended request that had a deadline. Source of the utility: TCB sec. 5.1."""
         self.deadlines.labels("met" if met else "missed").inc()
         if met:
             self.utility.inc(1 / prompt_tokens)
 
     def note_account(self, account: Account, prompt_tokens: int, output_tokens: int) -> None:
-        """Count a request of this account that has ended."""
+        """Count an ended request of an account."""
         for name, tokens in ((account.key, self._accounts), (account.of_class, self._class_tokens)):
             if name:
                 tokens.labels(name, "prompt").inc(prompt_tokens)
                 tokens.labels(name, "output").inc(output_tokens)
 
     def note_bounds(self, account: Account, took: Bounds, bounds: Bounds) -> None:
-        """Count a request that has all its tokens by whether it kept its key's bounds.
+        """Count a complete request by whether it kept its key's bounds.
 
-        Of a key without bounds, those of the running plan count; a request of a class without bounds keeps them all.
+        For a key without bounds, the plan's count; a request of a class without bounds always keeps them.
         """
         if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
             constraint = self._watch.plan.constraint
@@ -153,7 +153,7 @@ class Metrics:
             self._watch.note_bounds(is_kept=is_kept)
 
     def goodput(self) -> dict[str, dict[str, int]]:
-        """Return for each key the number of requests that kept its bounds, and of those that did not."""
+        """Return for each key the numbers of requests that kept its bounds and that did not."""
         return _counts(self._kept)
 
     def goodput_of_classes(self) -> dict[str, dict[str, int]]:
@@ -183,9 +183,9 @@ def _counts(of: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
 
 
 class BucketCounts(Collector):
-    """A histogram for one thread, named and shown like prometheus_client's own.
+    """A histogram for one thread, exported like prometheus_client's own.
 
-    That one looks at each bucket and takes two locks, five times the work; and every token is observed.
+    That one checks each bucket and takes two locks, five times the work, and every token is observed.
     """
 
     def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
@@ -208,7 +208,7 @@ class BucketCounts(Collector):
 
 
 class _Processes(Collector):
-    """Counts what each process of a plan for several devices has sent and computed since its start."""
+    """Exports what each process of a plan for several devices has sent and computed since its start."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine

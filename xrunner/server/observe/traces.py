@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a span for each request for tokens, with its waiting, encoding and decoding.
 
-Imported only where traces are asked for; needs the extra `otel`.
+Imported only if traces are enabled; needs the extra `otel`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from xgpt import __version__
 from xrunner.server.request_info import RequestInfo
 
 CLOSE_S = 3.0
-"""How long a server that ends waits for its collector."""
+"""Time for which an ending server waits for its collector."""
 ATTRIBUTES = {
     "key": "xgpt.key",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "output_tokens": "gen_ai.usage.output_tokens",
     "finish_reasons": "gen_ai.response.finish_reasons",
 }
-"""Of a request's line of log, in the names of OpenTelemetry's conventions where it has some."""
+"""Fields of a request's log line by attribute, named by OpenTelemetry's conventions where these have a name."""
 
 
 class Tracer:
-    """Tells a provider of requests once they have ended. Their times are those of `time.perf_counter`."""
+    """Sends a span for each ended request. Times are those of `time.perf_counter`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -42,8 +42,8 @@ class Tracer:
 
     @classmethod
     def to(cls, endpoint: str | None) -> Tracer:
-        """Traces to an OTLP collector over HTTP; None: where the standard environment variables say."""
-        # The defaults of Resource.create look for the process's command line: it may hold secrets.
+        """Return a tracer to an OTLP collector over HTTP; None: to the one in the standard environment variables."""
+        # The defaults of Resource.create record the process's command line, which may hold secrets.
         resource = Resource({SERVICE_NAME: "xgpt", "service.version": __version__})
         provider = TracerProvider(resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
         to = OTLPSpanExporter() if endpoint is None else OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
@@ -51,8 +51,8 @@ class Tracer:
         return cls(provider)
 
     def note(self, method: str, path: str, headers: Headers, status: int, info: RequestInfo) -> None:
-        """A request has ended with this status (0: its client had gone before there was one); adds the trace's id to
-        its line of log."""
+        """Record a request that has ended with this status (0: its client disconnected before); add the trace's id to
+        its log line."""
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         attributes: dict[str, Any] = {"http.request.method": method, "url.path": path, "xgpt.request_id": info.id}
         if status:
@@ -74,7 +74,7 @@ class Tracer:
         info.log["trace_id"] = trace.format_trace_id(span.get_span_context().trace_id)
 
     def close(self) -> None:
-        """Send what has not been sent, if the collector takes it within seconds."""
+        """Send remaining spans, if the collector takes them within `CLOSE_S`."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(CLOSE_S)

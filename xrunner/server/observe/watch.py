@@ -1,7 +1,7 @@
 """Observe how a served plan performs, have it judged when lengths or pace change, and switch to a better plan.
 
 Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so do the
-search for changes and what is told of the lengths; what the loop does itself is to list the requests of the window.
+test for changes and the summary of lengths; the loop itself only lists the requests of the window.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 256
 RECENT_S = 30.0
-"""Span of the rates and latencies that are called recent."""
+"""Time over which recent rates and latencies are computed."""
 
 
 class Watch:
-    """What a server knows of its plan: what was promised, what came, what was decided.
+    """Tracks a served plan: its predictions, what was observed, and decisions to change it.
 
     Args:
-        planner: None: lengths are observed, and the plan stays.
+        planner: judges plans; None: lengths are observed, and the plan stays.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
         self.history: deque[Decision] = deque(maxlen=MAX_HISTORY)
         self.recent = Recent()
         self.loop_s = 0.0
-        """Longest time that a look has held the event loop."""
+        """Longest time for which a check has held the event loop."""
         self._observer = Observer(plan)
         self._planner = planner
         self._apply: Callable[[Plan], None] | None = None
         self._before: Plan | None = None
-        """The plan before the running one, should that not be deployed."""
+        """The previous plan, in case the running one cannot be deployed."""
         self._is_asking = False
         self._refusal: str | None = None
-        """Why the engine has refused a plan while it was asked for it."""
+        """Why the engine has refused a plan while the request to apply it was under way."""
         self._refused: list[tuple[object, object]] = []
-        """Settings and stages of plans that could not be."""
+        """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
         """The planner answers one question at a time."""
@@ -54,7 +54,7 @@ class Watch:
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
     def start(self, apply: Callable[[Plan], None]) -> None:
-        """`apply`: has the engine go over to another plan; called in any thread."""
+        """Begin to watch; `apply` makes the engine change to another plan, and is called in any thread."""
         self._apply = apply
 
     async def stop(self) -> None:
@@ -66,7 +66,7 @@ class Watch:
 
     @property
     def plan(self) -> Plan:
-        """The running one."""
+        """The running plan."""
         return self._observer.plan
 
     @property
@@ -75,39 +75,39 @@ class Watch:
 
     @property
     def step_ratio(self) -> float | None:
-        """Recent steps' measured over predicted time; None: there is no prediction."""
+        """Measured over predicted time of recent steps; None: there is no prediction."""
         return self._observer.pace.ratio
 
     def arrive(self, input_length: int, max_output: int) -> Seen:
-        """A request has come; the caller counts its tokens in what is returned."""
+        """Note a request's arrival; the caller counts its tokens in the returned object."""
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
     def note(self, record: StepRecord) -> None:
-        """A step has been executed: its record tells which blocks requests had in common."""
+        """Note an executed step: its record tells which blocks requests had in common."""
         if self._planner is not None:
             self._observer.reuse.note(record)
 
     def note_bounds(self, *, is_kept: bool) -> None:
-        """A request has all its tokens, within its bounds or not."""
+        """Note whether a complete request has kept its bounds."""
         self._observer.goodput.note(is_kept=is_kept)
 
     def end(self, seen: Seen, started_s: float) -> None:
-        """A request's output has ended by itself."""
+        """Note that a request's output has ended without being cut off."""
         now_s = time.perf_counter()
         self._observer.end(seen)
         self.recent.end(now_s, now_s - started_s, seen.generated)
         self._look()
 
     def wants_step(self, record: StepRecord) -> bool:
-        """Whether the step that has just ended shall be compared with its prediction."""
+        """Whether the step that has just ended is to be compared with its prediction."""
         return self._planner is not None and self._observer.pace.wants_step((record.end_ns - record.start_ns) / 1e9)
 
     def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
-        """Compare a step with its prediction; `running`: its requests, as they were before it."""
+        """Compare a step with its prediction; `running`: its requests as they were before it."""
         assert self._planner is not None
         if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
-            return  # some are held, or gone
-        has_encoder = self.plan.model.is_encoder_decoder  # which reads a prompt alone, whatever was generated
+            return  # some requests are cancelled, or their tokens are held back
+        has_encoder = self.plan.model.is_encoder_decoder  # its encoder reads the prompt alone, whatever was generated
         ends = {id_: seen.input_length + (0 if has_encoder else seen.generated) for id_, seen in running.items()}
         encode = [(start, start + length, int(start + length == ends[id_])) for id_, start, length in record.encode]
         decodes = [(running[id_].input_length, running[id_].generated) for id_ in record.decode]
@@ -121,7 +121,7 @@ class Watch:
         """Return what was observed recently; None: no request has ended yet.
 
         Args:
-            lengths_alone: leave out what requests had in common, which takes a tenth of a second to tell.
+            lengths_alone: leave out what requests had in common, which takes a tenth of a second to compute.
         """
         now = self._observer.snapshot()
         if now is not None and lengths_alone:
@@ -129,9 +129,9 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """Return what re-planning would decide now, which is not carried out; None: it is off, or nothing was observed.
+        """Return what re-planning would decide now, without doing it; None: it is off, or nothing was observed.
 
-        Questions at the same time get one answer.
+        Simultaneous calls share one answer.
 
         Raises:
             MachineError: planning failed.
@@ -150,14 +150,11 @@ class Watch:
             return (await planner.propose(self.plan, observation)).decision
 
     def go_over_to(self, plan: Plan) -> None:
-        """The running plan is another one from now on."""
+        """Take another plan for the running one from now on."""
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
-        """The engine could not follow the plan that was last gone over to: the one before runs on.
-
-        The same plan is not tried again.
-        """
+        """Return to the previous plan, since the engine could not deploy the last one, which is not tried again."""
         if self._is_asking:
             self._refusal = reason
             return
@@ -167,7 +164,7 @@ class Watch:
         self._before = None
         self._refused.append((refused.policy, refused.stages))
         self._observer.go_over_to(before)
-        self._apply(before)  # replicas that could follow go back, too
+        self._apply(before)  # replicas that did change go back, too
         logger.error("the plan before runs on", extra={"fields": {"reason": reason}})
 
     def _look(self) -> None:
@@ -182,7 +179,7 @@ class Watch:
         self.loop_s = max(self.loop_s, time.perf_counter() - now_s)
 
     async def _judge(self, planner: Planner, now: Snapshot) -> None:
-        """Where something has changed, have the running plan judged, and do what comes of it."""
+        """If something has changed, have the running plan judged, and carry out the decision."""
         try:
             observation = await asyncio.to_thread(self._observer.look, now)
             if observation is None:
@@ -198,7 +195,7 @@ class Watch:
             logger.error("re-planning failed", extra={"fields": {"reason": str(error)}})
             return
         except Exception as error:
-            # Whatever it was, what is served goes on.
+            # Whatever the error is, serving continues.
             logger.error("re-planning failed", extra={"fields": {"reason": repr(error)}})
             return
         self.history.append(decision)
@@ -207,7 +204,7 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     async def _go_over(self, plan: Plan) -> None:
-        """Have the engine follow another plan; it may refuse before this thread knows that it was asked."""
+        """Make the engine change to another plan; it may refuse before this coroutine continues."""
         assert self._apply is not None
         self._refusal, self._is_asking = None, True
         try:
@@ -227,21 +224,21 @@ class Recent:
         self._ended: deque[tuple[float, float, int]] = deque(maxlen=8192)
 
     def end(self, now_s: float, latency_s: float, num_tokens: int) -> None:
-        """`latency_s`: from admission to the last token."""
+        """Note an ended request; `latency_s`: from admission to the last token."""
         self._ended.append((now_s, latency_s, num_tokens))
 
     def figures(self) -> tuple[float, list[float], int]:
-        """Return (seconds that were looked at, latencies of the requests that ended in them, their tokens)."""
+        """Return (seconds observed, latencies of the requests that ended in them, their tokens)."""
         seconds = self._forget()
         return seconds, [latency_s for _, latency_s, _ in self._ended], sum(tokens for *_, tokens in self._ended)
 
     def rate_per_s(self) -> float | None:
-        """Requests that end a second; None: too few to tell."""
+        """Return the requests that end a second; None: too few have ended."""
         seconds = self._forget()
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def _forget(self) -> float:
-        """Leave out requests that ended too long ago; return the seconds that the others tell of."""
+        """Drop requests that ended more than `RECENT_S` ago; return the seconds that the others span."""
         now_s = time.perf_counter()
         while self._ended and self._ended[0][0] < now_s - RECENT_S:
             self._ended.popleft()

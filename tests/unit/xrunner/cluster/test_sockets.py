@@ -26,5 +26,5 @@ def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     assert sockets.address_towards("leader-0.group.ns") == "127.0.0.1"
     unknown[:] = [socket.gaierror(socket.EAI_NONAME, "Name or service not known")]
-    with pytest.raises(MachineError, match="there is no way to leader"):
+    with pytest.raises(MachineError, match="there is no route to leader"):
         sockets.address_towards("leader-0.group.ns", named_within_s=-1)

@@ -163,7 +163,7 @@ def test_one_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
         pids(workers)
         second = Joined(port, secret)
         second.thread.join(20)
-        assert "machine 1 is there already" in str(second.error)
+        assert "node rank 1 is taken" in str(second.error)
         assert not is_lost(workers)
     first.thread.join(20)
     assert first.error is None
