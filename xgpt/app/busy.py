@@ -7,12 +7,12 @@ import time
 from xgpt.errors import MachineError
 
 TOLD_WITHIN_S = 1.2
-"""Workers tell of themselves twice a second."""
+"""Time within which all workers have reported: they report twice a second."""
 TIMEOUT_S = 10.0
 
 
 def busy_of_workers(url: str) -> dict[str, float]:
-    """Return the seconds that each worker has executed steps since it was ready, once it has told of the last one.
+    """Return the seconds that each worker has executed steps since it was ready, after it has reported its last step.
 
     Raises:
         MachineError: the server does not answer.

@@ -26,7 +26,7 @@ def run(command: list[str]) -> None:
 
 
 def plan_for(bound_s: float, path: str) -> None:
-    """Plan under a bound, or without one where this machine is too slow for it."""
+    """Plan under a bound, or without one if this machine is too slow for it."""
     try:
         run(["plan", "--latency-bound", str(bound_s), "-o", path])
     except SystemExit as end:

@@ -88,7 +88,7 @@ def compare(
     Args:
         current: the `vllm serve` command of the current deployment.
         measured: the load with which each plan is measured; None: no plan is measured.
-        seed: of the requests of that load.
+        seed: seed of that load's requests.
 
     Raises:
         InputError: a name is not known, plans for another machine are to be measured, or the current deployment

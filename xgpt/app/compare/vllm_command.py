@@ -39,7 +39,7 @@ EIGHT_BIT_KV = ("fp8", "fp8_e4m3")
 MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 Given = dict[str, str]
-"""Flags by their long name: their value, "yes" or "no" of a switch, JSON of what was given in parts."""
+"""Flags by their long name: the value, "yes" or "no" for a switch, JSON for a value given in parts."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> CurrentEngine:
     """Return the schedule that a `vllm serve` command asks for.
 
     Raises:
-        InputError: the command starts something else, a flag is not one of vLLM's, its value is none, or it changes
+        InputError: the command starts something else, a flag or its value is unknown to vLLM, or it changes
             the speed in a way that is not scored.
     """
     given = _read_flags(_arguments(command))
@@ -128,7 +128,7 @@ def read_vllm_command(command: str, cluster: ClusterSpec) -> CurrentEngine:
 
 
 def _arguments(command: str) -> list[str]:
-    """Return the words behind the launcher and the model."""
+    """Return the words after the launcher and the model."""
     try:
         words = shlex.split(command)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The real clock of a fleet's controller: look, decide, carry out, again and again."""
+"""Run a fleet's controller on the real clock: observe, decide, carry out, repeatedly."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DAY_S = 86400
 
 @dataclass
 class Autoscaler:
-    """Keeps a world to a fleet plan.
+    """Keeps the replicas of a world to a fleet plan.
 
     Attributes:
         fleet: the plan.
-        world: where its replicas live.
+        world: where its replicas run.
         look_s: time between looks.
         began_s: when the planned day began, on `clock`.
         dry_run: say what would be done, and do nothing.
-        on_note: is told what is done, in words.
-        clock: the time, s.
+        on_note: is called with each action, in words.
+        clock: returns the time in s.
     """
 
     fleet: FleetPlan
@@ -47,7 +47,7 @@ class Autoscaler:
     _recent: deque[tuple[float, Traffic]] = field(default_factory=deque)
 
     def run(self, stop: Event) -> None:
-        """Look until told to stop. What a look fails with is noted, and the next one tries again."""
+        """Look regularly until `stop` is set; note errors, and try again at the next look."""
         while not stop.is_set():
             started = time.monotonic()
             try:
@@ -57,7 +57,7 @@ class Autoscaler:
             stop.wait(max(0.0, self.look_s - (time.monotonic() - started)))
 
     def look(self) -> Orders | None:
-        """Look once, and carry out what the controller says; None: the first look only learns what there is.
+        """Look once, and carry out the controller's orders; None: the first look only observes.
 
         Raises:
             MachineError: the world does not answer.
@@ -83,14 +83,14 @@ class Autoscaler:
         return orders
 
     def _order_least(self, present: int) -> None:
-        """An empty world gets the planned day's replicas of this time."""
+        """If there are no replicas, start those that are planned for this time of day."""
         if present:
             return
         planned = self.fleet.interval_at(self.clock() - self.began_s).replicas
         self.carry_out(Orders(planned, (), 0.0, ""))
 
     def carry_out(self, orders: Orders) -> None:
-        """Do what the controller says; in a dry run, say it."""
+        """Carry out orders; in a dry run, only note them."""
         would = "would " if self.dry_run else ""
         for kind, number in enumerate(orders.start):
             if number:
@@ -103,7 +103,7 @@ class Autoscaler:
                 self.world.drain(orders.drain)
 
     def _lengths(self, clock_s: float, came: Traffic) -> tuple[float | None, float | None, int]:
-        """Return the mean lengths of recent requests, None where too few tell, and how many tell."""
+        """Return the mean lengths of recent requests (None: too few), and the number of these requests."""
         self._recent.append((clock_s, came))
         while self._recent[0][0] < clock_s - LENGTHS_S:
             self._recent.popleft()
@@ -115,7 +115,7 @@ class Autoscaler:
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return when the planned day began: at a time of this day, UTC, or of the one before; None: now.
+    """Return when the planned day began: the last time at which it was `day_begins`, UTC; None: now.
 
     Args:
         day_begins: HH:MM.

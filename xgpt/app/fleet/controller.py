@@ -1,8 +1,9 @@
-"""Keeps a fleet to a live load: what is observed goes in, the number of replicas of each kind comes out.
+"""Keep a fleet to a live load: observations enter, the replicas to start and to drain leave.
 
-The controller reads no clock and starts nothing: a driver looks at the world, asks it, and carries out what it says
-(`xgpt.app.fleet.drivers`), on a simulated clock as on the real one. It remembers nothing of the fleet itself, only of
-the load: replicas are read back from the world at every look, so one that is restarted goes on with what is there.
+The controller reads no clock and starts nothing: a driver observes the world, asks it, and carries out its orders
+(`xgpt.app.fleet.drivers`), on the simulated clock and on the real one. It remembers nothing of the fleet itself, only
+of the load: replicas are read from the world at every look, so a restarted controller continues with those that are
+there.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from xscheduler.fleet import DeviceLimit, FleetProblem, solve_fleet
 Ints = npt.NDArray[np.int64]
 
 STEP_S = 300.0
-"""Of the time ahead, at most."""
+"""Longest step of the time that is planned ahead."""
 NUM_STEPS = 6
 DEVIATIONS = 1.0
-"""Of the forecast's error, held in reserve."""
+"""Standard errors of the forecast that are held in reserve."""
 BACKLOG_SHARE = 0.5
-"""Share of the latency bound within which the fleet takes up what chance lets wait; what waits beyond is worked off in
+"""Share of the latency bound in which the fleet works off random backlogs; larger ones are worked off in
 the lead time."""
 HYSTERESIS = 0.03
-"""Share of the need by which replicas must exceed it once others have left."""
+"""Share by which the remaining replicas must exceed the need before others leave."""
 LEAST_LENGTHS = 50
-"""Requests that tell lengths."""
+"""Least number of requests from which lengths are observed."""
 
 State = Literal["starting", "ready", "draining"]
 
 
 class ReplicaState(NamedTuple):
-    """A replica as the world has it.
+    """A replica's state.
 
     Attributes:
-        kind: its number.
+        kind: number of its kind.
         since_s: when its state began, on the controller's clock.
     """
 
@@ -57,15 +58,15 @@ class ReplicaState(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """The world at a moment.
+    """An observation of the world.
 
     Attributes:
         now_s: seconds since the planned day began.
-        seconds: since the look before.
-        num_requests: that have arrived since.
-        waiting: requests that wait beyond what replicas that keep the bounds hold.
-        input_mean, output_mean: recent lengths; None: too few requests tell.
-        num_told: requests that tell them.
+        seconds: time since the previous look.
+        num_requests: requests that have arrived since.
+        waiting: waiting requests beyond those that replicas can take and keep the bounds.
+        input_mean, output_mean: recent mean lengths; None: too few requests.
+        num_told: number of these requests.
     """
 
     now_s: float
@@ -83,8 +84,8 @@ class Orders(NamedTuple):
 
     Attributes:
         start: replicas of each kind to start. # [kinds]
-        drain: names of replicas that are to take no further requests, and to end once they have none.
-        need_per_s: requests a second that the fleet is to hold, at most, until an order now would serve.
+        drain: names of replicas that take no further requests, and end once they have none.
+        need_per_s: highest load, in requests a second, until an order given now would serve.
         reason: in words.
     """
 
@@ -95,10 +96,10 @@ class Orders(NamedTuple):
 
 
 class Controller:
-    """Decides at every look.
+    """Decides at every look which replicas to start and to drain.
 
     Args:
-        limits: devices that kinds share.
+        limits: limits on devices that kinds share.
         look_s: time between looks.
     """
 
@@ -109,13 +110,13 @@ class Controller:
         self._step_s = min(fleet.interval_s, STEP_S)
         both = [[(of.mean, standard_deviation(of)) for of in (one.input, one.output)] for one in fleet.lengths]
         self._logs = np.asarray([[log(of_mean) for of_mean, _ in one] for one in both])
-        """Of the mean lengths. # [lengths, 2]"""
+        """Logarithms of the mean lengths. # [lengths, 2]"""
         self._spreads = np.asarray([[deviation / of_mean for of_mean, deviation in one] for one in both])
         self._fewer_since_s: float | None = None
         self._change_s = max(kind.start_s + kind.drain_s for kind in fleet.kinds)
 
     def decide(self, look: Look) -> Orders:
-        """Return what to do now."""
+        """Return the orders for now."""
         fleet = self._fleet
         self.forecast.look(look.now_s, look.seconds, look.num_requests)
         kept = [replica for replica in look.replicas if replica.state != "draining"]
@@ -134,13 +135,13 @@ class Controller:
         if self._fewer_since_s is not None:
             if look.now_s - self._fewer_since_s >= self._change_s:
                 drain = self._leaving(kept, fewer, look.now_s, problem, start)
-            elif held >= problem.needs[0]:  # others would be cheaper: as long as that may be noise, none is started
+            elif held >= problem.needs[0]:  # another fleet would be cheaper, but perhaps only by noise: start none
                 start = np.zeros_like(start)
         return Orders(tuple(start.tolist()), drain, float(problem.needs[0]), needs)
 
     def _problem(self, look: Look, present: Ints) -> FleetProblem:
-        """Return the fleet problem of the time ahead. Its first step is all that comes until an order at the next look
-        would serve: what comes later than that is not ordered now."""
+        """Return the fleet problem of the time ahead. Its first step lasts until an order at the next look
+        would serve: later needs are not ordered now."""
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
         spans = list(pairwise(edges))
@@ -162,7 +163,7 @@ class Controller:
         )
 
     def _rates(self, look: Look, ahead_s: float) -> tuple[float, ...]:
-        """Return what a replica of each kind holds: under the season's lengths, unless others are observed."""
+        """Return the rate that a replica of each kind holds, under the planned lengths unless others are observed."""
         group = self._fleet.interval_at(look.now_s + ahead_s).lengths
         if look.input_mean is not None and look.output_mean is not None:
             apart = np.abs(self._logs - np.log([look.input_mean, look.output_mean]))
@@ -172,7 +173,7 @@ class Controller:
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:
-        """Return the replicas of each kind to have now; where devices do not suffice, as many as hold the most."""
+        """Return the wanted replicas of each kind; if devices do not suffice, those that hold the most."""
         while True:
             try:
                 return solve_fleet(problem).replicas[0]
@@ -184,8 +185,10 @@ class Controller:
     def _leaving(
         self, kept: Sequence[ReplicaState], fewer: Ints, now_s: float, problem: FleetProblem, start: Ints
     ) -> tuple[str, ...]:
-        """Return the replicas that leave: those that have not begun to serve first, then the newest. What other kinds
-        are to take over is ready first."""
+        """Return the replicas to drain: first those that do not serve yet, then the newest.
+
+        Replicas of other kinds that replace them must be ready first.
+        """
         names = []
         by_age = sorted(kept, key=lambda replica: (replica.state == "ready", -replica.since_s))
         left = np.bincount([r.kind for r in kept if r.state == "ready"], minlength=len(fewer))

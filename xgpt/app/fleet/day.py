@@ -1,4 +1,4 @@
-"""A day's load: a trace with times, or rates and workloads over hours; cut into intervals of alike lengths."""
+"""A day's load: a trace with times, or rates and workloads over hours; cut into intervals, grouped by their lengths."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 PARTS = 3
-"""Of an interval: the busiest tells its load."""
+"""Parts of an interval: the busiest one gives its load."""
 ALIKE = 0.2
-"""Mean lengths of intervals that are taken together differ by no more, relative; besides chance."""
+"""Relative difference of mean lengths, beyond chance, up to which intervals are grouped."""
 MOST_GROUPS = 6
 MOST_INTERVALS = 2000
 
 
 class DayStage(Frozen):
-    """A stretch of a day.
+    """A part of a day.
 
     Attributes:
-        hours: how long it lasts.
-        rate_per_s: requests that arrive in a second, in the mean.
-        workload: their lengths, by name or file.
+        hours: its length.
+        rate_per_s: mean arrival rate.
+        workload: the lengths of its requests, by name or file.
     """
 
     hours: PositiveFloat
@@ -63,10 +63,10 @@ class Intervals:
     """A day in intervals. # each [intervals]
 
     Attributes:
-        rates: requests a second, in the mean.
-        peaks: of each interval's busiest third.
-        groups: the lengths of each, by number.
-        lengths: of the groups.
+        rates: mean requests a second.
+        peaks: requests a second in each interval's busiest third.
+        groups: index into `lengths` of each interval.
+        lengths: lengths of each group.
         everything: the lengths of all requests.
     """
 
@@ -81,7 +81,7 @@ def read_day(path: Path, seed: int = 0) -> Day:
     """Read a day: a trace (CSV, JSON lines) with times, or YAML of rates and workloads over hours.
 
     Args:
-        seed: of the requests that rates and workloads stand for.
+        seed: seed of the requests drawn for rates and workloads.
 
     Raises:
         InputError: the file is malformed, or the trace has no times.
@@ -102,11 +102,11 @@ def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
         workload, count = load_workload(stage.workload), int(rng.poisson(stage.rate_per_s * seconds))
         if count:
             times = poisson_arrivals(1.0, count + 1, rng)
-            arrivals_s = start_s + seconds * times[:-1] / times[-1]  # given their number, uniform
+            arrivals_s = start_s + seconds * times[:-1] / times[-1]  # uniform, given their number
             parts.append(Requests(*sample(workload, count, rng), arrivals_s))
         start_s += seconds
     if not parts:
-        raise InputError("trace.stages", 0, "its rates must come to some requests")
+        raise InputError("trace.stages", 0, "its rates must give at least one request")
     columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("inputs", "outputs", "arrivals_s")]
     return Day(spec.name, Requests(*columns), start_s)
 
@@ -141,7 +141,7 @@ def cut(day: Day, interval_s: float) -> Intervals:
 
 
 def _alike(requests: Requests, index: Ints, count: int) -> Ints:
-    """Return the group of each interval: those of a group have about the same mean lengths. # [intervals]"""
+    """Return the group of each interval; a group's intervals have about the same mean lengths. # [intervals]"""
     arrived = np.maximum(np.bincount(index, minlength=count), 1)
     means, doubts = [], []
     for lengths in (requests.inputs, requests.outputs):
@@ -159,7 +159,7 @@ def _alike(requests: Requests, index: Ints, count: int) -> Ints:
 
 
 def _led(points: Array, reach: Array, order: Ints) -> Ints:
-    """Return groups of points: each goes to the first leader within its reach, or leads. # [points]"""
+    """Return groups of points: each joins the first leader within its reach, or becomes a leader. # [points]"""
     leaders: list[int] = []
     groups = np.zeros(len(points), int)
     for i in order.tolist():
@@ -171,7 +171,7 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the histograms of some requests; memory is set aside for the day's longest output in all of them."""
+    """Return the histograms of some requests; all reserve memory for the day's longest output."""
     output = histogram_of(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))

@@ -14,7 +14,7 @@ PLACE = "/etc/xgpt/fleet"
 
 
 def fleet_files(fleet: FleetPlan) -> dict[str, str]:
-    """The objects of each kind in a directory of its own, the controller's, and a kustomization of all.
+    """Return the objects of each kind in a directory of its own, those of the controller, and a kustomization of all.
 
     Raises:
         InputError: pods could not run one of the plans, a replica spans nodes, or the fleet is too large a file.
@@ -55,7 +55,7 @@ def _controller(base: str, document: str) -> list[Object]:
     rights = "rbac.authorization.k8s.io"
     spec = {
         "replicas": 1,
-        "strategy": {"type": "Recreate"},  # two would each order what is missing
+        "strategy": {"type": "Recreate"},  # two controllers would each order what is missing
         "selector": {"matchLabels": selector},
         "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(name, base)},
     }

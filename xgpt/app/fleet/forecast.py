@@ -1,4 +1,4 @@
-"""The load to come: the planned day's season at today's level, or today's trend, each with the error it has shown."""
+"""Forecast the load: the planned day (the season) at today's level, or today's trend, weighted by their past errors."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from xgpt.schema.fleet import FleetPlan
 Array = npt.NDArray[np.float64]
 
 MEMORY_S = 600.0
-"""Looks that are kept."""
+"""Time for which looks are kept."""
 SHORTEST_S = 30.0
-"""Looks that tell a level at least."""
+"""Least time of looks from which the level is computed."""
 UNLIKE = 3.0
-"""Standard deviations by which times must differ to be no chance."""
+"""Standard deviations beyond which a difference is not chance."""
 LEAST_REQUESTS = 0.5
 """Added to counts, which may be zero."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Relative errors that a forecast by season and one by trend have at least: a trend knows of no step to come."""
+"""Least relative errors assumed of the season and of the trend, which cannot foresee steps."""
 FIRST_ERROR = 0.1
-"""Of one that has not been seen to fail yet."""
+"""Relative error assumed before any forecast has been compared."""
 MEMORY_OF_ERRORS = 0.05
 """Weight of the newest error."""
 
 
 @dataclass
 class _Predictor:
-    """One way to predict, with the mean square of its relative errors.
+    """A way to predict, with the mean square of its relative errors.
 
     Attributes:
-        least: of the square.
-        slight: requests a second that are added to both before they are compared.
+        least: least value of the mean square.
+        slight: requests a second added to both rates before they are compared.
     """
 
     least: float
     slight: float
     square: float = FIRST_ERROR**2
     pending: deque[tuple[float, float]] = field(default_factory=deque)
-    """(when, rate) that it has predicted and that has not come yet."""
+    """(time, rate) of predictions whose time has not come."""
 
     def judge(self, now_s: float, rate: float, noise: float) -> None:
-        """Compare what was predicted for now with what came, chance taken off."""
+        """Compare the prediction for now with the observed rate, less the variance of chance."""
         while self.pending and self.pending[0][0] <= now_s:
             predicted = self.pending.popleft()[1]
             came = rate + self.slight
@@ -54,14 +54,14 @@ class _Predictor:
 
 
 class Forecast:
-    """Requests a second to come.
+    """Forecasts requests a second.
 
-    The level is that of as many of the last looks as agree with the newest, relative to the season: a jump is taken
-    for what it is at once, and noise is averaged out otherwise. Season and trend are weighted by their
-    errors at the lead time, so a day unlike the planned one is followed by its trend.
+    The level is computed from as many of the last looks as agree with the newest, relative to the season: a jump counts
+    at once, and noise is averaged out otherwise. Season and trend are weighted by their
+    errors at the lead time, so on a day unlike the planned one the trend prevails.
 
     Args:
-        lead_s: how long before it is needed a replica is ordered.
+        lead_s: time from ordering a replica until it serves.
     """
 
     def __init__(self, fleet: FleetPlan, lead_s: float) -> None:
@@ -69,25 +69,25 @@ class Forecast:
         self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
         self._rises = _rises(self._rates)
         self._looks: deque[tuple[float, float, int]] = deque()
-        """(end, seconds, requests) of each."""
+        """(end, seconds, requests) of each look."""
         # What the smallest replica holds by itself is no error: else a night without requests would make any load of
         # the morning one beyond measure.
         slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
         self._season, self._trend = (_Predictor(of**2, slight) for of in (SEASON_ERROR, TREND_ERROR))
         self.level = 1.0
-        """Today's load, relative to the season."""
+        """Today's load relative to the season's."""
         self.rate = float(self._rates[0])
-        """Of now."""
+        """The present rate, requests/s."""
         self._slope = 0.0
 
     def season(self, time_s: float) -> float:
-        """Return the planned day's rate: that of the interval, on a line through its middle."""
+        """Return the planned day's rate at a time: on a line through the middle of the interval."""
         number, part = divmod(time_s / self._fleet.interval_s, 1.0)
         i = int(number) % len(self._rates)
         return float(self._rates[i] + self._rises[i] * (part - 0.5))
 
     def look(self, now_s: float, seconds: float, num_requests: int) -> None:
-        """Take in how many requests have arrived in the last seconds."""
+        """Note how many requests have arrived in the last seconds."""
         self._looks.append((now_s, seconds, num_requests))
         while self._looks[0][0] < now_s - MEMORY_S:
             self._looks.popleft()
@@ -103,8 +103,8 @@ class Forecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return requests that have arrived, and that the season expected, in the last looks that agree: their span is
-        doubled as long as the time before it was like it."""
+        """Return the requests that arrived, and that the season expected, in the last looks that agree: the span is
+        doubled as long as the time before it does not differ."""
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
         due = np.cumsum([0.0, *(self.season(end - span / 2) * span for end, span, _ in self._looks)])
@@ -125,7 +125,7 @@ class Forecast:
         return float(counts[last] - counts[first]), float(due[last] - due[first])
 
     def _recent_slope(self) -> float:
-        """Return how the rate has changed, requests/s², over twice the lead at most; 0 if by chance."""
+        """Return the rate's change, requests/s², over at most twice the lead time; 0 if it may be chance."""
         since_s = self._looks[-1][0] - 2 * max(self._lead_s, SHORTEST_S)
         looks = [look for look in self._looks if look[0] > since_s]
         half = len(looks) // 2
@@ -141,20 +141,20 @@ class Forecast:
         return max(0.0, self.rate + self._slope * min(ahead_s, 2 * self._lead_s))
 
     def at(self, ahead_s: float) -> float:
-        """Return the rate that is expected in some seconds."""
+        """Return the rate expected some seconds ahead."""
         now_s = self._looks[-1][0] if self._looks else 0.0
         season, trend = self.level * self.season(now_s + ahead_s), self._by_trend(ahead_s)
         return self._weight * season + (1 - self._weight) * trend
 
     @property
     def _weight(self) -> float:
-        """Of the season."""
+        """Return the season's weight in forecasts."""
         season, trend = self._season.square**2, self._trend.square**2
         return trend / (season + trend)
 
     @property
     def error(self) -> float:
-        """Relative standard error of a forecast at the lead time."""
+        """Return the relative standard error of forecasts at the lead time."""
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
@@ -162,8 +162,8 @@ class Forecast:
         chance. These are independent, so the squares of their logarithms add up.
 
         Args:
-            deviations: of the error.
-            factor: multiple of a known load that is held.
+            deviations: standard errors held in reserve.
+            factor: the plan's load factor.
         """
         points = np.linspace(from_s, to_s, 5)
         grown = np.sqrt(np.clip(points / max(self._lead_s, 1.0), 0.25, 2.0))
@@ -173,8 +173,8 @@ class Forecast:
 
 
 def _rises(rates: Array) -> Array:
-    """Return by how much the rate rises within each interval of a day whose mean rates are known: as between the
-    intervals around it, but never beyond their rates, so a ramp is one and a step between two levels stays a step.
+    """Return the rise of the rate within each interval, from the mean rates: as steep as between the
+    intervals around it, but never beyond their rates, so that ramps are ramps and steps between two levels stay steps.
 
     Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
     """
@@ -184,7 +184,7 @@ def _rises(rates: Array) -> Array:
 
 
 def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
-    """Whether two spans differ, relative to the season, by more than chance; each: (arrived, expected)."""
+    """Whether two spans (arrived, expected) differ by more than chance."""
     (n, due_n), (m, due_m) = newer, older
     if due_n <= 0 or due_m <= 0:
         return (due_n > 0) != (due_m > 0)

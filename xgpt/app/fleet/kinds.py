@@ -1,4 +1,4 @@
-"""The kinds of replicas that may hold a day's load: plans on few and on many devices of each cluster."""
+"""Find the kinds of replicas that may hold a day's load: plans on few and on many devices of each cluster."""
 
 from __future__ import annotations
 
@@ -21,25 +21,23 @@ if TYPE_CHECKING:
     from xscheduler.problem import Problem
 
 WORTH = 1.02
-"""Factor of the rate a device by which a replica on more devices must exceed those on fewer: it changes in larger
-steps."""
+"""Factor by which more devices must raise the rate a device, since such replicas are added in larger steps."""
 MOST_SIMULATED = 2
-"""Plans of a size whose rate is simulated, the best in closed form first."""
+"""Plans of each size whose rate is simulated, the best in closed form first."""
 NEAR = 0.94
 """Share of the best rate in closed form from which on another policy's plan is simulated, too."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind of replica with what it was planned from."""
+    """A kind of replica, with the profile that it was planned from."""
 
     kind: ReplicaKind
     profile: Profile
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return the devices of this machine for replicas: a CPU on whose cores several replicas have their threads counts
-    as several."""
+    """Return this machine's devices for replicas: a CPU counts as many times as its cores hold a replica's threads."""
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count
@@ -49,11 +47,11 @@ def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
 def candidates(
     problem: Problem, policy: PolicyChoice, lengths: Sequence[Workload], startup_s: float
 ) -> list[Candidate]:
-    """Return the kinds of replicas of one cluster that are worth having, on the fewest devices first.
+    """Return one cluster's useful kinds of replicas, on the fewest devices first.
 
     Args:
-        problem: with the lengths of the whole day.
-        lengths: under each of which their rates are told.
+        problem: the problem under the whole day's lengths.
+        lengths: the day's groups of lengths, for each of which rates are computed.
         startup_s: time until a replica begins to load its weights.
 
     Raises:
@@ -71,14 +69,14 @@ def candidates(
             best_rate = a_device
             found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
         elif found:
-            break  # what twice the devices do not gain, four times do not either
+            break  # if twice the devices gain nothing, four times do not, either
     if not found:
         raise why or _never_kept(problem)
     return found
 
 
 def _sizes(problem: Problem) -> Iterator[int]:
-    """Powers of two up to the devices of a node, and that number."""
+    """Yield powers of two up to the devices of a node, and that number."""
     most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
     size = 1
     while size < most:
@@ -91,7 +89,7 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
     """Return the plan of one replica with the highest simulated rate; None: none is worth a simulation.
 
     Args:
-        least_a_device: requests a second and device that fewer devices keep.
+        least_a_device: requests a second and device that plans on fewer devices keep.
     """
     of = scheduler(problem)
     rated = [pair for kind in kinds_of(problem, policy) for pair in of.by_arrivals(kind, 1)]

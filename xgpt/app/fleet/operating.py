@@ -1,4 +1,4 @@
-"""A fleet in operation: the controller with a world, on the real clock and on the simulated one."""
+"""Operate a fleet: run its controller with a world, on the real clock or on the simulated one."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def _time_of_day(text: str) -> str:
 
 
 class AutoscaleRequest(Frozen):
-    """How a fleet is to be kept.
+    """The arguments of autoscaling.
 
     Attributes:
-        driver: where replicas live.
+        driver: where replicas run.
         dry_run: say what would be done, and do nothing.
         look_s: time between two looks.
         day_begins: HH:MM, UTC, at which the planned day begins; None: now.
-        port, state: of replicas on this machine: the front's port, and where the fleet's state stands.
-        name, namespace, api_server: on Kubernetes.
+        port, state: for replicas on this machine: the front's port, and the directory of the fleet's state.
+        name, namespace, api_server: for Kubernetes; None: see `xgpt autoscale --help`.
     """
 
     driver: Literal["local", "kubernetes"] = "local"
@@ -76,10 +76,10 @@ def autoscale_request(**asked: Any) -> AutoscaleRequest:
 def autoscale(
     fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
 ) -> None:
-    """Keep a fleet until told to stop.
+    """Fit a fleet to its load until `stop` is set.
 
     Raises:
-        InputError: the fleet cannot live there.
+        InputError: the fleet cannot run there.
         MachineError: the front does not start.
     """
     clock_s = time.time()
@@ -113,7 +113,7 @@ def autoscale(
 
 
 def _runs_here(cluster: ClusterSpec) -> bool:
-    """Whether replicas of a cluster may run on this machine: its own, or a CPU that a file describes."""
+    """Whether a cluster's replicas may run on this machine: it is this machine, or a CPU described by a file."""
     return cluster.is_local or cluster.device.type == "cpu"
 
 
@@ -132,7 +132,7 @@ def _until_signal(stop: Event) -> Iterator[None]:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return what replicas on this machine share: its devices."""
+    """Return the limit on devices that replicas on this machine share."""
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:
         return []
@@ -142,7 +142,7 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 
 def fleet_name(fleet: FleetPlan) -> str:
-    """Return a fleet's name as Kubernetes takes it: of letters, digits and dashes."""
+    """Return a fleet's name as Kubernetes accepts it: letters, digits and dashes."""
     from xgpt.app.export.pods import Names
 
     return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
@@ -153,8 +153,8 @@ class SimulatedFleet:
     """What a controller has made of a day.
 
     Attributes:
-        day: when which replicas ran, and what they cost.
-        share_kept, share_within: of the requests, within the bounds with the headroom left free, and used up.
+        day: the times at which replicas ran, and their cost.
+        share_kept, share_within: shares of the requests within the bounds less the headroom, and within the bounds.
     """
 
     day: ControlledDay

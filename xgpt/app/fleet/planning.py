@@ -43,25 +43,25 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 FACTOR_STEP = 0.05
-"""Between the load factors that are tried, at least."""
+"""Least difference between the load factors that are tried."""
 MOST_TRIED = 10
-"""Load factors that are tried: upwards in growing steps until one keeps the share, then between that and the last."""
+"""Most load factors tried: upwards in growing steps until one keeps the share, then between the last two."""
 SAVED_REQUESTS = 1_000_000
-"""Simulated requests beyond which no smaller load factor is tried: that saves a little, and takes minutes."""
+"""Simulated requests after which no smaller load factor is tried: it would save little and take minutes."""
 
 
 class FleetRequest(Frozen):
-    """What a fleet is planned for, besides what `xgpt.app.plan.request.PlanRequest` says of each of its clusters.
+    """The arguments of a fleet, besides those of the plans of its replicas (`xgpt.app.plan.request.PlanRequest`).
 
     Attributes:
         trace: a trace with times, or rates and workloads over hours.
         among: clusters with the price of one device for an hour; None: the one cluster of the plan's request.
-        interval_s: in which the fleet stays as it is.
-        least_stay_s: for which a replica stays that has been started, at least.
-        startup_s: from ordering a replica until it loads its weights.
-        devices: the most devices of each cluster, by its name; None: as many as it takes.
-        least_replicas: at any time.
-        seed: of what is drawn for rates.
+        interval_s: length of an interval, in which the fleet does not change.
+        least_stay_s: least time for which a started replica stays.
+        startup_s: time from ordering a replica until it begins to load its weights.
+        devices: largest number of devices of each cluster, one for all or by name; None: as many as needed.
+        least_replicas: least number of replicas at any time.
+        seed: seed of the requests drawn for rates.
     """
 
     trace: Path
@@ -76,18 +76,18 @@ class FleetRequest(Frozen):
 
 @dataclass(frozen=True)
 class FleetModel:
-    """A day, the replicas that may hold it, and what their steps cost."""
+    """A day, the kinds of replicas that may hold it, and their step costs."""
 
     day: Day
     intervals: Intervals
     candidates: tuple[Candidate, ...]
 
     def simulate(self, counts: Ints, interval_s: float) -> RequestTimes:
-        """Return what the day's requests take on a fleet. # counts [intervals, kinds]"""
+        """Return the times of the day's requests on a fleet. # counts [intervals, kinds]"""
         return self.simulate_replicas(replicas_of(counts, interval_s))
 
     def simulate_replicas(self, replicas: Sequence[Replica]) -> RequestTimes:
-        """Return what the day's requests take on replicas that come and go."""
+        """Return the times of the day's requests on replicas that start and end."""
         kinds = [candidate.kind for candidate in self.candidates]
         lanes = [lanes_of(candidate.kind.plan, candidate.profile) for candidate in self.candidates]
         return simulate_fleet(self.day.requests, replicas, kinds, lanes)
@@ -97,7 +97,7 @@ def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progre
     """Plan a day's fleet.
 
     Args:
-        asked: what is asked of the plan of each replica, by the names of `plan_request`.
+        asked: the arguments for each replica's plan, by the names of `plan_request`.
 
     Raises:
         InputError: an argument is not accepted, or the trace is malformed.
@@ -110,7 +110,7 @@ def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progre
 def plan_day(
     day: Day, request: FleetRequest, asked: Mapping[str, Any], progress: Progress | None = None
 ) -> tuple[FleetPlan, FleetModel]:
-    """Plan the fleet of a day that has been read, whatever trace the request names.
+    """Plan the fleet of a day that has been read; the request's trace is ignored.
 
     Raises:
         XgptError: as `plan_fleet` does.
@@ -214,14 +214,14 @@ def _problem(request: FleetRequest, model: FleetModel, limits: Sequence[DeviceLi
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the least load factor tried whose fleet keeps the share of requests in simulation, with that fleet; where
-    several come to the same fleet, the highest of these.
+    """Return the least load factor tried whose fleet keeps the share of requests in simulation, with that fleet; if
+    several give the same fleet, the highest of these.
 
-    Replicas that share a load keep more of it than each would alone, and a load that changes within an interval less:
-    which weighs more, the simulated day tells.
+    Replicas that share a load keep more of it than each alone, and a load that changes within an interval is kept less:
+    the simulated day shows which weighs more.
 
     Raises:
-        InfeasibleError: no factor that was tried keeps it.
+        InfeasibleError: no factor tried keeps it.
     """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None
@@ -259,7 +259,7 @@ def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True)
     """Return the share of a day's requests that keep the bounds.
 
     Args:
-        headroom: leave it free, as the plans do.
+        headroom: whether to leave the headroom free, as plans do.
     """
     return float(np.mean(kept(model, times, headroom=headroom)))
 
@@ -272,7 +272,7 @@ def kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> np
 
 
 def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: RequestTimes) -> FleetFigures:
-    """Return what a fleet costs and keeps. # counts [intervals, kinds]"""
+    """Return a fleet's cost and the requests that it keeps. # counts [intervals, kinds]"""
     kinds = [candidate.kind for candidate in model.candidates]
     starts = starts_of(counts).sum(axis=0)
     devices = np.asarray([kind.num_devices for kind in kinds])

@@ -12,7 +12,7 @@ from xgpt.schema.fleet import FleetPlan
 from xsimulator.fleet import Replica, Requests
 
 LENGTHS_S = 600.0
-"""Time whose requests tell the lengths."""
+"""Time over whose requests lengths are observed."""
 
 Decide = Callable[[Look], Orders]
 
@@ -39,9 +39,9 @@ class ControlledDay:
     """What a controller has made of a day.
 
     Attributes:
-        replicas: when each took requests.
-        device_hours, cost: of all replicas from being ordered to having ended.
-        held: (time, replicas that serve, need) at each look.
+        replicas: the times at which each took requests.
+        device_hours, cost: of all replicas, from their orders to their ends.
+        held: (time, serving replicas, need) at each look.
     """
 
     replicas: tuple[Replica, ...]
@@ -55,10 +55,10 @@ def control_day(
 ) -> ControlledDay:
     """Run a controller over a day.
 
-    What waits is told by a fluid queue: requests beyond what ready replicas hold under the day's lengths add up.
+    Waiting requests are a fluid queue: those beyond what ready replicas hold under the day's lengths add up.
 
     Args:
-        first: replicas of each kind that are there at the beginning.
+        first: replicas of each kind at the beginning.
     """
     all_: list[_Simulated] = [_Simulated(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)]
     waiting, held = 0.0, []

@@ -1,1 +1,1 @@
-"""Worlds that hold replicas: processes on this machine, Deployments on Kubernetes."""
+"""Worlds in which replicas run: processes on this machine, Deployments on Kubernetes."""

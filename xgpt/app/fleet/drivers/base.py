@@ -1,4 +1,4 @@
-"""What a controller asks of a world: which replicas there are, and to start some and drain others."""
+"""The contract of a world: say which replicas there are, start some, drain others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
 
 
 class Counts(NamedTuple):
-    """What a replica has counted since it began.
+    """A replica's counters since its start.
 
     Attributes:
-        arrived: requests that it has taken in.
-        waiting: those that wait for a slot now.
-        ended: those that have ended.
-        prompt_tokens, output_tokens: of all.
+        arrived: requests accepted.
+        waiting: requests waiting now.
+        ended: requests ended.
+        prompt_tokens, output_tokens: tokens of the ended requests.
     """
 
     arrived: float
@@ -30,34 +30,34 @@ class Counts(NamedTuple):
 
 
 class World(Protocol):
-    """Where replicas live. Everything that it says is read from there anew, so it outlives the controller."""
+    """Where replicas run. All answers are read from there anew, so a restarted controller continues."""
 
     def replicas(self, now_s: float) -> Sequence[ReplicaState]:
-        """Return the replicas that there are, those that drain included.
+        """Return all replicas, draining ones included.
 
         Args:
-            now_s: on the controller's clock.
+            now_s: time on the controller's clock.
 
         Raises:
             MachineError: the world does not answer.
         """
 
     def counts(self) -> dict[str, Counts]:
-        """Return what each replica that serves has counted, by name; those that do not answer are left out."""
+        """Return the counters of each serving replica, by name, without those that do not answer."""
 
     def start(self, kind: int, number: int) -> None:
-        """Order further replicas of a kind.
+        """Start further replicas of a kind.
 
         Raises:
-            MachineError: they cannot be had.
+            MachineError: they cannot be started.
         """
 
     def drain(self, names: Sequence[str]) -> None:
-        """Have replicas take no further requests, and end once they have none."""
+        """Make replicas take no further requests, and end once they have none."""
 
 
 def read_counts(text: str) -> Counts | None:
-    """Return a replica's counts from its /metrics; None: they are not there.
+    """Return a replica's counters from the text of its /metrics; None: they are not in it.
 
     >>> read_counts("xgpt_requests_running 2.0") is None
     True
@@ -79,11 +79,11 @@ def read_counts(text: str) -> Counts | None:
 
 
 class Traffic(NamedTuple):
-    """What replicas have taken in between two looks.
+    """What replicas have received between two looks.
 
     Attributes:
-        num_requests: that have arrived.
-        ended: requests that have ended, with the tokens of their prompts and outputs.
+        num_requests: requests that have arrived.
+        ended: number of ended requests, with the tokens of their prompts and outputs.
     """
 
     num_requests: int
@@ -94,7 +94,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(before: dict[str, Counts], now: dict[str, Counts]) -> Traffic:
-    """Return what has come between two looks; a replica that has been restarted counts from zero."""
+    """Return the traffic between two looks; a restarted replica counts from zero."""
     changes = [_change(before.get(name), counts) for name, counts in now.items()]
     sums = [sum(column) for column in zip(*changes, strict=True)] if changes else [0.0] * 5
     return Traffic(round(sums[0]), round(sums[2]), sums[3], sums[4], _waiting(now.values()))

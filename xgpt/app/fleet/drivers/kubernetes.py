@@ -1,8 +1,8 @@
 """Replicas on Kubernetes: a Deployment for each kind, scaled through the API server.
 
-A Deployment of a fleet carries the labels `app.kubernetes.io/part-of` and `xgpt-kind`, by which it and its pods
-are found; the number of replicas that have been ordered is its own `spec.replicas`, so nothing is lost where the
-controller is restarted. Which pods leave is said by their deletion cost. A pod drains by itself once it is told to end.
+A fleet's Deployments have the labels `app.kubernetes.io/part-of` and `xgpt-kind`, by which they and their pods
+are found; the number of ordered replicas is a Deployment's own `spec.replicas`, so nothing is lost if the
+controller restarts. Deletion costs say which pods leave. A pod drains by itself after SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xgpt.errors import InputError, MachineError
 from xgpt.schema.fleet import FleetPlan
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Token, certificate authority and namespace that a pod is given."""
+"""Directory of a pod's token, certificate authority and namespace."""
 FLEET_LABEL, KIND_LABEL = "app.kubernetes.io/part-of", "xgpt-kind"
 COST = "controller.kubernetes.io/pod-deletion-cost"
 LEAVES_FIRST = "-1000"
@@ -36,21 +36,21 @@ Object = dict[str, Any]
 
 
 class ApiServer:
-    """The API server, as its service account sees it.
+    """The API server, accessed with a service account.
 
     Args:
-        url: as of `kubectl proxy`; None: that of the cluster in which this runs.
-        account: where token, authority and namespace lie; the token is read anew for each request, since it changes.
+        url: URL as from `kubectl proxy`; None: the API server of the cluster in which this runs.
+        account: directory of token, authority and namespace; the token is read for each request, since it changes.
 
     Raises:
-        InputError: this runs in no cluster, and no URL is given.
+        InputError: this does not run in a cluster, and no URL is given.
     """
 
     def __init__(self, url: str | None = None, account: Path = ACCOUNT) -> None:
         if url is None:
             host, port = (os.environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
             if not host:
-                raise InputError("api_server", None, "this runs in no cluster: give a URL, as of `kubectl proxy`")
+                raise InputError("api_server", None, "this runs outside a cluster: give a URL, as from `kubectl proxy`")
             url = f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
         authority, self._token = account / "ca.crt", account / "token"
         verify: ssl.SSLContext | bool = True
@@ -62,10 +62,10 @@ class ApiServer:
         self._client.close()
 
     def ask(self, method: str, path: str, body: Object | None = None) -> Object:
-        """Return what the API server answers; a body is a merge patch.
+        """Send a request, with a body as a merge patch; return the answer.
 
         Raises:
-            MachineError: it does not answer, or refuses.
+            MachineError: the API server does not answer, or refuses.
         """
         headers = MERGE if body is not None else {}
         with suppress(OSError):
@@ -86,9 +86,9 @@ class Kubernetes:
     """The world of a fleet on Kubernetes.
 
     Args:
-        name: of the fleet, as its Deployments' label says.
-        namespace: None: that of the pod in which this runs, or `default`.
-        api_key: with which pods show their metrics; None: they need none.
+        name: the fleet's name in the label of its Deployments.
+        namespace: namespace; None: that of the pod in which this runs, or `default`.
+        api_key: key for the pods' metrics; None: they need none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Kubernetes:
         self._pods: list[Object] = []
 
     def replicas(self, now_s: float) -> list[ReplicaState]:
-        """See `World`. Replicas that are ordered and have no pod yet are starting."""
+        """See `World`. Ordered replicas without a pod are starting."""
         ordered = self._ordered()
         self._pods = self._list(f"/api/v1/namespaces/{self._namespace}/pods")
         found = []
@@ -123,7 +123,7 @@ class Kubernetes:
             found += [ReplicaState(f"{name}/{i}", kind, "starting", now_s) for i in range(present, number)]
             going = [one for one in found if one.kind == kind and one.state != "draining"]
             going.sort(key=lambda one: one.name not in marked)
-            for one in going[: max(0, present - number)]:  # told to leave already, and not yet gone
+            for one in going[: max(0, present - number)]:  # already ordered to leave
                 found[found.index(one)] = one._replace(state="draining")
         return found
 
@@ -149,7 +149,7 @@ class Kubernetes:
         self._scale(name, ordered + number)
 
     def drain(self, names: Sequence[str]) -> None:
-        """See `World`. Pods that are to leave get a low deletion cost before their Deployment is scaled down."""
+        """See `World`. Leaving pods get a low deletion cost before their Deployment is scaled down."""
         pods = {pod["metadata"]["name"]: pod for pod in self._pods}
         leaving: dict[int, int] = {}
         for name in names:
@@ -157,7 +157,7 @@ class Kubernetes:
                 kind = self._kind(pods[name])
                 path = f"/api/v1/namespaces/{self._namespace}/pods/{quote(name, safe='')}"
                 self._server.ask("PATCH", path, {"metadata": {"annotations": {COST: LEAVES_FIRST}}})
-            else:  # ordered, and without a pod so far
+            else:  # ordered, but without a pod
                 of = {deployment: kind for kind, (deployment, _) in self._ordered().items()}
                 kind = of.get(name.rpartition("/")[0])
             if kind is not None:
@@ -171,7 +171,7 @@ class Kubernetes:
         self._server.ask("PATCH", path, {"spec": {"replicas": number}})
 
     def _deployment(self, kind: int) -> tuple[str, int]:
-        """Return a kind's Deployment, and the replicas that are ordered of it.
+        """Return a kind's Deployment, and the number of its ordered replicas.
 
         Raises:
             MachineError: there is none.
@@ -196,7 +196,7 @@ class Kubernetes:
         return list(answer.get("items", []))
 
     def _kind(self, of: Object) -> int | None:
-        """Return the kind that an object's label names; None: no kind of the plan."""
+        """Return the kind in an object's label; None: it is no kind of the plan."""
         text = of["metadata"].get("labels", {}).get(KIND_LABEL, "")
         return int(text) if text.isdecimal() and int(text) < len(self._fleet.kinds) else None
 
@@ -223,7 +223,7 @@ def _state(pod: Object) -> State | None:
 
 
 def _port(pod: Object) -> int:
-    """Return the port that a pod's container calls http."""
+    """Return the number of a pod's port named http."""
     containers = pod.get("spec", {}).get("containers", [])
     ports = [port for container in containers for port in container.get("ports", [])]
     return next((int(port["containerPort"]) for port in ports if port.get("name") == "http"), POD_PORT)

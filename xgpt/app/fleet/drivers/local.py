@@ -1,9 +1,9 @@
 """Replicas of `xgpt serve` as processes of this machine, behind a front.
 
-All that there is to know stands in a directory and in the processes themselves, so a controller that is restarted finds
-what the last one left: a file for each replica, which the front reads (`xrunner.front`), and in each process's
-environment the directory and the name of its replica. A replica whose process is gone is none; one without a file
-gets it when it is ready.
+All state is in a directory and in the processes themselves, so a restarted controller continues with
+it: a file for each replica, which the front reads (`xrunner.front`), and in each process's
+environment the directory and the name of its replica. A file without a process is removed; a process without a file
+gets one when it is ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from xgpt.io import dump_json, write_atomic
 from xgpt.schema.fleet import FleetPlan
 
 MARK = "XGPT_FLEET_REPLICA"
-"""Of a replica's process: DIRECTORY NAME KIND PORT. Of the front's, the name is `front`."""
+"""Environment variable of a fleet's process: DIRECTORY NAME KIND PORT; the front's name is `front`."""
 FRONT = "front"
 TIMEOUT_S = 2.0
 FRONT_STARTS_S = 20.0
@@ -50,8 +50,8 @@ class LocalWorld:
     """The world of a fleet on this machine.
 
     Args:
-        directory: of the fleet's state; one that was left over is gone on with.
-        port: of the front.
+        directory: directory of the fleet's state; an existing one is continued.
+        port: the front's port.
         clock_began_s: when the planned day began, s since the epoch.
 
     Raises:
@@ -76,7 +76,7 @@ class LocalWorld:
         return f"http://127.0.0.1:{self._port}"
 
     def open(self) -> None:
-        """Start the front, or find the one that runs.
+        """Start the front unless it runs.
 
         Raises:
             MachineError: it does not start.
@@ -93,7 +93,7 @@ class LocalWorld:
         raise MachineError(f"the front does not listen on port {self._port} after {FRONT_STARTS_S:g} s")
 
     def replicas(self, now_s: float) -> list[ReplicaState]:
-        """See `World`. Replicas that have become ready are shown to the front; those that have drained are ended."""
+        """See `World`. Register ready replicas with the front, and end drained ones."""
         self._known = [process for process in self._processes() if process.name != FRONT]
         outstanding = self._outstanding()
         for path in self._states.glob("*.json"):
@@ -104,7 +104,7 @@ class LocalWorld:
             state = self._state(process)
             if state == "draining" and outstanding is not None and not outstanding.get(process.name):
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)  # it ends what has slipped in, and then itself
+                    os.kill(process.pid, signal.SIGTERM)  # it finishes requests that arrived meanwhile, then ends
             if state == "ready":
                 self._show(process, takes=True)
             found.append(ReplicaState(process.name, process.kind, state, process.since_s - self._began_s))
@@ -133,13 +133,13 @@ class LocalWorld:
             self._spawn(name, kind, port, words)
 
     def drain(self, names: Sequence[str]) -> None:
-        """See `World`. A replica that drains is known by its file, which says that it takes no requests."""
+        """See `World`. A draining replica's file says that it takes no requests."""
         for process in self._known:
             if process.name in names:
                 self._show(process, takes=False)
 
     def close(self) -> None:
-        """End the front once it has answered what it has, and then all replicas."""
+        """End the front once its requests are answered, and then all replicas."""
         processes = self._processes()
         for of_front in (True, False):
             ending = [process for process in processes if (process.name == FRONT) == of_front]
@@ -169,7 +169,7 @@ class LocalWorld:
             raise MachineError(f"cannot start {name}: {error.strerror}") from None
 
     def _processes(self) -> list[_Process]:
-        """Return the fleet's processes, by their environment; of a replica's own children none."""
+        """Return the fleet's processes, found by their environment, without replicas' own children."""
         self._children = [child for child in self._children if child.poll() is None]
         found: dict[str, _Process] = {}
         for entry in Path("/proc").iterdir():
@@ -207,7 +207,7 @@ class LocalWorld:
         write_atomic(path, text)
 
     def _outstanding(self) -> dict[str, int] | None:
-        """Return what the front says is outstanding at each replica; None: it does not answer."""
+        """Return the outstanding requests of each replica, from the front; None: it does not answer."""
         with suppress(httpx.HTTPError, ValueError, KeyError):
             found: dict[str, int] = _get(f"{self.url}/fleet").json()["outstanding"]
             return found
@@ -215,7 +215,7 @@ class LocalWorld:
 
 
 def _mark(path: Path) -> tuple[str, ...] | None:
-    """Return the words of a process's mark; None: it has none."""
+    """Return the words of a process's `MARK`; None: it has none."""
     for variable in path.read_bytes().split(b"\0"):
         name, _, value = variable.decode(errors="replace").partition("=")
         if name == MARK:
@@ -225,7 +225,7 @@ def _mark(path: Path) -> tuple[str, ...] | None:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether a process runs, and does not only wait to be reaped."""
+    """Whether a process runs; a zombie does not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -234,7 +234,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _get(url: str) -> httpx.Response:
-    """Ask a server of this machine.
+    """Send a GET request to a server on this machine.
 
     Raises:
         httpx.HTTPError: it does not answer.
