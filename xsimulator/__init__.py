@@ -1,4 +1,4 @@
-"""Predicts what a schedule does: step costs from a profile, closed-form estimates, and a simulated engine.
+"""Predict what a schedule does: step costs from a profile, closed forms, and a simulated engine.
 
 A Profile, a Workload and policy settings enter; an Estimate, or a log of simulated steps, leaves. May be imported
 by xscheduler and xgpt.app. Never loads torch.

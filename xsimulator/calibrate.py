@@ -1,11 +1,11 @@
-"""Fits a profile to steps that a real engine has executed.
+"""Fit a profile to steps that a real engine has executed.
 
 A profile's tables are measured part by part; in a served engine the parts run concurrently, and the machine is in
-another state. A factor for each table corrects that:
+another state. One factor for each table corrects that:
 
     measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
 
-Factors that a log says little about stay near 1.
+Factors that a log hardly determines stay near 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRIOR = 0.001
 """Weight of a factor's distance from 1, relative to that of the steps' relative errors."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
-"""Deviations (scaled medians) beyond which a step's time is the machine's doing, not the model's."""
+"""Scaled median deviations beyond which the machine, not the model, caused a step's time."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Steps:
 
     Attributes:
         parts: predicted seconds of each part. # [steps, PARTS]
-        seconds: measured. # [steps]
+        seconds: measured seconds. # [steps]
         first_request: the lowest id among a step's requests.
     """
 
@@ -54,7 +54,7 @@ class Steps:
 
 
 def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
-    """The steps of a log whose requests are all known, from engines of one device each.
+    """Return the steps of a log whose requests are all known; each engine must have one device.
 
     Raises:
         InputError: the engine has several devices.
@@ -71,10 +71,10 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
-    """Fit on the steps of the first half of the requests, and judge on those of the second half alone.
+    """Fit to the steps of the first half of the requests, and compute the error on those of the second half alone.
 
     Returns:
-        The profile with its tables corrected, and what that was worth.
+        The corrected profile, and the errors before and after.
 
     Raises:
         InputError: the log is too short.
@@ -82,7 +82,7 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
     steps = steps_of(plan, profile, log)
     middle = int(np.quantile(steps.first_request, 0.5))
     newest = max(arrival.id for record in log for arrival in record.arrivals)
-    # A step of the second half holds no request of the first: the lowest id tells.
+    # A step of the second half has no request of the first half: its lowest id shows that.
     used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
     if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
         raise InputError("num_requests", newest + 1, f"calibration needs {2 * MIN_STEPS} steps and more; replay more")
@@ -118,7 +118,7 @@ def fit(steps: Steps) -> Array:
 
 
 def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Steps whose error is like that of others of their kind: those that encode are few, and no outliers for that."""
+    """Return which steps are no outliers of their kind: steps that encode, which are few, are one kind."""
     keep = np.ones(len(residual), bool)
     for kind in (encodes, ~encodes):
         if kind.any():
@@ -128,17 +128,17 @@ def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np
 
 
 def error(steps: Steps, factors: Array) -> float:
-    """Mean absolute error of a step's time, relative to what was measured."""
+    """Return the mean absolute error of step times, relative to the measured ones."""
     return float(np.mean(np.abs(steps.parts @ factors / steps.seconds - 1)))
 
 
 def bias(steps: Steps, factors: Array) -> float:
-    """(predicted - measured) / measured of all steps together: what throughput is wrong by."""
+    """Return (predicted - measured) / measured of all steps together: the error of throughput."""
     return float((steps.parts @ factors).sum() / steps.seconds.sum() - 1)
 
 
 def corrected(profile: Profile, calibration: Calibration) -> Profile:
-    """The profile with each table times its factor."""
+    """Return the profile with each table multiplied by its factor."""
     by = calibration.factors
     layers = tuple(
         layer.model_copy(

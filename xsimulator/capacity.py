@@ -1,8 +1,8 @@
-"""The highest arrival rate at which a plan keeps its bounds with waiting counted, by simulation.
+"""Find the highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
-Requests arrive in a Poisson process. The same lengths, and the same gaps but for their scale, are simulated at every
-rate (common random numbers), so that rates are compared and not draws. One replica is simulated, with its share of the
-arrivals. A run ends as soon as more requests have broken their bounds than the quantile allows.
+Requests arrive in a Poisson process. The same lengths, and the same gaps up to their scale, are simulated at every
+rate (common random numbers), so that rates are compared rather than draws. One replica is simulated, with its share of
+the arrivals. A run ends as soon as more requests have broken their bounds than the quantile allows.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
 
 LEAST_REQUESTS = 2000
-"""Requests that count, at least."""
+"""Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
 """Also count at least as many requests as arrive, at saturation, in this number of spans; the warm-up is one. A span is
 the bound, or what a request takes that waits as long as requests do at a rate just below saturation, where that is
 less: beyond, the arrival rate is the saturated one to within `PRECISION`, whatever the bound."""
 PRECISION = 0.02
-"""Of the rate, relative."""
+"""Relative precision of the rate."""
 EDGE = 0.05
-"""By which share bounds are tightened and loosened to show how sensitive the rate is."""
+"""Share by which bounds are tightened and loosened, to show how sensitive the rate is."""
 KNOWN_BEYOND = 1.02
-"""Give a run up once the quantile exceeds this multiple of the bounds: how far beyond says where to look next."""
+"""Multiple of the bounds at which a run is given up: by how much the quantile exceeds them guides the search."""
 LEAST_SHARE = 0.1
-"""Of saturation: a plan that breaks its bounds at less has no capacity."""
+"""Share of saturation: a plan that breaks its bounds at this rate has no capacity."""
 SEED = 0
 
 
 class Trial:
-    """Simulated arrivals of one plan, at any rate.
+    """Simulates arrivals at one plan, at any rate.
 
     Args:
-        by_request: simulate each request, as is done where counts do not tell: other orders than that of arrival, and
-            K/V memory that is not set aside.
-        least_requests: requests that count, at least.
+        by_request: simulate single requests, as is always done where counts do not suffice: for orders but fcfs, and
+            for K/V memory that is not reserved.
+        least_requests: least number of requests that are measured.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -71,25 +71,25 @@ class Trial:
         bound_s = plan.constraint.latency_bound_s or plan.estimate.latency_s
         span_s = min(bound_s, longest_s)
         self.is_far = bound_s > longest_s
-        """The bound is so loose that the rate is the saturated one."""
-        # In powers of two, so that plans of about the same throughput meet the same requests.
+        """Whether the bound is so loose that the rate equals saturated throughput."""
+        # A power of two, so that plans of about the same throughput get the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
-        total = self.num_requests + 2 * self.num_warm_up  # the last ones find as many others as those before
+        total = self.num_requests + 2 * self.num_warm_up  # the last measured requests have as many others around them
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
         self._inputs, self._outputs = inputs, outputs
         share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._cached = np.minimum(share * inputs, inputs - 1).astype(int) if share else ()
-        # The process given its number of arrivals: chance in the mean rate would be an error of the result.
+        # Conditioned on the number of arrivals: chance in the mean rate would be an error of the result.
         arrivals_s = gamma_arrivals(1.0, total, plan.constraint.burstiness, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
-        """What the requests that count take at a rate, of all replicas together.
+        """Return the times of the measured requests at a rate, which counts for all replicas together.
 
         Args:
-            slack: give up, and return None, once a goal's quantile exceeds its bounds this many times; None: go on.
+            slack: give up, and return None, once a goal's quantile exceeds this multiple of its bounds; None: never.
         """
         plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
@@ -106,13 +106,13 @@ class Trial:
         return times.later(plan.request_path_s)
 
     def stream(self, rate: float) -> Stream:
-        """Return what one replica is sent where requests arrive at this rate in all."""
+        """Return the arrivals of one replica, where requests arrive at this rate in all."""
         arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
         longest = self.plan.workload.output.lengths[-1]
         return Stream(self._inputs, self._outputs, longest, arrivals_ns, self._cached)
 
     def saturated(self) -> float:
-        """Requests a second of all replicas while requests always wait."""
+        """Requests a second of all replicas while requests are always waiting."""
         longest, at_once = self.plan.workload.output.lengths[-1], np.zeros_like(self._inputs)
         stream = Stream(self._inputs, self._outputs, longest, at_once, self._cached)
         run = self._run(stream)
@@ -128,22 +128,22 @@ class Trial:
 def run_of(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
 ) -> Run | TimedRun | EngineRun:
-    """Return one replica's run over a stream: by counts where these tell, or else by request."""
+    """Return one replica's run over a stream: by counts where possible, otherwise by request."""
     run = None if by_request else run_by_counts(plan, lanes, stream)
     return EngineRun(policies.build(plan), lanes, stream) if run is None else run
 
 
 class CapacitySearch:
-    """Looks for the highest arrival rate at which a plan keeps its bounds; what has been simulated is remembered.
+    """Searches the highest arrival rate at which a plan keeps its bounds, and remembers all simulated rates.
 
     Args:
         predicted: the closed form's rate, where the search begins.
-        most: a rate that it does not keep; None: the plan's throughput at saturation.
-        least_requests: as of `Trial`.
+        most: a rate at which the bounds are broken; None: the plan's saturated throughput.
+        least_requests: see `Trial`.
 
     Attributes:
         predicted: the closed form's rate.
-        precision: of the rate, relative: so far above it the bounds are broken.
+        precision: relative precision: at a rate higher by this share the bounds are broken.
     """
 
     def __init__(
@@ -161,15 +161,15 @@ class CapacitySearch:
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
         self._most = plan.estimate.throughput_rps if most is None else most
-        if self._trial.is_far:  # a queue that grows for ever breaks such a bound only after a longer run than any
+        if self._trial.is_far:  # a growing queue would break such a bound only after a run longer than any
             self._most = min(self._most, self._trial.saturated())
         self._excess: dict[float, float] = {self._most: inf}
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
-        """Of rates that are kept: the quantile of the whole time, and the share of requests within the bounds."""
+        """The quantile of the whole time, and the share of requests within bounds, at each rate that is kept."""
 
     @property
     def rate(self) -> float:
-        """The rate; 0: below a tenth of saturation, or none."""
+        """The highest rate found; 0: none, or below a tenth of saturation."""
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
@@ -181,7 +181,7 @@ class CapacitySearch:
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
-        """What has been found.
+        """Return the result as a `Capacity`.
 
         Args:
             edges: also under bounds that are a little tighter and looser.
@@ -202,7 +202,7 @@ class CapacitySearch:
         )
 
     def _excess_at(self, rate: float, slack: float) -> float:
-        """The worst goal's quantile of times over bounds at a rate; infinite where that is over `slack`."""
+        """Return the worst goal's quantile of time over bound at a rate; infinite if it is over `slack`."""
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
@@ -214,7 +214,7 @@ class CapacitySearch:
         return known
 
     def _highest(self, slack: float, precision: float) -> float:
-        """The highest rate tried whose excess is within `slack`, with one too high at most `precision` above."""
+        """Return the highest rate tried whose excess is within `slack`; a rate at most `precision` above exceeds it."""
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
             high = min(rate for rate, excess in self._excess.items() if excess > slack)
@@ -231,12 +231,12 @@ class CapacitySearch:
             self._excess_at(rate, KNOWN_BEYOND * slack)
 
     def _between(self, low: float, high: float, slack: float, step: float, precision: float, *, bisect: bool) -> float:
-        """The next rate to try."""
+        """Return the next rate to try."""
         if not low:
             return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
             return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
-        # Both ends are known: where the line between them meets the slack, or as far beyond an end as settles it.
+        # Where the line between the ends meets the slack, or so near an end that the search is settled.
         at_low, at_high = self._excess[low], self._excess[high]
         rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
         margin = 0.95 * precision * low
@@ -246,7 +246,7 @@ class CapacitySearch:
 
 
 def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Capacity | None:
-    """Simulate up to which arrival rate a plan keeps its bounds; None where it has none.
+    """Return the arrival rate up to which a plan keeps its bounds, by simulation; None if it has no bounds.
 
     Args:
         predicted: the closed form's rate.
@@ -258,7 +258,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
 
 def _wait_s(plan: Plan, throughput: float) -> float:
-    """What the quantile of requests waits at `PRECISION` below saturation, s: the tail of a queue in heavy traffic.
+    """Return the quantile's waiting time at `PRECISION` below saturation, s: the tail of a queue in heavy traffic.
 
     P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), with s the coefficient of variation of output lengths.
     """
@@ -268,25 +268,25 @@ def _wait_s(plan: Plan, throughput: float) -> float:
 
 
 def _slack(plan: Plan) -> float:
-    """Share of its bounds that a plan may use."""
+    """Return the share of its bounds that a plan may use: the rest is headroom."""
     return 1 / (1 + plan.constraint.headroom)
 
 
 def _upper(values: Array, quantile: float) -> float:
-    """The value that this share of all values does not exceed."""
+    """Return the value that this share of all values does not exceed."""
     index = max(0, ceil(quantile * len(values) - 1e-9) - 1)
     return float(np.partition(values, index)[index])
 
 
 def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
-    """What the engine's loop must keep of a goal, where requests take `path_s` outside of it."""
+    """Return a goal for the engine's loop, where requests take `path_s` outside of it."""
     bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
     whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
 
 
 class EngineRun:
-    """A run request by request, for orders and K/V promises that counts do not tell."""
+    """A run of single requests, for orders and K/V promises that counts cannot simulate."""
 
     def __init__(self, schedule: policies.Schedule, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> None:
         clock = (
@@ -302,7 +302,7 @@ class EngineRun:
         self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))
 
     def run(self, limits: Limits | None = None) -> bool:
-        """As `Run.run`."""
+        """See `Run.run`."""
         goals, first, last = limits or ((), 0, len(self._requests))
         broken, left = [0] * len(goals), last - first
         while left and (record := self._engine.step()) is not None:

@@ -1,4 +1,4 @@
-"""Compute when simulated steps end: each passes the stages of its lane in order, behind the steps before it.
+"""Compute when simulated steps end: each passes the stages of its lane in order, after the previous steps.
 
 finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 """
@@ -16,7 +16,7 @@ from xsimulator.costs.transfer import TransferCost
 
 
 class Span(NamedTuple):
-    """A stage at work on a step. Times in ns."""
+    """The execution of a step on a stage. Times in ns."""
 
     lane: LaneName
     stage: int
@@ -29,10 +29,10 @@ OnSpan = Callable[[Span], None]
 
 
 class Clock:
-    """When the steps of one lane end. To be asked once a step, in their order.
+    """Computes when the steps of one lane end; call it once for each step, in their order.
 
     Attributes:
-        free_ns: the time at which each stage is done with what has been scheduled.
+        free_ns: when each stage has finished all scheduled steps.
     """
 
     def __init__(self, cost: LaneCost) -> None:
@@ -40,7 +40,7 @@ class Clock:
         self.free_ns = [0] * cost.num_stages
 
     def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
-        """Return when a step that is scheduled now leaves the last stage."""
+        """Return when a step scheduled now leaves the last stage."""
         cost, free, now = self.cost, self.free_ns, issue_ns
         costs = cost.step_ns(counts)
         if len(free) == 1:
@@ -55,15 +55,15 @@ class Clock:
         return now
 
     def occupy(self, issue_ns: int, seconds: float) -> None:
-        """Occupy every stage with something else for this long, after the step that it works on."""
+        """Occupy every stage for some seconds after its last scheduled step."""
         self.free_ns = [max(free_ns, issue_ns) + round(seconds * 1e9) for free_ns in self.free_ns]
 
 
 class LaneClock(Clock):
-    """The same for a schedule's steps, whose counts it reads off the schedule.
+    """A `Clock` for the steps of a schedule, from which it reads their counts.
 
     Args:
-        on_span: told of each stage's work on each step.
+        on_span: is called with each execution of a step on a stage.
     """
 
     def __init__(self, cost: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
@@ -81,7 +81,7 @@ class LaneClock(Clock):
 
 
 class TwoLaneClock:
-    """Says when the steps of WAA's lanes end."""
+    """Computes when the steps of WAA's lanes end."""
 
     def __init__(self, encode: LaneCost, decode: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
         self._lanes = {"encode": LaneClock(encode, schedule, on_span), "decode": LaneClock(decode, schedule, on_span)}
@@ -100,7 +100,7 @@ class TwoLaneClock:
 
 
 def step_counts(schedule: Schedule, step: Step, *, has_encoder: bool) -> StepCounts:
-    """Count what the cost of a step depends on, as it is scheduled."""
+    """Return the counts on which a step's cost depends, when it is scheduled."""
     running = schedule.pool.running
     if not step.encode and not has_encoder:
         decodes = len(step.decode)

@@ -1,6 +1,6 @@
-"""The simulated engine: the same schedule as the real one, on a simulated clock.
+"""The simulated engine: the real engine's schedule on a simulated clock.
 
-Time stands in whole nanoseconds, so that a log of the real engine replays without rounding.
+Times are whole nanoseconds, so that a log of the real engine replays without rounding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from xgpt.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 
 
 class SimulatedRequest(NamedTuple):
-    """A request with the output length that the rule must not see, and what later requests may find of it.
+    """A request with its output length, which the rule must not see, and the blocks that later requests may share.
 
     Attributes:
-        chain: keys of its prompt's blocks.
-        output_chain: keys of the blocks behind those, which it leaves when it ends.
+        chain: keys of the prompt's blocks.
+        output_chain: keys of the following blocks, which remain when it ends.
     """
 
     id: int
@@ -37,14 +37,14 @@ class SimulatedRequest(NamedTuple):
 
 
 StepClock = Callable[[int, Step], int]
-"""(when the step was scheduled in ns, step) -> its end in ns. Called once a step, in the order of the steps."""
+"""(time of scheduling in ns, step) -> its end in ns. Called once for each step, in their order."""
 
 Outputs = tuple[tuple[int, Chain], ...]
-"""As of `StepRecord`."""
+"""See `StepRecord`."""
 
 
 class _UnderWay(NamedTuple):
-    """A step that has begun: what its record needs to know of its beginning."""
+    """A step under way, with what its record needs from its beginning."""
 
     step: Step
     start_ns: int
@@ -55,10 +55,10 @@ class _UnderWay(NamedTuple):
 
 
 class SimulatedEngine:
-    """Runs requests through a schedule; `clock` says when each step ends.
+    """Runs requests through a schedule; `clock` computes when each step ends.
 
     Args:
-        requests: in the order of their arrival.
+        requests: requests in the order of arrival.
     """
 
     def __init__(self, schedule: Schedule, clock: StepClock, requests: Sequence[SimulatedRequest]) -> None:
@@ -75,7 +75,7 @@ class SimulatedEngine:
         self.now_ns = 0
 
     def step(self) -> StepRecord | None:
-        """Go on to the end of the next step; None when every request has finished."""
+        """Advance to the end of the next step; return its record, or None if all requests have finished."""
         while True:
             self._take_in()
             for lane in self.schedule.lanes:
@@ -93,14 +93,14 @@ class SimulatedEngine:
             self.now_ns = arrival_ns
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Submit a further request, no earlier than those before: as a closed loop does whenever one has ended."""
+        """Submit a request that arrives no earlier than the others, as a closed loop does when one has ended."""
         self._requests.append(request)
         self._outputs_whole[request.id] = self._tokens_left[request.id] = request.output_length
         if request.output_chain:
             self._output_chain[request.id] = request.output_chain
 
     def run(self) -> list[StepRecord]:
-        """Run to the end."""
+        """Run until all requests have finished; return all records."""
         return list(iter(self.step, None))
 
     def _next_arrival_ns(self) -> int | None:
@@ -124,7 +124,7 @@ class SimulatedEngine:
             self._num_arrived += 1
 
     def _finished(self, sampled: Sequence[int]) -> list[int]:
-        """The requests that have their last token with these; a row of one that has ended already makes none."""
+        """Return which sampled requests now have their last token; rows of ended requests produce none."""
         left, finished = self._tokens_left, []
         for id_ in sampled:
             left[id_] -= 1
@@ -138,7 +138,7 @@ class SimulatedEngine:
 
 
 class _Journal:
-    """Drives a schedule, and keeps what its log needs."""
+    """Drives a schedule, and records what its log needs."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -177,7 +177,7 @@ class _Journal:
         return self._under_way[number].step
 
     def sampled(self, number: int) -> Sequence[int]:
-        """The requests that have one token more once this step is settled."""
+        """Return the requests that get a token when this step is settled."""
         return self._under_way[number].sampled
 
     def settle(
@@ -211,17 +211,17 @@ def replay(
 ) -> list[StepRecord]:
     """Feed a real engine's arrivals, cancellations, endings and clock readings to a schedule, in the log's order.
 
-    The steps that come out equal the log's, or the two engines have drifted apart; what comes after the first that
+    The resulting steps equal the log's, unless the two engines have diverged; all after the first that
     differs is left out. A log may be cut short, as when its engine was killed.
 
     Args:
-        on_begin: told of each step as it is scheduled, in the state that the schedule then has.
+        on_begin: is called with each step when it is scheduled, while the schedule is in that state.
     """
     journal = _Journal(schedule)
     steps: list[StepRecord] = []
 
     def settle(record: StepRecord) -> bool:
-        """Whether the step that the record tells of is the one that was scheduled."""
+        """Settle a record's step; return whether it is the one that was scheduled."""
         step = journal.step(record.number)
         if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
             return False
@@ -231,7 +231,7 @@ def replay(
     for number, record in enumerate(sorted(log, key=lambda record: record.number)):
         if number != record.number:
             break
-        # A running request that leaves early frees its blocks early, and they are given up in the order of release.
+        # A request that leaves early frees its blocks early, and kept blocks are evicted in the order of release.
         cancelled = deque(zip(record.cancelled, record.cancelled_after or repeat(record.settled), strict=False))
         while journal.num_settled < record.settled:
             while cancelled and cancelled[0][1] == journal.num_settled:

@@ -1,4 +1,4 @@
-"""Compare executed steps with what was predicted of them."""
+"""Compare executed steps with their predictions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: that its lane was busy with it, from the end of the step before it where that came later.
+        seconds: time for which its lane was busy with it: from its start, or the previous step's end if that was later.
     """
 
     record: StepRecord
@@ -34,12 +34,12 @@ class Executed(NamedTuple):
 
 
 class Paces(NamedTuple):
-    """Steps against their predictions. # each [steps]
+    """Measured and predicted steps. # each [steps]
 
     Attributes:
-        measured_s, predicted_s: what each took, and was to take.
-        tokens: in each.
-        lanes: which lane executed it, and of which replica where there are several.
+        measured_s, predicted_s: measured and predicted seconds.
+        tokens: tokens of each step.
+        lanes: the lane that executed it, with its replica if there are several.
     """
 
     measured_s: Array
@@ -49,7 +49,7 @@ class Paces(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times as long as predicted all steps together took: the machine's pace."""
+        """The pace: measured over predicted time of all steps together."""
         return float(self.measured_s.sum() / self.predicted_s.sum())
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Paces:
@@ -63,9 +63,9 @@ class Paces(NamedTuple):
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    """Return the steps of a log with what their cost depends on, as far as it replays; transfers are left out.
+    """Return the steps of a log with their counts, as far as it replays, without transfers.
 
-    A log of several replicas is replayed as that of each, one after the other.
+    In a log of several replicas, each replica's steps are replayed by themselves.
     """
     logs = [[record for record in log if record.replica == number] for number in range(plan.replicas)]
     return [step for of_one in logs for step in _of_replica(plan, of_one)]
@@ -97,7 +97,7 @@ def paces(
     for each other (`paces_of_workers` compares those), or nothing was executed.
 
     Args:
-        within: the steps of the log that count; None: all.
+        within: the steps of the log to compare; None: all.
     """
     lanes = lanes_of(plan, profile)
     if any(lane.num_stages > 1 for lane in lanes.values()):

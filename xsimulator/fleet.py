@@ -1,8 +1,8 @@
 """Simulate a day's requests on a fleet that changes: the replica each goes to, and its times there.
 
 Requests go to the replica with the fewest outstanding ones for its rate, as the front of a fleet sends them
-(`xrunner.front`). What is outstanding is told by the plan's own pace: a request leaves after the plan's time to the
-first token and its mean gaps, which is what a front sees of a fleet that keeps its bounds. Each replica then runs its
+(`xrunner.front`). Outstanding requests are computed from the plan: a request leaves after the plan's time to the
+first token and its mean gaps, as in a fleet that keeps its bounds. Each replica then runs its
 own requests by counts.
 """
 
@@ -35,8 +35,8 @@ class Replica:
     """A replica of a day.
 
     Attributes:
-        kind: its number.
-        from_s, to_s: when it takes requests; what it has taken it finishes.
+        kind: number of its kind.
+        from_s, to_s: time in which it takes requests; it finishes all that it has taken.
     """
 
     kind: int
@@ -57,7 +57,7 @@ class Requests:
 
 
 def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
-    """Return the replicas that make a number of each kind in each interval; the newest leave first.
+    """Return replicas that give the number of each kind in each interval; the newest leave first.
 
     Args:
         counts: # [intervals, kinds]
@@ -77,7 +77,7 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
     """Return the replica of each request: of those that take any, the one with the fewest outstanding for its rate.
 
-    One that arrives when none takes requests goes to the next that does. # [requests]
+    A request that arrives when none takes requests goes to the next that does. # [requests]
     """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
     return _routed(
@@ -137,10 +137,10 @@ def simulate_fleet(
     kinds: Sequence[ReplicaKind],
     lanes: Sequence[Mapping[StageLane, LaneCost]],
 ) -> RequestTimes:
-    """Return what each request takes from its arrival on, in the order of arrival.
+    """Return the times of each request from its arrival, in the order of arrival.
 
     Args:
-        lanes: costs of the steps of each kind.
+        lanes: step costs of each kind.
     """
     homes = route(requests, replicas, kinds)
     ttft, tpot, whole = (np.empty(len(requests)) for _ in range(3))
@@ -155,7 +155,7 @@ def simulate_fleet(
         replica = replicas[number]
         plan = kinds[replica.kind].plan
         arrivals_s, outputs = requests.arrivals_s[chosen], requests.outputs[chosen]
-        # A request that came before the replica served has waited for it.
+        # A request that arrived before the replica served has waited for it.
         entered_ns = (np.maximum(arrivals_s, replica.from_s) * 1e9).astype(int)
         stream = Stream(requests.inputs[chosen], outputs, _longest(plan, longest), entered_ns)
         done = run_of(plan, lanes[replica.kind], stream)
@@ -165,7 +165,7 @@ def simulate_fleet(
         tpot[chosen] = (end - first) / np.maximum(outputs - 1, 1)
 
     largest_first = np.argsort(-np.diff(edges), kind="stable")
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # what is compiled lets others run
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # compiled code releases the interpreter's lock
         for done in [pool.submit(run, number) for number in largest_first.tolist()]:
             done.result()
     path_s = np.asarray([kinds[replica.kind].plan.request_path_s for replica in replicas])[homes]
@@ -173,5 +173,5 @@ def simulate_fleet(
 
 
 def _longest(plan: Plan, longest: int) -> int:
-    """The output for which memory is set aside."""
+    """Return the output length for which memory is reserved."""
     return max(plan.workload.output.lengths[-1], longest)

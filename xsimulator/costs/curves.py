@@ -1,7 +1,7 @@
 """Piecewise linear functions over a profile's points: of one variable, of two, and many at once.
 
-They are linear between their points, go through zero below the first, and go on along the last segment beyond the last
-(level where that falls).
+They are linear between their points and towards zero below the first; beyond the last point they continue the last
+segment (constant if that falls).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.ArrayLike
 
 
 MOST_KNOWN = 20_000
-"""Values of a line that are remembered."""
+"""Values of a line that are cached."""
 
 
 class Line:
@@ -47,7 +47,7 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """The value at one point, without numpy's overhead; steps come in few sizes."""
+        """Return the value at one point, without numpy's overhead, from a cache: steps come in few sizes."""
         value = self._known.get(x)
         if value is None:
             points, values = self._lists
@@ -62,7 +62,7 @@ class Line:
         return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
-        """The sum, exact: both functions are linear between the union of their points."""
+        """Return the sum, exactly: both are linear between all points of either."""
         points = np.union1d(self.points, other.points)
         return Line(points, self(points) + other(points))
 
@@ -70,7 +70,7 @@ class Line:
         return Line(self.points, factor * self.values)
 
     def least_per_unit(self, up_to: Floats) -> Array:
-        """min of f(x) / x over 0 < x <= up_to: the cheapest that one unit can be.
+        """Return the least f(x) / x over 0 < x <= up_to: the least cost of a unit.
 
         f(x)/x is monotone on each linear segment, so the minimum lies at a point or at the end.
         """
@@ -102,7 +102,7 @@ class Grid:
 
     def __call__(self, batch: Floats, length: Floats) -> Array:
         b, length = np.asarray(batch, float), np.asarray(length, float)
-        # Among the inner points alone: what lies outside belongs to the first or the last stretch.
+        # Search the inner points only: values outside belong to the first or the last segment.
         i = self.batches[1:-1].searchsorted(b, side="right")
         j = self.lengths[1:-1].searchsorted(length, side="right")
         u = (b - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
@@ -113,7 +113,7 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """The value at one point, without numpy's overhead; steps come in few batches."""
+        """Return the value at one point, without numpy's overhead, from cached rows: steps come in few batches."""
         row = self._rows.get(batch)
         if row is None:
             row = self._row(batch)
@@ -126,20 +126,20 @@ class Grid:
         return value if value > 0.0 else 0.0
 
     def _row(self, batch: float) -> list[float]:
-        """Against the length, for one batch."""
+        """Return the values over all lengths, for one batch."""
         i = int(self.batches[1:-1].searchsorted(batch, side="right"))
         u = (batch - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
         row: list[float] = (self.seconds[i] + u * (self.seconds[i + 1] - self.seconds[i])).tolist()
         return row
 
     def per_request(self, batch: float) -> Line:
-        """Seconds of one request against its length, within a batch of that many."""
+        """Return the seconds of one request by its length, in a batch of this size."""
         batch = max(batch, 1.0)
         return Line(self.lengths, self(np.full_like(self.lengths, batch), self.lengths) / batch)
 
 
 def _level(points: Array, seconds: Array) -> Array:
-    """Times at twice the last point, along the last segment where that rises and level where it falls."""
+    """Return times at twice the last point: along the last segment, or constant if that falls."""
     slope = (seconds[-1] - seconds[-2]) / (points[-1] - points[-2])
     return seconds[-1] + points[-1] * np.maximum(slope, 0.0)
 
@@ -151,11 +151,11 @@ class Table:
         self.points: Array = np.asarray(points, float)
         self.values: Array = np.ascontiguousarray(values, float)
         slopes = (self.values[..., 1:] - self.values[..., :-1]) / (self.points[1:] - self.points[:-1])
-        starts = self.values[..., :-1] - slopes * self.points[:-1]  # where each stretch's line passes x = 0
+        starts = self.values[..., :-1] - slopes * self.points[:-1]  # each segment's value at x = 0
         stretches_first = (-1, *range(slopes.ndim - 1))
         self._slopes, self._starts = slopes.transpose(stretches_first).copy(), starts.transpose(stretches_first).copy()
-        """# [stretches, ...]: what belongs to one is read together"""
-        # The inner points alone: what lies outside belongs to the first or the last stretch.
+        """# [segments, ...]: contiguous for each segment"""
+        # The inner points only: values outside belong to the first or the last segment.
         self._inner = self.points[1:-1]
 
     @classmethod
@@ -164,7 +164,7 @@ class Table:
         return cls(points, [line(points) for line in lines])
 
     def __call__(self, x: Array) -> Array:
-        """# [n] -> [..., n]"""
+        """Evaluate all functions. # [n] -> [..., n]"""
         index = self._inner.searchsorted(x, side="right")
         if self.values.ndim == 1:
             return self._starts[index] + self._slopes[index] * x
@@ -173,12 +173,12 @@ class Table:
         return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
 
     def __add__(self, other: Table) -> Table:
-        """The sum, exact: both are linear between the union of their points."""
+        """Return the sum, exactly: both are linear between all points of either."""
         points = np.union1d(self.points, other.points)
         return Table(points, self(points) + other(points))
 
     def beside(self, other: Table) -> Table:
-        """Both tables' functions in one, these before those; a table of fewer axes stands for all of its last one."""
+        """Return one table with the functions of both, the other's last, broadcast to the same axes."""
         points = np.union1d(self.points, other.points)
         mine, theirs = self(points), other(points)
         if theirs.ndim < mine.ndim:
@@ -187,10 +187,10 @@ class Table:
 
 
 class ContextTable:
-    """Functions of requests and of the context that each attends to: bilinear between points.
+    """Functions of the requests and of the context that each attends to, bilinear between points.
 
     Args:
-        points, contexts: rising; beyond the first and last points, functions go on as they are; contexts lie inside.
+        points, contexts: rising; functions are extrapolated beyond the points, while contexts must lie inside.
         values: # [functions, contexts, points]
     """
 
@@ -200,10 +200,10 @@ class ContextTable:
         starts = values[..., :-1] - slopes * points[:-1]
         at = np.stack([starts, slopes]).transpose(3, 2, 0, 1)  # [stretches, contexts, 2, functions]
         self._corners = np.stack([at[:, :-1], at[:, 1:]], axis=3).copy()
-        """# [stretches, contexts - 1, 2, 2, functions]: what belongs to one place is read together"""
+        """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 
     def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Where contexts lie among the table's: the one before, and the share of the way to the next."""
+        """Return where contexts lie in the table: the index of the previous one, the share of the way to the next."""
         index = self._contexts[1:-1].searchsorted(contexts, side="right")
         before = self._contexts[index]
         return index, (contexts - before) / (self._contexts[index + 1] - before)

@@ -1,4 +1,4 @@
-"""A profile's tables as curves: those of a layer for each kind of tensor-parallel group."""
+"""A profile's tables of a layer as curves, for each kind of tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xsimulator.costs.curves import Grid, Line, Table
 from xsimulator.lengths import Lengths
 
 Group = tuple[int, int]
-"""A tensor-parallel degree, and an expert-parallel one within it."""
+"""(tensor-parallel degree, expert-parallel degree within it)"""
 
 
 class GroupTables:
@@ -38,13 +38,13 @@ class GroupTables:
         self._of_prompts: dict[Lengths, Table] = {}
 
     def of_prompts(self, lengths: Lengths) -> Table:
-        """A layer's attention among the tokens of each prompt, against their number."""
+        """Return a layer's attention for encoding prompts, by the number of prompts."""
         if lengths not in self._of_prompts:
             grid = self.encoder if self.cross is not None else self.encode
             batches, reused = grid.batches[:, None], lengths.reused
             if reused is None:
                 seconds = grid(batches, lengths.inputs) @ lengths.input_probabilities
-            else:  # what is left attends to what was there, too
+            else:  # the tokens left to encode also attend to cached ones
                 found = np.where(reused.cached > 0, grid(batches, np.maximum(reused.cached, 1.0)), 0.0)
                 seconds = (grid(batches, reused.whole) - found) @ reused.probabilities
             self._of_prompts[lengths] = Table(grid.batches, seconds)
@@ -52,7 +52,7 @@ class GroupTables:
 
 
 class Degrees(dict[Group, GroupTables]):
-    """The tables of a profile's groups, made as they are asked for.
+    """The tables of a profile's groups, made on demand.
 
     Raises:
         InputError: the profile does not cover a group.

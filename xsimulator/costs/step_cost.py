@@ -38,17 +38,17 @@ class LaneCost:
     Stages that cost the same are one kind; arrays have an entry for each kind.
 
     Args:
-        degrees: the profile's, where several lanes share them.
-        engine: what runs the steps; None: any, of which nothing is known but the profile's times.
-        is_floor: these are the tables below a profile's: closed forms charge a mixed step what one decode would take.
+        degrees: the profile's tables, shared by several lanes; None: made here.
+        engine: the engine that runs the steps; None: one known only by the profile's step times.
+        is_floor: whether these are lower tables, for which closed forms charge mixing by a single decode.
 
     Attributes:
-        mixing: share of what decodes take in a step of their own, by which one that also encodes takes longer than the
+        mixing: share of the decodes' own step time by which a step that also encodes takes longer than the
             sum of its parts.
-        ahead: whether the engine decides a step while the one before it runs.
-        apart: whether its steps that encode decode nothing, and go first.
-        whole_prompts: whether it encodes a prompt in one step alone.
-        token_budget: tokens that it takes in a step at most, where the policy sets none; None: no limit.
+        ahead: whether the engine decides a step while the previous one runs.
+        apart: whether prompts are encoded in steps of their own, before the decode step.
+        whole_prompts: whether prompts are never cut into pieces.
+        token_budget: largest number of tokens in a step if the policy sets none; None: no limit.
         kinds: distinct stages.
         counts: how many stages are of each kind.
 
@@ -99,7 +99,7 @@ class LaneCost:
 
     @cached_property
     def tokens(self) -> Table:
-        """Token-wise work against decoder tokens. # [kinds]"""
+        """Seconds of token-wise work by decoder tokens. # [kinds]"""
         lines = []
         for stage, _ in self.kinds:
             line = self._degrees[stage.group].rest.scaled(stage.decoder_layers)
@@ -108,17 +108,17 @@ class LaneCost:
 
     @cached_property
     def samples(self) -> Table:
-        """Output head against sampled tokens. # [kinds]"""
+        """Seconds of the output head by sampled tokens. # [kinds]"""
         return Table.of([self._degrees[stage.group].head.scaled(float(stage.heads)) for stage, _ in self.kinds])
 
     @cached_property
     def overhead(self) -> Table:
-        """The loop's own cost against requests in the step. # [kinds]"""
+        """Seconds of the engine's loop by requests in the step. # [kinds]"""
         return Table(self._overhead.points, [self._overhead.values] * len(self.kinds))
 
     @cached_property
     def hop(self) -> Table:
-        """From the stage before, against tokens. # [kinds]"""
+        """Seconds of the hop from the previous stage by tokens. # [kinds]"""
         zero = Line([1, 2], [0.0, 0.0])
         lines = []
         for stage, follows in self.kinds:
@@ -127,7 +127,7 @@ class LaneCost:
         return Table.of(lines)
 
     def decode(self, contexts: Array, inputs: float) -> Table:
-        """Steps that only decode, against requests in them. # [kinds, contexts]
+        """Return the seconds of steps that only decode, by their requests. # [kinds, contexts]
 
         Args:
             contexts: mean tokens that each request attends to (an encoder-decoder's: of its output).
@@ -140,17 +140,17 @@ class LaneCost:
         return Table(points, [own + of for own, of in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
-        """Contexts at which the times of decode attention may bend, and these two."""
+        """Return the two contexts, and those in between at which times of decode attention may bend."""
         inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
         return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
 
     def decode_attention(self, context: float, inputs: float) -> Table:
-        """Attention of a decode batch alone, against its requests. # [kinds]"""
+        """Return the seconds of a decode batch's attention, by its requests. # [kinds]"""
         points = np.unique(np.concatenate([degree.decode.batches for degree in self._degrees.values()]))
         return Table(points, self._attention(points, context, inputs))
 
     def _attention(self, requests: Array, contexts: float | Array, inputs: float) -> list[Array]:
-        """Of a decode batch, on each kind."""
+        """Return the seconds of a decode batch's attention on each kind."""
 
         def of_layer(degree: GroupTables) -> Array:
             seconds = degree.decode(requests, contexts)
@@ -159,12 +159,12 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Each kind with what its degree gives: once for all kinds of that degree."""
+        """Return each kind with a function's value for its degree, computed once a degree."""
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
     def cross_kv(self, tokens: Array) -> Array:
-        """Making the keys and values of an encoder's output. # [...] -> [kinds, ...]"""
+        """Return the seconds of computing keys and values from an encoder's output. # [...] -> [kinds, ...]"""
 
         def of_layer(degree: GroupTables) -> Array:
             assert degree.cross_kv is not None
@@ -173,9 +173,9 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """What prompts cost in addition to decoder tokens, samples and overhead, against their number. # [kinds]
+        """Return the seconds of prompts beyond decoder tokens, samples and overhead, by their number. # [kinds]
 
-        Attention; with an encoder also its layers, and what the decoder makes of its output.
+        That is attention; with an encoder also its layers, and the keys and values from its output.
         """
         tokens, degrees = lengths.mean_input, self._degrees.values()
         points = [degree.encode.batches for degree in degrees]
@@ -185,7 +185,7 @@ class LaneCost:
         x = np.unique(np.concatenate([[0.0], *points]))
 
         def of_layers(degree: GroupTables) -> tuple[Array | float, Array]:
-            """Of an encoder's layer, and of a decoder's."""
+            """Return the seconds in an encoder layer, and in a decoder layer."""
             attention = degree.of_prompts(lengths)(x)
             if degree.cross is None or degree.cross_kv is None:
                 return 0.0, attention
@@ -200,7 +200,7 @@ class LaneCost:
         return Table(x, values)
 
     def encode(self, lengths: Lengths) -> Table:
-        """Steps that only encode whole prompts, against their number. # [kinds]"""
+        """Return the seconds of steps that only encode whole prompts, by their number. # [kinds]"""
         prompts = self.prompts(lengths)
         each = 1.0 if self.has_encoder else lengths.mean_input
         others = [self.tokens.points / each, self.samples.points, self.overhead.points]
@@ -210,14 +210,14 @@ class LaneCost:
     # Single steps ----------------------------------------------------------------------------------------------
 
     def step(self, step: StepCounts) -> list[float]:
-        """Seconds of one step on each stage."""
+        """Return the seconds of one step on each stage."""
         by_kind = self._by_kind_of(step)
         if len(by_kind) == self.num_stages:
             return by_kind
         return [by_kind[k] for k in self._kinds_in_order]
 
     def step_ns(self, step: StepCounts) -> list[int]:
-        """Whole nanoseconds of one step on each stage, at least one."""
+        """Return the whole nanoseconds of one step on each stage, at least one."""
         by_kind = [max(1, round(seconds * 1e9)) for seconds in self._by_kind_of(step)]
         if len(by_kind) == self.num_stages:
             return by_kind
@@ -229,14 +229,14 @@ class LaneCost:
         return [of(step.decodes, step.context) for of in self._decoding]
 
     def parts(self, step: StepCounts) -> list[StepParts]:
-        """The same, part by part."""
+        """Return the seconds of one step on each stage, by part."""
         by_kind = self._parts_by_kind(step)
         return [by_kind[k] for k in self._kinds_in_order]
 
     def _parts_by_kind(self, step: StepCounts) -> list[StepParts]:
         if self.has_encoder:
             return [self._parts_with_encoder(stage, step) for stage, _ in self.kinds]
-        # What a layer takes is the same on all stages of a degree: pipelines have many.
+        # A layer takes the same time on all stages of a degree, and pipelines have many stages.
         decodes, num_tokens = step.decodes, step.num_tokens
         context = step.context / decodes if decodes else 0.0
         layers = {
@@ -267,7 +267,7 @@ class LaneCost:
 
     @property
     def decode_steps(self) -> Callable[[int, float], float]:
-        """Seconds of a step that only decodes, on a lane of one stage: (requests, tokens attended to in all) -> s."""
+        """Return a function for decode-only steps on a lane of one stage: (requests, tokens attended to) -> s."""
         return self._decoding[0]
 
     @cached_property
@@ -288,7 +288,7 @@ class LaneCost:
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
 
     def hops_ns(self, num_tokens: int) -> list[int]:
-        """The same in whole nanoseconds; steps come in few sizes."""
+        """Return the same in whole nanoseconds, cached: steps come in few sizes."""
         found = self._hops_ns.get(num_tokens)
         if found is None:
             found = [round(seconds * 1e9) for seconds in self.hops(num_tokens)]
@@ -318,10 +318,10 @@ class LaneCost:
 
 
 def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
-    """What the lanes of a plan cost, by name, at the pace that the plan rests on.
+    """Return the step costs of a plan's lanes, by name, at the plan's pace.
 
     Args:
-        profile: as it was measured, without the plan's slowdown.
+        profile: the profile as measured, without the plan's slowdown.
 
     Raises:
         InputError: the profile lacks a degree, or the hop between stages.
@@ -365,7 +365,7 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Attention of prompt pieces [start, end): each by itself, in a batch of that many."""
+    """Return the attention seconds of prompt pieces [start, end): each piece by itself, in a batch of their number."""
     count, at = len(pieces), grid.at
     seconds = 0.0
     for start, end, _ in pieces:

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class StepParts(NamedTuple):
-    """Seconds of a step on a stage, by what they are spent on.
+    """Seconds of a step on a stage, by part.
 
     Attributes:
-        tokens: what layers and embedding do to each token by itself.
+        tokens: token-wise work of layers and embedding.
         encode_attention: attention of prompts.
-        decode_attention: attention of decodes, an encoder-decoder's cross-attention and what mixing costs included.
+        decode_attention: attention of decodes, with cross-attention and the cost of mixing.
         head: output head and sampling.
-        overhead: the loop around the model.
+        overhead: the engine's loop.
     """
 
     tokens: float
@@ -25,16 +25,16 @@ class StepParts(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """What a step's cost depends on.
+    """The counts on which a step's cost depends.
 
     Attributes:
         encode: (start, end, 1 or 0 for ended) of each prompt piece.
         decodes: requests that decode a token.
-        context: tokens that these attend to, all together (an encoder-decoder's: of their outputs).
-        sampled: rows that go through the head.
-        num_tokens: prompt tokens, and one for each decode.
+        context: tokens that these attend to in all (in an encoder-decoder: output tokens).
+        sampled: rows that pass the output head.
+        num_tokens: prompt tokens, plus one for each decode.
         mean_input: mean input length of the requests that pass the decoder; for cross-attention.
-        joining_tokens: input tokens of those whose first decode it is in a lane without their encoder.
+        joining_tokens: input tokens of requests in their first decode step on a lane without their encoder.
     """
 
     encode: Sequence[tuple[int, int, int]]
@@ -47,7 +47,7 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
-        """A decoder-only model's step: each decode and each prompt that ends is sampled.
+        """Return the counts of a decoder-only model's step: each decode and each ended prompt is sampled.
 
         Args:
             contexts: tokens that each decoding request attends to.
@@ -60,7 +60,7 @@ class StepCounts(NamedTuple):
     def of_requests(
         cls, encode: Sequence[tuple[int, int, int]], decodes: Sequence[tuple[int, int]], *, has_encoder: bool
     ) -> StepCounts:
-        """A step of a lane that both encodes and decodes.
+        """Return the counts of a step on a lane that both encodes and decodes.
 
         Args:
             decodes: (input tokens, output tokens so far) of each decoding request.

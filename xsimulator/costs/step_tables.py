@@ -15,27 +15,27 @@ Ints = npt.NDArray[np.int64]
 
 REST, HEAD, CROSS_KV, ENCODER_REST = range(4)
 NUM_LINES = 4
-"""Of a group; those of all groups come first, then embedding, overhead and the two hops."""
+"""Lines of a group; all groups' lines come first, then embedding, overhead and the two hops."""
 ENCODE, DECODE, CROSS, ENCODER = range(4)
 NUM_GRIDS = 4
 
 NUM_FIELDS = 6
-"""Of a kind of stage: group, decoder layers, encoder layers, whether it embeds, whether it heads, whether it is far."""
+"""Fields of a kind of stage: group, decoder layers, encoder layers, has embedding, has head, is on another node."""
 
 
 class StepTables(NamedTuple):
-    """A lane's tables, one behind the other.
+    """A lane's tables in flat arrays.
 
     Attributes:
-        points, values: of all lines.
-        line_at: where each line begins; one entry more than there are. # [lines + 1]
-        batches, lengths, seconds: of all grids.
-        grid_at: where each grid begins, in each of these three. # [grids + 1, 3]
+        points, values: points and values of all lines.
+        line_at: index at which each line begins. # [lines + 1]
+        batches, lengths, seconds: points and values of all grids.
+        grid_at: index at which each grid begins in these three arrays. # [grids + 1, 3]
         kinds: kinds of stages. # [kinds, NUM_FIELDS]
-        kind_of: of each stage. # [stages]
-        num_groups: tensor-parallel groups of different sizes.
-        mixing: as of `LaneCost`.
-        has_encoder: the model is an encoder-decoder.
+        kind_of: kind of each stage. # [stages]
+        num_groups: number of different tensor-parallel groups.
+        mixing: see `LaneCost`.
+        has_encoder: whether the model is an encoder-decoder.
     """
 
     points: Array
@@ -53,7 +53,7 @@ class StepTables(NamedTuple):
 
 
 def step_tables(cost: LaneCost) -> StepTables:
-    """Lay a lane's tables out."""
+    """Return a lane's tables as flat arrays."""
     groups = list(cost._degrees)
     none, nothing = Line([1.0, 2.0], [0.0, 0.0]), None
     lines: list[Line] = []
@@ -87,7 +87,7 @@ def step_tables(cost: LaneCost) -> StepTables:
 
 @helper
 def stretch_of(points, first, end, x):
-    """The stretch among points [first, end) that x lies on: the number of the point where it begins."""
+    """Return the segment among points [first, end) in which x lies: the index of the point where it begins."""
     last = end - 1
     while last - first > 1:
         middle = (first + last) // 2
@@ -100,20 +100,20 @@ def stretch_of(points, first, end, x):
 
 @helper
 def line_value(points, values, first, end, x):
-    """Value of the line whose points are [first, end)."""
+    """Return the value of the line whose points are [first, end)."""
     i = stretch_of(points, first, end, x)
     return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
 
 
 @helper
 def line_at(t, line, x):
-    """Value of a line, by its number."""
+    """Return the value of a line, by its number."""
     return line_value(t.points, t.values, t.line_at[line], t.line_at[line + 1], x)
 
 
 @helper
 def grid_at(t, grid, batch, length):
-    """Value of a grid, by its number."""
+    """Return the value of a grid, by its number."""
     first_batch, first_length, first = t.grid_at[grid]
     end_batch, end_length, _ = t.grid_at[grid + 1]
     i = stretch_of(t.batches, first_batch, end_batch, batch)
@@ -131,10 +131,10 @@ def grid_at(t, grid, batch, length):
 
 @helper
 def step_ns(t, step, pieces, scratch, found):
-    """Write down what a step takes on each kind of stage, in whole nanoseconds.
+    """Write the whole nanoseconds of a step on each kind of stage into `found`.
 
     Args:
-        step: its counts, as of `arrivals.STEP`.
+        step: its counts, see `arrivals.STEP`.
         scratch: # [groups, 6]
         found: # [kinds]
     """
@@ -176,7 +176,7 @@ def step_ns(t, step, pieces, scratch, found):
 
 @helper
 def layer_of(t, group, step, pieces, found):
-    """Write down what a layer takes: its tokens, decodes, prompts, head, cross-attention, and what that attends to."""
+    """Write a layer's seconds into `found`: tokens, decodes, prompts, head, cross-attention, its keys and values."""
     lines, grids = NUM_LINES * group, NUM_GRIDS * group
     count, decodes = step.last_piece - step.first_piece, step.decodes
     prompt_tokens, passing = step.num_tokens - decodes, decodes + step.num_ended
@@ -195,7 +195,7 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Attention of prompt pieces, each by itself, in a batch of that many."""
+    """Return the attention seconds of prompt pieces: each piece by itself, in a batch of their number."""
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):
         piece = pieces[i % len(pieces)]
@@ -207,7 +207,7 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """When a step leaves the last stage; `free_ns`: when each is done with what was scheduled before."""
+    """Return when a step leaves the last stage; `free_ns`: when each stage has finished the previous steps."""
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:
         return now_ns

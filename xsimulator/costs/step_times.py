@@ -1,4 +1,4 @@
-"""Fit the few numbers by which a rule predicts its steps to what the profile says of them."""
+"""Fit the few numbers by which a rule predicts its steps to the profile's step costs."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.costs.step_counts import StepCounts
 
 NUM_POINTS = 32
-"""Points of a table."""
+"""Points of a fitted table."""
 NUM_STEPS = 200
-"""Steps that the fit is made to, and as many that it is judged by."""
+"""Steps that are fitted, and as many others on which the error is computed."""
 
 
 def with_step_times(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan of one lane with the times that its rule decides by."""
+    """Return a plan of one lane with the step times by which its rule decides."""
     times = step_times(plan, lanes_of(plan, profile)["both"])
     return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"step_times": times})})
 
 
 def step_times(plan: Plan, cost: LaneCost) -> StepTimes:
-    """Fit the steps of a decoder-only model's lane, over the batches and lengths that the plan is for."""
+    """Fit step times for a decoder-only model's lane, over the plan's batches and lengths."""
     longest = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
     most_tokens = max(2 * plan.workload.input.lengths[-1], 8192)
     tokens, prompts = _points(most_tokens), _points(longest)
@@ -63,7 +63,7 @@ def _attention(cost: LaneCost, length: int) -> float:
 
 
 def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
-    """Draw steps as the plan has them: a batch that decodes, and a piece of a prompt."""
+    """Draw steps like those of the plan: a decode batch and a piece of a prompt."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))

@@ -1,4 +1,4 @@
-"""The cost of moving K/V from the encode lane to the decode lane."""
+"""The cost of transferring K/V from the encode lane to the decode lane."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from xsimulator.costs.step_cost import LaneCost
 
 
 class TransferCost:
-    """Seconds in which the K/V of a batch of prompts moves to the decode lane, against its tokens.
+    """Seconds in which the K/V of a batch of prompts is transferred to the decode lane, by its tokens.
 
-    Devices move their shares at once, so the one with the largest share of the layers takes longest. An encoder's
-    output is its last hidden states alone.
+    Devices transfer their shares at the same time, so the one with the most layers takes longest. An encoder's
+    output is only its last hidden states.
     """
 
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
@@ -23,9 +23,9 @@ class TransferCost:
             stages = (*encode.stages, *decode.stages)
             share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
         self.line = Line(line.points / share, line.values)
-        """Against all tokens of the prompts."""
+        """By all tokens of the prompts."""
         self.occupies = encode.profile.num_threads is not None
-        """Whether it takes the devices' own time: a CPU has no copy engine."""
+        """Whether a transfer takes computing time of the devices: a CPU has no copy engine."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)

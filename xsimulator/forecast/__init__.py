@@ -23,18 +23,18 @@ FORECASTS: dict[str, Forecast[Any]] = {
     "static": Static(),
     "waa": Waa(),
 }
-"""Every policy that the search knows, in the order of its tables."""
+"""The forecast of every policy, in the order of printed tables."""
 
 CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compute"), "waa-m": Waa("memory")})
-"""What can be planned for: policies, and some of a policy's placements alone."""
+"""Choices for planning: policies, and policies restricted to some of their placements."""
 
 
 TUNED: dict[str, Any] = {"slack": "chunked", "phases": "rra"}
-"""Choices that add to a policy's settings what simulation alone tells apart (`xgpt.app.plan.tuning`)."""
+"""Choices that add settings to a policy which only simulation can compare (`xgpt.app.plan.tuning`)."""
 
 
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
-    """Return the first of some choices that these settings may come of."""
+    """Return the first choice that covers these settings."""
     return next(name for name in among if CHOICES[name].covers(settings))
 
 

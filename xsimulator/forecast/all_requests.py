@@ -1,12 +1,14 @@
 """A quantile of all requests' latencies in closed form, where prompts and decode steps both vary.
 
-A request takes a time to its first token, that depends on its prompt and on the step which it meets, and then D decode
-steps; D follows the law of output lengths. With D steps of mean t and standard deviation s, independent of each other,
+A request takes a time to its first token, which depends on its prompt and on the step that encodes it, and then D
+decode steps; D follows the distribution of output lengths. With steps of mean t and standard deviation s, independent
+of each other,
 
     P(latency > x) = sum_jk p_j w_k P(D > d_jk),   first_j + t d_jk + z_k s sqrt(d_jk) = x,
 
-where z_k and w_k stand for a normal distribution (Gauss and Hermite's). The left side falls with x: halvings find the
-quantile. Where the first token's time depends on nothing, and s is 0, it is that of a request of the quantile's length.
+where z_k and w_k represent a normal distribution (Gauss-Hermite). The left side falls with x, so bisection finds the
+quantile. If the time to the first token is constant and s is 0, it is the latency of a request of the quantile's
+length.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ HALVINGS = 12
 
 
 class AllRequests:
-    """The law of output lengths, ready for such a mixture.
+    """The distribution of output lengths, prepared for such mixtures.
 
     Args:
-        quantile: over requests.
+        quantile: the quantile of requests.
     """
 
     def __init__(self, lengths: Lengths, quantile: float) -> None:
@@ -34,10 +36,10 @@ class AllRequests:
         self._decodes = lengths.decodes_at(quantile)
 
     def latency(self, first: Array, shares: Array, step: Array, deviation: Array) -> Array:
-        """The quantile of all requests, s. # [n]
+        """Return the quantile of all requests' latencies, s. # [n]
 
         Args:
-            first: seconds to the first token, some values of them, and their probabilities. # [values, n] each
+            first, shares: values of the seconds to the first token, and their probabilities. # [values, n] each
             step, deviation: mean and standard deviation of a decode step. # [n]
         """
         spread = DEVIATES * deviation  # [3, 1, n]

@@ -1,6 +1,6 @@
-"""The contract of a policy's forecast: all that the planner, the queue and re-planning ask of a policy.
+"""The contract of a policy's forecast: all that planning, the queueing model and re-planning need of a policy.
 
-A forecast keeps nothing. What it reads is a model: the steps of a placement's lanes under one workload
+A forecast has no state. It reads a model: the steps of a placement's lanes under one workload
 (`one_lane.OneLaneModel`, `two_lanes.TwoLaneModel`), which policies on the same lanes share.
 """
 
@@ -20,18 +20,18 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 Columns = Mapping[str, Array]
-"""Candidates: a column of values for each control variable, and for micro-batches."""
+"""Candidates: a column of values for each control variable, micro-batches included."""
 Ints = npt.NDArray[np.int_]
 M = TypeVar("M")
 
 
 class Room(NamedTuple):
-    """What a placement leaves to the control variables.
+    """The limits that a placement sets to control variables.
 
     Attributes:
-        least: requests at least, so that no micro-batch goes without one.
+        least: least number of requests: one for each micro-batch.
         capacity: requests that may hold K/V at once.
-        max_batch: requests in a micro-batch at most.
+        max_batch: largest number of requests in a micro-batch.
         engine: that runs the plan; None: any.
     """
 
@@ -44,11 +44,11 @@ class Room(NamedTuple):
 
 
 class Stations(NamedTuple):
-    """What requests that arrive meet.
+    """The policy as a queueing system.
 
     Attributes:
-        admits_each_step: every step may admit some; otherwise once a cycle.
-        frees_together: places are free again together, after a phase or a batch.
+        admits_each_step: whether every step may admit requests; otherwise once a cycle.
+        frees_together: whether places become free together, after a phase or a batch.
     """
 
     admits_each_step: bool
@@ -59,16 +59,16 @@ class Forecast(ABC, Generic[M]):
     """One policy.
 
     Attributes:
-        settings: its settings, which declare its control variables.
-        model: makes what predictions read, from the lanes' costs (`LaneCost`), the lengths, the quantile and
+        settings: the type of its settings, which declares its control variables.
+        model: makes the model that predictions read, from the lanes' costs (`LaneCost`), the lengths, the quantile and
             `all_requests`.
-        line: the variable that numbers settings along a line; another one, if there is one, is the line's own.
-        load: the variable that grows along a curve, from one request on.
+        line: the variable along which settings are numbered; another variable, if there is one, chooses the line.
+        load: the variable that grows along a load curve, from one request on.
         follows: variables that shrink with it.
-        num_curves: values of another variable at which curves begin.
-        stations: what the queue of requests is made of.
-        swaps_between_steps: whether an engine goes over to it between two steps, from others that it does so with.
-        reserves_kv: whether K/V memory is always set aside whole.
+        num_curves: number of values of another variable at which load curves begin.
+        stations: the policy as a queueing system.
+        swaps_between_steps: whether an engine can swap it in between two steps for another such policy.
+        reserves_kv: whether K/V memory is always reserved in full.
         cuts_prompts: whether steps encode pieces of prompts.
     """
 
@@ -86,54 +86,54 @@ class Forecast(ABC, Generic[M]):
     # Settings ----------------------------------------------------------------------------------------------------
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        """Return the settings that make each of these numbers of micro-batches."""
+        """Return the settings for each of these numbers of micro-batches."""
         return [{"microbatches": count} for count in counts]
 
     def takes(self, fixed: Mapping[str, Any]) -> bool:
-        """Whether it is planned on a placement with these values of its settings."""
+        """Return whether the policy may have these fixed settings, which a placement determines."""
         return True
 
     def covers(self, settings: PolicySettings) -> bool:
-        """Whether a plan of these settings is one of this forecast's."""
+        """Return whether this forecast is for plans of these settings."""
         return settings.kind == self.settings.model_fields["kind"].default and self.takes(vars(settings))
 
     def values(self, name: str, room: Room) -> Ints:
-        """The values of a control variable: requests, unless a policy says otherwise."""
+        """Return the values of a control variable; by default it counts requests."""
         return np.arange(room.least, max(room.least, int(room.capacity)) + 1)
 
     def line_counts(self, outer: Ints, inner: Ints, room: Room) -> npt.NDArray[Any]:
-        """How many of the line variable's values go with each value of the other one."""
+        """Return how many values of the line variable are allowed with each value of the other one."""
         return np.full(len(outer), len(inner))
 
     def curve_values(self, values: Ints) -> Ints:
-        """Values of the other variable at which curves may begin."""
+        """Return values of the other variable at which load curves may begin."""
         return values
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Which predicted settings go with each other, memory apart."""
+        """Return which predicted settings the policy allows, memory aside."""
         return np.ones(len(found.throughput), bool)
 
     # Predictions -------------------------------------------------------------------------------------------------
 
     def evaluate(self, model: M, **columns: npt.ArrayLike) -> Performance:
-        """Predict candidates; `columns` are control variables, one entry a candidate. Micro-batches not named are 1."""
+        """Predict candidates; `columns` are control variables, with an entry for each. Micro-batches default to 1."""
         return self.predict(model, {name: np.atleast_1d(np.asarray(of, float)) for name, of in columns.items()})
 
     @abstractmethod
     def predict(self, model: M, columns: Columns) -> Performance:
-        """Predict candidates at saturation, one of them for each entry of the columns."""
+        """Predict candidates at saturation: one for each entry of the columns."""
 
     def estimate(self, model: M, settings: PolicySettings) -> dict[str, float]:
-        """Predict one plan's settings."""
+        """Predict the settings of one plan."""
         searched = {variable.name for variable in settings.variables}
         columns = {name: of for name, of in vars(settings).items() if name in searched or "microbatches" in name}
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:
-        """Predict a plan under other lengths than it was made for, its resolved numbers kept.
+        """Predict a plan under other lengths than it was made for, with its resolved numbers unchanged.
 
         Args:
-            model: of these lengths.
+            model: the model under these lengths.
             inside: requests that K/V memory holds.
         """
         most = min(getattr(plan.policy, self.load), int(inside))
@@ -143,27 +143,27 @@ class Forecast(ABC, Generic[M]):
 
     @abstractmethod
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        """What bounds the throughput of placements, whatever the settings."""
+        """Return the terms that bound the throughput of placements, whatever the settings."""
 
     def box_throughput(
         self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float
     ) -> Array:
-        """Requests a second that no settings of each box exceed, where no corner of it is the fastest.
+        """Return the requests a second that no settings of each box exceed, if no corner is known to be the fastest.
 
         Args:
-            model: on the tables below the profile's.
-            low, high: the corners of each box with all values at their lowest and at their highest, as predicted.
-            floor: the lowest ones on the tables below.
-            latency_s: that settings are to keep; infinite without a bound.
+            model: the model on the lower tables.
+            low, high: predictions of each box's corners with all values at their lowest, and at their highest.
+            floor: predictions of the lowest corners on the lower tables.
+            latency_s: the latency that settings must keep; infinite without a bound.
         """
         return high.encode_batch / floor.cycle
 
     def box_latencies(
         self, model: M, floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array] | None:
-        """Latency, time to first token and time per output token that no settings of each box fall below.
+        """Return lower bounds on latency, time to first token and time per output token of each box.
 
-        None where they are those of the corner with each variable at its slow end.
+        None: they are those of the corner with each variable at its slow end.
 
         Args:
             model: on the tables below the profile's; floor: the corners of boxes on it, the same number for each box,
@@ -173,6 +173,6 @@ class Forecast(ABC, Generic[M]):
 
 
 def column(columns: Columns, name: str) -> Array:
-    """A column, of ones where it is not named."""
+    """Return a column; ones if it is not given."""
     found = columns.get(name)
     return np.ones(len(next(iter(columns.values())))) if found is None else found
