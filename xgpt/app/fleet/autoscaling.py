@@ -115,7 +115,7 @@ class Autoscaler:
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return when the planned day began: the last time at which it was `day_begins`, UTC; None: now.
+    """Return when the planned day began: at the last `day_begins`, UTC; None: now.
 
     Args:
         day_begins: HH:MM.
