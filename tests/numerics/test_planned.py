@@ -46,7 +46,7 @@ def test_an_encoder_decoder_whose_requests_are_preempted(workers, checkpoint, ki
         assert engine.pool.num_preemptions
 
 
-def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(fleet, checkpoint):
+def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(workers, checkpoint):
     """They pass it twice, and are cut into the same slices both times: what decodes takes room of the first one."""
     directory, _ = checkpoint("t5-gated-untied")
 
@@ -68,7 +68,7 @@ def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(fleet, checkpo
 
     two = problem_of(directory, 2)
     plan = scored(two, "orca", [[1, 1]], 1, max_batch=64)
-    with engine_on(fleet, plan) as engine:
+    with engine_on(workers, plan) as engine:
         found = tokens(engine)
     alone = build_engine(scored(problem_of(directory, 1), "orca", [[1]], 1, max_batch=64))
     assert sum(len(of) == 9 for of in found.values()) == 49
