@@ -9,6 +9,7 @@ git follows renames) and of new ones.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,12 @@ def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("command" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether numba or Triton compiles the function, or it makes an intrinsic for numba."""
+    names = {name for each in function.decorator_list for name in re.findall(r"\w+", ast.unparse(each))}
+    return bool(names & {"njit", "inlined", "jit"})
+
+
 def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     given = function.args
     names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
@@ -43,15 +50,15 @@ def measures(commit: str) -> dict[str, int]:
     def longer(than: int) -> int:
         return sum((function.end_lineno or 0) - function.lineno + 1 > than for function in found)
 
+    wide = [each for each in found if num_parameters(each) > PARAMETERS and not is_command(each)]
     return {
         "files": len(texts),
         "lines": sum(lines.values()),
         "files over 400 lines": sum(number > 400 for number in lines.values()),
         "functions over 50 lines": longer(50),
         "functions over 80 lines": longer(80),
-        f"functions over {PARAMETERS} parameters, click's commands apart": sum(
-            num_parameters(function) > PARAMETERS and not is_command(function) for function in found
-        ),
+        f"functions over {PARAMETERS} parameters, click's commands apart": len(wide),
+        "of these compiled kernels": sum(map(is_kernel, wide)),
     }
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
+from benchmarks.tcb.row_cost import RowCost
 from benchmarks.tcb.systems import (
     LONGEST,
     MEAN,
@@ -50,7 +51,6 @@ from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows, slotted_ro
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import AdmissionOrder, DType, ModelSpec
 from xprofiler.analytic import profile
-from xsimulator.tcb import RowCost
 
 RESULTS = Path("results/tcb.json")
 ROWS, ROW_TOKENS = 64, 400

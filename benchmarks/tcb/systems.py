@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.tcb.row_cost import RowCost
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step
 from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.orders import DasOrder, utility
@@ -31,7 +32,6 @@ from xgpt.schema import ROW_ORDERS, AdmissionOrder, TruncatedNormal
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import histogram, poisson_arrivals
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.tcb import RowCost
 
 MEAN, SHORTEST, LONGEST = 20.0, 3, 100
 """Tokens. Source: TCB sec. 6.2.1."""

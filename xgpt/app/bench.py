@@ -26,6 +26,7 @@ from xgpt.app.simulating import (
     requests_to_send,
     run_replica,
     times_of,
+    warm_up_of,
     warm_up_requests,
 )
 from xgpt.errors import InputError, MachineError
@@ -254,7 +255,7 @@ def _report(
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
     # Steps before and after the window do not count: the machine's pace may have been another one then.
     if arrivals is None:
-        within = window_of(log, plan.replicas * warm_up_requests(plan), load.num_requests)
+        within = window_of(log, warm_up_of(plan, log), load.num_requests)
     else:
         within = steps_of_first(log, load.num_requests)
     steps = None

@@ -477,16 +477,20 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
     from xgpt.workload import quantile
     from xsimulator.measures import measure
 
-    num_replicas = len({record.replica for record in log})
     return measure(
         log,
         quantile=plan.constraint.quantile,
         quantile_output=quantile(workload.output, plan.constraint.quantile),
-        skip_requests=num_replicas * warm_up_requests(plan) if saturated else 0,
+        skip_requests=warm_up_of(plan, log) if saturated else 0,
         num_requests=num_requests,
         encode_emits=encode_emits(plan),
         has_encoder=plan.model.is_encoder_decoder,
     )
+
+
+def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
+    """Return the number of requests of a saturated run's warm-up, in all replicas that wrote the log."""
+    return len({record.replica for record in log}) * warm_up_requests(plan)
 
 
 def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:

@@ -19,6 +19,7 @@ from torch import Tensor
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.numba_decode import LINE, LOG2_E, NEVER, Keys, Scored, decode, limit
 from xrunner.attention.simd import add_values, address, score_keys, soften, take_next, widen
+from xrunner.kernels.threads import num_threads
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
@@ -76,7 +77,6 @@ class NumbaAttention(AttentionBackend):
     def __init__(self) -> None:
         # Numba and torch share one OpenMP: starting numba's threads resets the count that torch was given.
         threads = torch.get_num_threads()
-        self._most_threads: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         numba.set_num_threads(1)
         torch.set_num_threads(threads)
 
@@ -93,8 +93,8 @@ class NumbaAttention(AttentionBackend):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        num_threads = min(torch.get_num_threads(), self._most_threads)
-        numba.set_num_threads(num_threads)
+        count = num_threads()
+        numba.set_num_threads(count)
         out = torch.empty(q.shape)
         places = _Places(
             batch.cache_slots.numpy(),
@@ -118,7 +118,7 @@ class NumbaAttention(AttentionBackend):
         q, k, v = (x.contiguous() for x in (q, k, v))
         kept = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache
         arrays = q.numpy(), k.numpy(), v.numpy()
-        _write_and_attend(arrays, kept.numpy(), places, scored, num_threads, out.numpy())
+        _write_and_attend(arrays, kept.numpy(), places, scored, count, out.numpy())
         return out.flatten(1)
 
 

@@ -90,12 +90,7 @@ class TritonAttention(AttentionBackend):
         return out.flatten(1)
 
     def _encode(self, q: Tensor, cache: Tensor, batch: Batch, out: Tensor) -> None:
-        first = batch.num_decodes
-        num_sequences = len(batch.context_len) - first
-        group = q.shape[1] // cache.shape[2]
-        tile = prompt_tile(q.shape[2], q.dtype, group)
-        num_tiles = (len(q) - first) // (tile.rows // group) + num_sequences
-        self._attend(q, cache, batch, out, tile, num_tiles, first=first)
+        self._attend(q, cache, batch, out, prompt_tile(q.shape[2], q.dtype, q.shape[1] // cache.shape[2]))
 
     def _decode(self, q: Tensor, cache: Tensor, batch: Batch, out: Tensor) -> None:
         count, num_heads, head_dim = batch.num_decodes, *q.shape[1:]
@@ -104,11 +99,11 @@ class TritonAttention(AttentionBackend):
             count * cache.shape[2], batch.block_tables.shape[1] * cache.shape[3], tile.keys, _num_processors(q.device)
         )
         if splits == 1:
-            self._attend(q, cache, batch, out, tile, count)
+            self._attend(q, cache, batch, out, tile, is_decode=True)
             return
         parts = torch.empty(count, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
         masses = torch.empty(count, num_heads, splits, dtype=torch.float32, device=q.device)
-        self._attend(q, cache, batch, out, tile, count, parts=parts, masses=masses)
+        self._attend(q, cache, batch, out, tile, (parts, masses), is_decode=True)
         self._kernels.combine_kernel[(count * num_heads,)](
             parts, masses, out, splits, HEAD_DIM=head_dim, PADDED_DIM=padded_dim(head_dim), MOST_SPLITS=MOST_SPLITS
         )
@@ -120,26 +115,29 @@ class TritonAttention(AttentionBackend):
         batch: Batch,
         out: Tensor,
         tile: Tile,
-        num_tiles: int,
+        split: tuple[Tensor, Tensor] | None = None,
         *,
-        first: int | None = None,
-        parts: Tensor | None = None,
-        masses: Tensor | None = None,
+        is_decode: bool = False,
     ) -> None:
-        """Pieces of prompts of the sequences from `first` on, or all decodes: these split where there are `parts`."""
+        """Attend for all pieces of prompts, or for all decodes; where these are split, for their parts and masses."""
         num_kv_heads, block_size, head_dim = cache.shape[2:]
-        splits = 1 if parts is None else parts.shape[2]
+        group = q.shape[1] // num_kv_heads
+        first = 0 if is_decode else batch.num_decodes
+        num_sequences = len(batch.context_len) - first
+        num_tiles = batch.num_decodes if is_decode else (len(q) - first) // (tile.rows // group) + num_sequences
+        parts, masses = split or (out, out)
+        splits = masses.shape[2] if split else 1
         self._kernels.attend_kernel[(num_tiles, num_kv_heads, splits)](
             q,
             cache,
             out,
-            out if parts is None else parts,
-            out if masses is None else masses,
+            parts,
+            masses,
             batch.query_start,
             batch.context_len,
             batch.block_tables,
-            first or 0,
-            len(batch.context_len) - (first or 0),
+            first,
+            num_sequences,
             splits,
             math.log2(math.e) / math.sqrt(head_dim),
             q.stride(0),
@@ -147,14 +145,14 @@ class TritonAttention(AttentionBackend):
             cache.stride(0),
             batch.block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads,
-            GROUP=q.shape[1] // num_kv_heads,
+            GROUP=group,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim(head_dim),
             BLOCK_SIZE=block_size,
             ROWS=tile.rows,
             KEYS=tile.keys,
             IS_SPLIT=splits > 1,
-            IS_DECODE=first is None,
+            IS_DECODE=is_decode,
             DOT=self._kernels.TYPES[dot_dtype(q.device, q.dtype)],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

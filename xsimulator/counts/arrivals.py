@@ -10,6 +10,7 @@ The loops are compiled by numba when they are first run, and kept on disk: see `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -169,7 +170,7 @@ class State(NamedTuple):
     log: Records
 
 
-class Run:
+class Run(ABC):
     """One run of a schedule over a stream.
 
     Args:
@@ -229,9 +230,9 @@ class Run:
             self.state = self.state._replace(log=np.concatenate([self.state.log, np.zeros_like(self.state.log)]))
         return not lane["is_given_up"]
 
+    @abstractmethod
     def _go_on(self) -> bool:
         """Run on; False: the log is full."""
-        raise NotImplementedError
 
     @property
     def first_ns(self) -> npt.NDArray[np.int64]:

@@ -2,12 +2,12 @@
 
 import pytest
 
+from benchmarks.tcb.row_cost import RowCost
 from xgpt.errors import InputError
 from xgpt.policies.request import Request
 from xgpt.policies.tcb import concatenated_rows, padded_rows, slotted_rows
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.analytic import profile
-from xsimulator.tcb import RowCost
 
 
 @pytest.fixture(scope="module")
