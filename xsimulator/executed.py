@@ -120,11 +120,15 @@ def paces_of_workers(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
 ) -> Paces | None:
     """Compare what the workers of each stage have computed with the predictions of all steps of the log; None where a
-    worker has not told. A step of several tensor-parallel workers is that of the first, which waits for the others.
+    worker has not told, or workers were started anew, which tell only what came after. A step of several
+    tensor-parallel workers is that of the first, which waits for the others.
 
     Args:
         busy_s: seconds by worker, as the server's metrics name them.
     """
+    begun = [record.replica for record in log if record.number == 0]
+    if len(begun) > len(set(begun)):
+        return None
     lanes = lanes_of(plan, profile)
     predicted: defaultdict[str, float] = defaultdict(float)
     for record, counts, _ in executed(plan, log):

@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "exegpt-tables-6-7": Part(exegpt.tables_6_and_7, "forms"),
-    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search", "benchmarks.scheduler, in these seconds"),
+    "exegpt-figures-6-8": Part(exegpt.figures_6_and_8, "search", "benchmarks.scheduler, 6 minutes more"),
     "exegpt-figure-7": Part(exegpt.figure_7, "forms"),
     "exegpt-figure-9": Part(exegpt.figure_9, "search"),
     "exegpt-figure-10": Part(exegpt.figure_10, "search"),

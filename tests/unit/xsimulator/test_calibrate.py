@@ -96,6 +96,7 @@ def test_each_worker_of_a_pipeline_has_a_pace() -> None:
     expected = {f"worker {stage.devices[0]}": 1.0 + number for number, stage in enumerate(plan.stages)}
     assert found.by_lane == pytest.approx(expected, rel=1e-6)
     assert paces_of_workers(plan, of.profile, log, {"engine": 0.0}) is None
+    assert paces_of_workers(plan, of.profile, [*log, *log], busy) is None, "workers that were started anew"
 
 
 def test_several_devices_calibrate_nothing() -> None:
