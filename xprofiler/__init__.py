@@ -6,7 +6,7 @@ A ModelSpec and a ClusterSpec enter, a Profile leaves. Only `xprofiler.measure` 
 from xgpt import __version__
 
 GENERATION = 9
-"""To be raised whenever steps are executed, or measured, in another way: older profiles are not planned with."""
+"""Raise it whenever steps are executed, or measured, differently: older profiles are then not used for planning."""
 
 NATIVE_VERSION = f"{__version__}, steps of generation {GENERATION}"
-"""Of the native engine, as a measured profile names it."""
+"""Version of the native engine in measured profiles."""

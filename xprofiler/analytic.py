@@ -42,7 +42,7 @@ from xprofiler.experts import Routing
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NUM_PRODUCTS = 4
-"""Of a layer without cross-attention: to Q, K and V together, from attention, into and out of feed-forward."""
+"""Matrix products of a layer without cross-attention: Q, K and V together, attention output, feed-forward's two."""
 LENGTHS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 A40_EFFICIENCY = Efficiency(
@@ -56,7 +56,7 @@ A40_EFFICIENCY = Efficiency(
     step_s=200e-6,
     source="ExeGPT Table 6: OPT-13B on four A40",
 )
-"""For kinds of device that state none of their own."""
+"""Efficiencies for kinds of device that state none."""
 
 
 def profile(
@@ -70,7 +70,7 @@ def profile(
 
     Args:
         kv_dtype: type of K/V; None: the dtype.
-        engine: whose loop goes around the kernels; None: what the device's efficiencies say of any engine's.
+        engine: the engine whose loop surrounds the kernels; None: the loop of the device's efficiencies.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
@@ -112,7 +112,7 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Powers of two that a node holds and that share heads and feed-forward block evenly.
+    """Return the powers of two that a node holds and that divide heads and feed-forward block evenly.
 
     Where there are fewer key/value heads than devices, devices hold copies of them.
     """
@@ -131,7 +131,7 @@ def _shares_evenly(spec: ModelSpec, t: int) -> bool:
 
 
 class Transfers(TypedDict):
-    """The fields of a Profile that rest on the cluster's links alone."""
+    """The fields of a Profile that depend only on the cluster's links."""
 
     hop: Curve | None
     inter_node_hop: Curve | None
@@ -179,7 +179,7 @@ class Kernels:
             )
         efficiency = device.efficiency or A40_EFFICIENCY
         self.elementwise = efficiency.kv
-        """Share of memory bandwidth that norms and activations reach, which stay in half precision."""
+        """Share of memory bandwidth that norms and activations (in half precision) reach."""
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
         own = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
@@ -207,7 +207,7 @@ class Kernels:
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
 
     def _per_weight(self, stored: Quantization | None) -> tuple[float, float]:
-        """Seconds of one weight's product with one token, and of reading it."""
+        """Return the seconds of one weight's product with one token, and of reading the weight."""
         rate, size = self._rate, float(self.size)
         if stored is not None:
             size = min(size, stored.bytes_per_weight)
@@ -215,7 +215,7 @@ class Kernels:
         return 2 / (rate * self.efficiency.matrix), size / (self._bandwidth * self.efficiency.weights)
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
-        """Scores and values; a causal mask leaves half of the products out."""
+        """Return the seconds of scores and values; a causal mask leaves out half of the products."""
         flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
@@ -224,7 +224,7 @@ class Kernels:
         return read / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, spec: ModelSpec) -> float:
-        """Decode on what is kept of each token: every head reads the same."""
+        """Return the seconds of a decode on latent K/V, which all heads share."""
         assert spec.latent is not None
         kept = spec.latent.kept_per_token
         read = batch * context * kept * self._kv_size / (self._bandwidth * self.efficiency.kv)
@@ -235,11 +235,11 @@ class Kernels:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Twice around a ring, each hop carrying 1/t of the data, or in one kernel where the links allow for it."""
+        """Return the seconds: twice around a ring, each hop with 1/t of the data, or in one kernel if links allow it."""
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
-        """`elements` on each device in the end."""
+        """Return the seconds in which each device gets all `elements`."""
         return self._around(elements, devices, 1)
 
     def _around(self, elements: float, devices: int, times: int) -> float:
@@ -286,9 +286,9 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
-    """Seconds of a layer's matrix products against tokens, on the busiest device of a group.
+    """Return a function: seconds of a layer's matrix products, by tokens, on the busiest device of a group.
 
-    What a copied key/value head costs in weights is left out.
+    The weights of copied key/value heads are left out.
 
     Args:
         left_out: weights that belong to another table.
@@ -316,7 +316,7 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
 
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
-    """Of prompts and of decode: the mean over layers with a window and without."""
+    """Return attention of prompts and of decode: the mean over layers with a window and without."""
     heads = spec.num_heads / t
     width = spec.head_dim if spec.latent is None else (spec.head_dim + spec.latent.value_head_dim) / 2
     kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
@@ -363,7 +363,7 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
 
 def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
-    """Each device makes its share of the vocabulary's logits; all get them."""
+    """Return the head's seconds: each device computes its share of the logits, and all gather them."""
 
     def head(rows: int) -> float:
         product = kernels.matrix(rows, spec.vocab_size * spec.hidden_size / t)
@@ -373,7 +373,7 @@ def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
 
 
 def loop(step_s: float, engine: EngineSpec | None) -> Curve:
-    """Seconds of an engine's loop for a step, against the requests in it."""
+    """Return the seconds of an engine's loop for a step, by its requests."""
     each = 0.0 if engine is None else engine.request_s or 0.0
     return curve(lambda n: step_s + n * each, (1, BATCHES[-1]))
 

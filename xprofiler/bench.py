@@ -1,8 +1,8 @@
 """Measure the points of a profile on a worker.
 
 Points are measured in several passes over all of them, once a pass, and each point's time is their mean: what a run
-pays on average. The clock of a shared machine moves between two or three rates every second or so; a median of few
-takes one of them for the whole, and which one it takes differs from point to point. Layers are run one after the
+pays on average. The clock of a shared machine changes between two or three rates about every second; a median of few
+would take one of the rates for all, and a different one at each point. Layers are run one after the
 other, as in a step, so that weights and K/V come from memory and not from a cache that only a benchmark would have
 warm.
 """
@@ -35,37 +35,38 @@ from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
-"""Every number where few requests run: matrix kernels take rows in blocks, and 3, 11, 13, 14 or 17 rows cost 4 to 8% of
-a step more than a line between multiples of four says. A saturated engine's steps are as large as its budget; those of
-one whose requests arrive by themselves have any size."""
+"""All small numbers: matrix kernels take rows in blocks, and 3, 11, 13, 14 or 17 rows cost 4 to 8% of
+a step more than interpolation between multiples of four gives. A saturated engine's steps are as large as its budget;
+those of
+an engine under arrivals have any size."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
-"""Half a block short of whole blocks: kernels read whole ones, and that is what they read too much on average."""
+"""Half a block less than whole blocks: kernels read whole blocks, half a block too much on average."""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
-"""Length of the prompts in measured whole steps: attention is so small a part of these that its own measurement's error
-does not end up in the rest of a layer."""
+"""Length of prompts in measured whole steps: attention is so small a part of them that the error of its measurement
+does not affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
-"""Measured over and over: what it varies by is the profile's spread. (tokens before, tokens now) of each sequence."""
+"""A step that is measured repeatedly, for the profile's spread. (tokens before, tokens now) of each sequence."""
 JOBS_A_STEP = 16
-"""Points after which it is measured again, and after which workers that measure together wait for each other."""
+"""Points after which the typical step is measured again, and after which workers wait for each other."""
 STEPS_A_STRETCH = 3
-"""Steps in succession: over seconds of profiling they meet as much of the machine's ups and downs as one request."""
+"""Consecutive typical steps: together they vary about as much as the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""In restless minutes (`RESTLESS`) every fourth point, the least certain ones, is measured six times more."""
+"""If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six times more."""
 STALL = 3.0
-"""A call that takes this many medians tells of a stall of the machine, not of the point."""
+"""A call that takes this multiple of the median was stalled by the machine, and says nothing of the point."""
 MAX_STEP_TOKENS = 2048
-"""Prompt tokens in a measured attention call: larger ones cost proportionally."""
+"""Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
 MAX_CACHED_TOKENS = 16384
-"""K/V tokens of a measured decode batch: larger ones cost proportionally."""
+"""Most K/V tokens of a measured decode batch: larger batches cost proportionally more."""
 
 NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
 Sizes = Sequence[tuple[int, int]]
-"""Of a batch; decodes come first. Of a decoder-only model (tokens before, tokens now) each; of an encoder-decoder
-(tokens of the prompt, the decoder's tokens before), where none before means that the prompt is encoded."""
+"""Sequences of a batch, decodes first. Of a decoder-only model: (tokens before, tokens now); of an encoder-decoder:
+(prompt tokens, the decoder's tokens before), where 0 before means that the prompt is encoded."""
 Progress = Callable[[int, int, str], None]
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
@@ -115,13 +116,13 @@ def curve(measured: Timings, name: str, points: Sequence[int]) -> Curve:
 
 
 def spread(steps: Sequence[float]) -> float:
-    """By how much the 90th percentile of stretches of a step's times exceeds their mean, as a share of it.
+    """Return the share by which the 90th percentile of means of a few steps exceeds the overall mean.
 
     Of stretches, not of single steps: what one long stall adds to the mean can lie above nine tenths of single steps,
     and then nothing would be left for the machine's slow moments.
 
     Args:
-        steps: seconds, in the order of measuring; one stretch or more.
+        steps: seconds in the order of measurement; at least `STEPS_A_STRETCH`.
     """
     whole = len(steps) // STEPS_A_STRETCH * STEPS_A_STRETCH
     stretches = np.mean(np.reshape(steps[:whole], (-1, STEPS_A_STRETCH)), axis=1)
@@ -129,7 +130,7 @@ def spread(steps: Sequence[float]) -> float:
 
 
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
-    """Return the points whose means the machine's restlessness leaves least certain, a share of all."""
+    """Return the share of points whose means are the least certain."""
 
     def error(values: Sequence[float]) -> float:
         return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf
@@ -139,7 +140,7 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 
 
 def mean_without_stalls(values: Sequence[float]) -> float:
-    """Return the mean of what a call took, without calls that a stall of the machine made several times as long."""
+    """Return the mean seconds of a call, without calls that the machine stalled."""
     most = STALL * statistics.median(values)
     return statistics.mean(value for value in values if value <= most)
 
@@ -148,9 +149,9 @@ class Bench:
     """Measures the points of a profile on one worker, which may be one of several that measure together.
 
     Args:
-        meet: waits until all of those are there; they must make the same calls. None: there is one worker.
-        in_group: they compute one model together, so that a call of one waits for the others.
-        clock: what tells the seconds.
+        meet: waits for all workers that measure together, which must make the same calls; None: there is one worker.
+        in_group: whether they compute one model together, so that a call of one waits for the others.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -173,14 +174,14 @@ class Bench:
             self._meet()
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return how long a call takes, which all workers of a group begin at once."""
+        """Return the seconds of a call, which all workers of a group begin at the same time."""
         if self._in_group:
             self.meet()
         return timed(run, self._clock)
 
     def measure(self) -> Timings:
-        """The mean of each point, and the spread of a typical step; the first of each call is to warm up."""
-        # Pages that were never written all read as one page of zeros, which the processor's cache then holds.
+        """Return the mean of each point, and the spread of a typical step; first calls are left out as warm-up."""
+        # Unwritten pages would all be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
         jobs = self.jobs()
@@ -203,7 +204,7 @@ class Bench:
         }
 
     def jobs(self) -> Jobs:
-        """What measures each point."""
+        """Return the function that measures each kind of point."""
         points = Points.of(self.spec)
         jobs: Jobs = {}
         for n, sequences in points.steps.items():
@@ -223,7 +224,7 @@ class Bench:
     # Points, each in seconds ---------------------------------------------------------------------------------
 
     def attention(self, sequences: Sizes) -> float:
-        """One layer's attention, the mean of all; sequences are (tokens before, tokens now)."""
+        """Return one layer's attention, the mean of all layers; sequences are (tokens before, tokens now)."""
         caches, batch = self.worker.cache.layers, self.batch(sequences)
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
@@ -236,7 +237,7 @@ class Bench:
             for cache, scoring in zip(caches, layers, strict=True):
                 self.worker.backend.forward(q, k, v, cache, batch, scoring)
 
-        # As steps that only decode are served: launched one by one, kernels of microseconds would wait for the host.
+        # Captured, as decode-only steps are served: launched one by one, short kernels would wait for the host.
         is_captured = isinstance(self.worker, AheadWorker) and batch.num_decodes == len(sequences)
         return self.seconds(CudaCapture()(run) if is_captured else run) / len(caches)
 
@@ -246,14 +247,14 @@ class Bench:
         return self.seconds(lambda: model.embed(batch))
 
     def head(self, num_rows: int) -> float:
-        """Final norm, logits and the choice of tokens."""
+        """Return the seconds of final norm, logits and choice of tokens."""
         model = self.worker.model
         assert isinstance(model, DecoderModel | EncoderDecoderModel)
         rows = self.random(num_rows, self.spec.hidden_size)
         return self.seconds(lambda: self.worker.sample(model.head(rows)).cpu())
 
     def overhead(self, num_requests: int) -> float:
-        """A step of the real engine less its model: rule, pool, batch, settling."""
+        """Return the seconds of the engine's step without the model: rule, pool, batch, settling."""
         worker = ModelFree(self.worker)
         pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
@@ -273,7 +274,7 @@ class Bench:
         return self.step(TYPICAL_STEP)
 
     def step(self, sequences: Sizes) -> float:
-        """A whole step less the loop: embedding, layers with attention, head, choice of tokens."""
+        """Return the seconds of a whole step without the loop: embedding, layers with attention, head, sampling."""
         batch = self.batch(sequences)
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
@@ -289,13 +290,13 @@ class Bench:
         return q, k, v
 
     def batch(self, sequences: Sizes) -> Batch:
-        """A batch of sequences with K/V blocks of their own."""
+        """Return a batch of sequences, each with its own K/V blocks."""
         before, query_len = np.asarray(sequences, np.int32).T
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
         num_tokens = int(query_len.sum())
         tokens = np.zeros(num_tokens, np.int64)
-        if self.spec.experts is not None:  # equal tokens would all meet the same ones
+        if self.spec.experts is not None:  # equal tokens would all be routed to the same experts
             tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
         tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
@@ -308,7 +309,7 @@ class Bench:
 
 
 class ModelFree(Worker):
-    """Does all of a worker's bookkeeping and none of its arithmetic."""
+    """A worker that does all bookkeeping, but runs no model."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.model, worker.cache, worker.backend)
@@ -323,7 +324,7 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of a call with all that it has launched, and nothing launched before it."""
+    """Return the seconds of a call, with everything that it launches and nothing launched before."""
     _wait_for_gpu()
     started = clock()
     run()

@@ -1,9 +1,9 @@
 """Measure step times of an encoder-decoder: its encoder's layers, and its decoder's with their cross-attention.
 
-A step that decodes is a whole step less self- and cross-attention, embedding and head: what is left is the rest of a
-decoder layer. A step that encodes passes the decoder, too, with the token that it starts with: less all of that, and
-less making the prompts' keys and values, what is left is the rest of an encoder layer. So the parts of a step add up to
-whole steps that were measured, as `xsimulator.costs.step_cost` adds them.
+A decode step less self- and cross-attention, embedding and head gives the rest of a
+decoder layer. A step that encodes also passes the decoder, with the decoder's start token: less all of that, and
+less computing the prompts' keys and values, it gives the rest of an encoder layer. So the parts of a step add up to
+measured whole steps, in the way in which `xsimulator.costs.step_cost` adds them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from xrunner.models.layers import UNSCALED
 
 TYPICAL_STEP = [(128, 50)] * 8 + [(128, 0)]
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
-"""One token a request passes the decoder."""
+"""Decoder tokens of steps: one for each request."""
 LEAST_PROMPT = 8
-"""Of requests whose own tokens alone are attended to."""
+"""Prompt tokens of requests in steps that measure attention to own tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Points:
 
 
 class CrossBench(Bench):
-    """Measures an encoder-decoder. Of its sequences it is told (tokens of the prompt, the decoder's tokens before)."""
+    """Measures an encoder-decoder. Sequences are (prompt tokens, the decoder's tokens before)."""
 
     def jobs(self) -> Jobs:
         points = Points.of(self.spec)
@@ -140,7 +140,7 @@ class CrossBench(Bench):
         return self.seconds(run) / layers
 
     def own_attention(self, num_requests: int, num_own: int) -> float:
-        """One decoder layer's attention to its own tokens, with its share of what is worked out once a step."""
+        """Return one decoder layer's attention to its own tokens, with its share of what is computed once a step."""
         caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -153,7 +153,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def cross_attention(self, num_requests: int, length: int) -> float:
-        """One decoder layer's attention to prompts whose keys and values are there."""
+        """Return one decoder layer's attention to prompts whose keys and values are in the cache."""
         caches, batch = self.worker.cache.layers, recalling(self.batch([(length, 1)] * num_requests))
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -164,7 +164,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def keys_and_values(self, num_tokens: int) -> float:
-        """One decoder layer's of what the encoder has read."""
+        """Return the seconds in which a decoder layer computes keys and values from the encoder's output."""
         model, caches = self.model, self.worker.cache.layers
         slots = recalling(self.batch([(num_tokens, 0)])).cache_slots
         memory = self.random(num_tokens, self.spec.hidden_size)
@@ -193,7 +193,7 @@ class CrossBench(Bench):
 
 
 def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -> tuple[LayerTimes, EncoderLayerTimes]:
-    """A decoder's and an encoder's layer at one degree.
+    """Return a decoder layer's and an encoder layer's times at one degree.
 
     Args:
         alone: of one device; the embedding is the profile's, so what it costs more or less here is in the layers.

@@ -1,7 +1,7 @@
 """Measure step times on this machine, through the same layers and backends that xrunner runs.
 
-The parts of a step run faster alone than in their places: together they take up to a tenth less than the whole. So
-whole steps are measured, and the rest of the layer is what such a step takes beyond attention, embedding and head.
+The parts of a step run faster alone than within a step: their sum is up to a tenth less than the whole. So
+whole steps are measured, and the rest of a layer is a whole step less attention, embedding and head.
 Source: ExeGPT sec. 3 (XProfiler).
 """
 
@@ -51,7 +51,7 @@ from xrunner.weights import Checkpoint, load_prepacked
 from xrunner.worker import Worker
 
 LOADED_LAYERS, LOADS = 4, 4
-"""Layers that are loaded to see how fast weights are set up, and how often."""
+"""Layers that are loaded to measure how fast weights load, and how often."""
 
 
 def profile(
@@ -62,10 +62,10 @@ def profile(
     checkpoint: Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure a model on the devices of this machine: one of them, or all of them at work together.
+    """Measure a model on this machine: on one device, or on all of them at the same time.
 
     Args:
-        progress: told how many of how many points are done.
+        progress: is called with the numbers of measured points and of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or (lambda done, total, what: None)
@@ -96,7 +96,7 @@ def profile(
 
 def _with_loading(profile: Profile, spec: ModelSpec, dtype: DType, checkpoint: Path | None, device: str) -> Profile:
     if checkpoint is None:
-        return profile  # weights are drawn, and what that takes says nothing
+        return profile  # weights are drawn, which takes other times than loading
     rate = loading_rate(spec, dtype, checkpoint, device, profile.layouts)
     return profile.model_copy(update={"load_bytes_per_s": rate})
 
@@ -104,10 +104,10 @@ def _with_loading(profile: Profile, spec: ModelSpec, dtype: DType, checkpoint: P
 def loading_rate(
     spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
 ) -> float:
-    """Return the bytes of weights that a worker sets up a second: read from memory, converted, laid out.
+    """Return the bytes of weights that a worker loads a second: reads from memory, converts, lays out.
 
-    A few layers are loaded several times. The first time the files come into the page cache; the mean of the others
-    counts, as what else the machine does will slow a redeployment, too.
+    A few layers are loaded several times. The first time brings the files into the page cache; the mean of the others
+    counts, rather than the least, as the machine's other load will slow a redeployment, too.
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
@@ -124,7 +124,7 @@ def loading_rate(
 
 
 def bench_of(worker: Worker) -> type[Bench]:
-    """What measures a worker's model."""
+    """Return the class that measures a worker's model."""
     return CrossBench if worker.model.spec.is_encoder_decoder else Bench
 
 
@@ -142,7 +142,7 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> di
 def _together(
     spec: ModelSpec, cluster: ClusterSpec, dtype: DType, checkpoint: Path | None, device: str, progress: Progress
 ) -> Profile:
-    """Each tensor-parallel degree, hops and transfers, by a process for each device."""
+    """Measure each tensor-parallel degree, hops and transfers, with a process for each device."""
     from xprofiler import ranks
 
     threads: int | None = None
@@ -205,7 +205,7 @@ def assembled(
 
 
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
-    """One layer on one kind of group.
+    """Return a layer's times on one kind of group.
 
     The embedding is the profile's, so what it costs more or less here is in the layers.
     """

@@ -1,4 +1,4 @@
-"""The order in which points are measured: several passes over all, so that none is measured at a single clock rate."""
+"""Order the measurements in several passes over all points, so that no point is measured at a single clock rate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 PASSES = 6
-"""The first is to warm up."""
+"""Number of passes; the first one is warm-up."""
 LONG_TOKENS, LONG_EVERY = 1024, 2
-"""Prompts of this many tokens last long enough to meet all of the clock's rates: every second pass has them."""
+"""Prompts of this length take long enough to cover all clock rates: they are measured in every second pass only."""
 
 Point = TypeVar("Point")
 
 
 def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int]) -> list[Point]:
-    """The points of all passes, one pass after the other.
+    """Return the points of all passes, one pass after the other.
 
     Args:
-        prompt_tokens: that a point encodes.
+        prompt_tokens: returns the prompt tokens that a point encodes.
     """
     once = list(points)
     return [
