@@ -235,7 +235,7 @@ class Kernels:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds: twice around a ring, each hop with 1/t of the data, or in one kernel where links allow."""
+        """Return the seconds: twice around a ring, each hop with 1/t of the data, or in one kernel."""
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
