@@ -102,5 +102,5 @@ class Node:
 
     def _why(self, is_refused: bool) -> str:
         if is_refused:
-            return f"node rank {self._number} is taken, or the first machine was started with a smaller --nnodes"
+            return f"node rank {self._number} is taken, or the first machine was started with a smaller `nnodes`"
         return f"the first machine at {self._settings.engine} cannot be reached any more"
