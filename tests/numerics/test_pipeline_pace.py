@@ -3,20 +3,18 @@
 import numpy as np
 import pytest
 
-from tests.planned import placements_of, planned, problem_of
+from tests.planned import problem_of, scored
 from xgpt.app.bench import Load, bench_plan
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.executed import executed
 
 
-@pytest.mark.parametrize("name", ["opt-tied", "t5-gated-untied"])
+@pytest.mark.parametrize("name", [pytest.param("opt-tied", marks=pytest.mark.long), "t5-gated-untied"])
 def test_workers_of_a_served_pipeline_tell_what_they_computed_and_not_what_they_waited(checkpoint, name):
     """With one micro-batch one worker waits while the other computes, so that both together compute for as long as
     steps are under way at most."""
     problem = problem_of(checkpoint(name)[0], 2)
-    places = placements_of(problem, "orca")
-    placement = next(place for place in places if len(place.layouts[0].lane) == 2 and place.microbatches == 1)
-    plan = planned(problem, "orca", placement)
+    plan = scored(problem, "orca", [[1, 1]], 1, max_batch=16)
     report, log = bench_plan(plan, Load(30), np.random.default_rng(0), profile=problem.profile)
     assert report.num_failed == 0 and set(report.paces) == {"worker 0", "worker 1"}
     lane = lanes_of(plan, problem.profile)["both"]
