@@ -192,7 +192,7 @@ def autoscale(
 def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
     """Return the outcome of running a fleet's controller over a day on the simulated clock.
 
-        xgpt.simulate_autoscale("fleet.json", "tomorrow.csv").figures["share_kept"]
+        The example of `xgpt.fleet` runs the day that it plans: `xgpt.simulate_autoscale(day, load)`.
 
     Args:
         trace: a day's load, as for `fleet`.
@@ -436,7 +436,13 @@ def bench(
 def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     """Return the files, by name, that start a plan or a fleet on another machine or platform.
 
-        for name, text in xgpt.export("plan.json", "k8s").items(): ...
+        >>> import xgpt
+    >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
+    ...                  objective="saturated")
+    >>> for name, text in xgpt.export(plan, "script").items():
+    ...     print(name, len(text) > 0)
+    plan.json True
+    start.sh True
 
     Args:
         to: "script": xgpt's own engine; "vllm": vLLM; "k8s": either on Kubernetes; "dynamo", "llm-d": vLLM on these
@@ -507,7 +513,9 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 def doctor() -> list[Finding]:
     """Return what was found of this machine, with advice where something keeps its figures from being trusted.
 
-        for finding in xgpt.doctor(): ...
+        >>> import xgpt
+    >>> len(xgpt.doctor()) > 0
+    True
 
     It takes a few seconds.
 
