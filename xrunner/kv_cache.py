@@ -34,7 +34,7 @@ class KvCache:
         if spec.latent is not None:
             shape = (1, num_blocks, 1, block_size, spec.latent.kept_per_token)
         if device.type == "cpu":
-            self.layers = [huge_pages.zeros(shape, dtype) for _ in range(spec.num_layers)]
+            self.layers = [huge_pages.zeros(shape, dtype, huge=False) for _ in range(spec.num_layers)]
         else:
             self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
 

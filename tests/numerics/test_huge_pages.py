@@ -1,4 +1,4 @@
-"""Weights, keys and values lie in memory that the system may give in huge pages."""
+"""Weights lie in memory that the system may give in huge pages, keys and values do not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from xgpt.resolve import load_model
 from xrunner.kernels import huge_pages
+from xrunner.kv_cache import KvCache
 
 TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 pytestmark = pytest.mark.skipif(
@@ -35,6 +37,14 @@ def test_large_zeros_are_private_and_ask_for_huge_pages() -> None:
     permissions, flags = mapping(zeros.data_ptr())
     assert permissions == "rw-p", "systems give none for memory that processes could share"
     assert "hg" in flags
+
+
+def test_keys_and_values_ask_for_none() -> None:
+    shape = {"num_layers": 1, "num_kv_heads": 4, "head_dim": 64}
+    spec = load_model("opt-125m")[0].model_copy(update=shape)
+    cache = KvCache(spec, 512, 16, torch.float32, torch.device("cpu"))
+    permissions, flags = mapping(cache.layers[0].data_ptr())
+    assert permissions == "rw-p" and "hg" not in flags
 
 
 def test_so_does_what_the_heap_has_grown_by() -> None:
