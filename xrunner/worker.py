@@ -165,10 +165,11 @@ class Worker(OneAtATime):
         self._last_token[self._rows(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def run_encoder(self, step: Step) -> None:
-        """Run a step's prompts through the encoder's layers, if prompts pass the pipeline twice.
+        """Give requests the step's blocks; run its prompts through the encoder, if prompts pass the pipeline twice.
 
         They are cut into the same slices as in the second pass, which depend on what the step decodes.
         """
+        self._grow(step.grown)
         if self._stage is None or not self._stage.runs_encoder_first:
             return
         for part in self._parts(step):
@@ -192,7 +193,6 @@ class Worker(OneAtATime):
             encoder_ran: `run_encoder` has been called for this step.
         """
         self.logprobs, self.failed = {}, {}
-        self._grow(step.grown)
         tokens: dict[int, int] = {}
         if not encoder_ran:
             self.run_encoder(step)

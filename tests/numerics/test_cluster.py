@@ -14,6 +14,7 @@ import pytest
 
 from tests.planned import placements_of, problem_of, scored
 from xgpt import policies
+from xgpt.policies import BlockTable, Chunk, Step
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
@@ -191,6 +192,42 @@ def test_who_comes_while_a_step_is_waited_for_need_not_wait_for_it(workers, chec
     first, second = (next(record for record in log if record.encode and record.encode[0].id == id_) for id_ in (0, 1))
     assert (second.number, second.settled) == (1, 0)
     assert second.start_ns < first.end_ns
+
+
+def tokens_of_next(executor, count):
+    """The tokens of the next steps to end."""
+    tokens = []
+    while len(tokens) < count:
+        ended = executor.collect()
+        if ended is not None:
+            tokens.append(ended[1])
+    return tokens
+
+
+def test_blocks_of_a_request_released_or_begun_anew_while_the_encoder_runs(workers, checkpoint):
+    """A step that encodes gives blocks to requests that it does not decode: no step under way touches these, so they
+    may leave, and return with other blocks, before its prompts pass the pipeline for the second time."""
+    plan = one_lane(checkpoint(NAMES["t5"])[0], "pp2", "rra", 2)
+    executor = deploy(workers, plan)
+    prompts = [tuple(RNG.integers(0, 211, plan.block_size - 1).tolist()) for _ in range(4)]
+    tables = [BlockTable([2 * i + 1]) for i in range(4)]
+    encode = [Step((Chunk(i, 0, len(prompts[i])),), ()) for i in range(4)]
+    try:
+        for i in (0, 1):
+            executor.start(Generation(i, prompts[i], 8), tables[i])
+            executor.begin(encode[i])
+        _, before = tokens_of_next(executor, 2)
+        executor.start(Generation(2, prompts[2], 8), tables[2])
+        executor.begin(encode[2]._replace(grown=((0, 2), (1, 4))))
+        executor.release([0, 1])
+        executor.start(Generation(1, prompts[1], 8), BlockTable([6, 8]))
+        executor.start(Generation(3, prompts[3], 8), tables[3])
+        executor.begin(Step((*encode[1].encode, *encode[3].encode), (), microbatch=1))
+        begun_before, begun_after = tokens_of_next(executor, 2)
+    finally:
+        executor.disconnect()
+    assert (list(begun_before), list(begun_after)) == ([2], [1, 3])
+    assert begun_after[1] == before[1]
 
 
 @pytest.mark.parametrize(("before", "then"), [(("pp2", 2), ("tp2", 1)), (("tp2", 1), ("tp2+1", 2))])

@@ -183,8 +183,10 @@ class RemoteExecutor:
         tokens = [self._last[id_] for id_ in step.decode]
         work = m.Work(self._number, release, begin, list(step.encode), list(step.decode), tokens, list(step.grown))
         if step.encode and step.lane in self._reading_lanes:
-            self._after_encoder[self._number] = msgspec.structs.replace(work, release=[], begin=[], encoder_ran=True)
-            self._send(step.lane, m.RunEncoder(self._number, release, begin, work.encode, work.decode))
+            later = msgspec.structs.replace(work, release=[], begin=[], grown=[], encoder_ran=True)
+            self._after_encoder[self._number] = later
+            first = m.RunEncoder(self._number, release, begin, work.encode, work.decode, work.grown)
+            self._send(step.lane, first)
         else:
             self._send(step.lane, work)
 

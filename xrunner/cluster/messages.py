@@ -91,7 +91,12 @@ class Work(_Message):
 class RunEncoder(_Message):
     """Release and begin requests, then run prompts through the encoder; `Work` of the same number follows.
 
-    `decode` is that of the step: it decides where the step's prompts are cut into slices.
+    All that concerns requests outside the step goes with this message: before `Work` follows, another step's message
+    may release them.
+
+    Attributes:
+        decode: that of the step: it decides where the step's prompts are cut into slices.
+        grown: pairs of a request and a block that it gets; the request may be in the micro-batch without decoding now.
     """
 
     number: int
@@ -99,6 +104,7 @@ class RunEncoder(_Message):
     begin: list[Beginning]
     encode: list[tuple[int, int, int]]
     decode: list[int]
+    grown: list[tuple[int, int]]
 
 
 class Transfer(_Message):

@@ -258,7 +258,8 @@ class Executing:
         """Run the first pass of a step whose prompts pass the pipeline twice."""
         worker = self._worker_of(read.release, read.begin)
         started = time.perf_counter()
-        worker.run_encoder(Step(tuple(Chunk(*chunk) for chunk in read.encode), tuple(read.decode)))
+        encode = tuple(Chunk(*chunk) for chunk in read.encode)
+        worker.run_encoder(Step(encode, tuple(read.decode), grown=tuple(read.grown)))
         self._traffic.busy_s += time.perf_counter() - started
         if self._is_answering:
             self._answer(m.encode(m.EncoderRan(read.number)))
