@@ -225,7 +225,8 @@ def replay(
         step = journal.step(record.number)
         if (step.encode, step.decode, step.transfer) != (record.encode, record.decode, record.transfer):
             return False
-        steps.append(journal.settle(record.number, record.finished, record.end_ns, record.outputs, record.failed))
+        settled = journal.settle(record.number, record.finished, record.end_ns, record.outputs, record.failed)
+        steps.append(settled._replace(core_wait_ns=record.core_wait_ns))
         return True
 
     for number, record in enumerate(sorted(log, key=lambda record: record.number)):

@@ -215,7 +215,7 @@ class TestMachine:
         assert (cluster.name, cluster.num_devices, cluster.device.memory_bytes) == ("local:4", 4, 4 * 2**30)
         assert cluster.device.name.endswith("-2c")
         assert cluster.intra_node is not None
-        with pytest.raises(MachineError, match="9 CPU devices need a core each; this machine has 8"):
+        with pytest.raises(MachineError, match="local:9 needs a core for each device; this machine has 8"):
             machine.detect(9, root=root)
 
     @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ class TestMachine:
         assert cluster.device.flops_per_s == shipped.device.flops_per_s
         assert cluster.intra_node == shipped.intra_node
         assert machine.detect(1, root=root).num_devices == 1
-        with pytest.raises(MachineError, match="3 devices are asked for; nvidia-smi lists 2"):
+        with pytest.raises(MachineError, match="local:3 needs 3 devices; nvidia-smi lists 2"):
             machine.detect(3, root=root)
 
     def test_gpus_that_no_config_knows(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,9 @@ def _gpt2(config: dict[str, Any]) -> dict[str, Any]:
 
 def _llama(config: dict[str, Any]) -> dict[str, Any]:
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise InputError("config.json: layer_types", kinds, "only 'full_attention' of each layer is supported")
+    for kind in kinds if isinstance(kinds, list) else [kinds or "full_attention"]:
+        if kind != "full_attention":
+            raise InputError("config.json: layer_types", kind, "only 'full_attention' of each layer is supported")
     return gated(config) | rope(config)
 
 
