@@ -26,6 +26,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
+from benchmarks.lib.exact_reuse import exact_share
 from benchmarks.lib.made import page as made_page
 from tools.structured import BLOCK, shared_prompts, write
 from xgpt.io import load_json, write_atomic
@@ -38,7 +39,6 @@ from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.prefixes import Prefixes
-from xsimulator.reuse import exact_share
 
 VOCABULARY = 50_000
 MEMORY_GIB = 2.9

@@ -31,14 +31,14 @@ class Rated(NamedTuple):
     settings: PolicySettings
 
 
-def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0.0) -> list[Rated]:
+def by_rate(spaces: Sequence[Space], constraint: Constraint) -> list[Rated]:
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
         spaces: one policy's; their `bound` is what they serve at most under the constraint.
-        at_least: settings below this rate are of no use.
     """
     found: list[Rated] = []
+    at_least = 0.0
     ordered = sorted(spaces, key=lambda space: -space.bound)
     for space in ordered[:MOST_PLACEMENTS]:
         if space.bound < at_least:
@@ -51,7 +51,7 @@ def by_rate(spaces: Sequence[Space], constraint: Constraint, at_least: float = 0
     return found
 
 
-def best_of(space: Space, constraint: Constraint, at_least: float = 0.0) -> Rated | None:
+def best_of(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
     """Return the best settings of a placement; None: none reaches the rate."""
     outer, best = _outer_values(space, space.forecast.num_curves), None
     for round_ in range(2):

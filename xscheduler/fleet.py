@@ -114,7 +114,7 @@ def cost_of(problem: FleetProblem, replicas: Ints) -> float:
     return float(running + (starts_of(replicas, problem.before) @ problem.start_costs).sum())
 
 
-def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
+def solve_fleet(problem: FleetProblem) -> FleetSolution:
     """Return the fleet of least cost.
 
     Raises:
@@ -122,7 +122,7 @@ def solve_fleet(problem: FleetProblem, time_s: float = TIME_S) -> FleetSolution:
     """
     _check(problem)
     states = _states(problem, MOST_STATES) if problem.least_stay == 1 else None
-    return _by_branching(problem, time_s) if states is None else _by_shortest_path(problem, states)
+    return _by_branching(problem) if states is None else _by_shortest_path(problem, states)
 
 
 def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
@@ -149,7 +149,7 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
     return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
 
 
-def _by_branching(problem: FleetProblem, time_s: float) -> FleetSolution:
+def _by_branching(problem: FleetProblem) -> FleetSolution:
     """Return the fleet of least cost, or one within the stated gap, by mixed-integer programming."""
     count, kinds = problem.rates.shape
     size = count * kinds
@@ -184,12 +184,12 @@ def _by_branching(problem: FleetProblem, time_s: float) -> FleetSolution:
         constraints=constraints,
         integrality=np.concatenate([np.ones(size), np.zeros(size)]),
         bounds=Bounds(0, np.tile(_most(problem), 2 * count)),
-        options={"mip_rel_gap": EXACT if size <= FEW else NEAR, "time_limit": time_s},
+        options={"mip_rel_gap": EXACT if size <= FEW else NEAR, "time_limit": TIME_S},
     )
     if found.status == INFEASIBLE:
         raise _not_held(problem)
     if found.x is None:
-        raise XgptError(f"the fleet was not settled within {time_s:g} s: {found.message}")
+        raise XgptError(f"the fleet was not settled within {TIME_S:g} s: {found.message}")
     replicas = np.round(found.x[:size]).astype(int).reshape(count, kinds)
     return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
 

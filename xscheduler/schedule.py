@@ -178,16 +178,15 @@ class Scheduler:
             raise self._infeasible(kinds)
         return plans
 
-    def by_arrivals(self, kind: str, most: int, at_least: float = 0.0) -> list[tuple[Plan, float]]:
+    def by_arrivals(self, kind: str, most: int) -> list[tuple[Plan, float]]:
         """The policy's plans of the highest arrival rates in closed form, each with that rate, the highest first.
 
         Args:
             most: the number of plans, of as many placements.
-            at_least: a rate below which plans are of no use.
         """
         started = time.perf_counter()
         spaces = self.spaces(kind)
-        rated = by_rate(spaces, self._in_loop(self.problem.constraint), at_least)
+        rated = by_rate(spaces, self._in_loop(self.problem.constraint))
         certificate = SearchCertificate(
             method="grid",
             evaluations=sum(space.evaluations for space in spaces),

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import click
 import numpy as np
 
+from benchmarks.tcb.layouts import slotted_rows
 from benchmarks.tcb.row_cost import RowCost
 from benchmarks.tcb.systems import (
     LONGEST,
@@ -47,7 +48,7 @@ from benchmarks.tcb.systems import (
 from xgpt.io import write_atomic
 from xgpt.policies.admission import make_queue
 from xgpt.policies.request import Request
-from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows, slotted_rows
+from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows
 from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import AdmissionOrder, DType, ModelSpec
 from xprofiler.analytic import profile

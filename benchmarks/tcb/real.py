@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.tcb.layouts import run_rows
 from benchmarks.tcb.systems import Demand, Machine
 from xgpt.policies import Blocks, BlockTable, Chunk, Schedule, Step
 from xgpt.policies.request import Request
@@ -16,7 +17,6 @@ from xgpt.schema.step_log import StepRecord
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.tcb.rows import run_rows
 
 NUM_BLOCKS = 16_000
 """Of 16 tokens: more than all requests of the largest batch need."""

@@ -79,7 +79,9 @@ class RowCost:
         )
         if len(lengths):
             seconds += float(self._prompt_tokens(lengths.sum()))
-            seconds += self._num_encoder_layers * float(self._products.per_request(len(lengths))(lengths).sum())
+            grid, batch = self._products, len(lengths)
+            each = Line(grid.lengths, grid(np.full_like(grid.lengths, batch), grid.lengths) / batch)
+            seconds += self._num_encoder_layers * float(each(lengths).sum())
         return seconds
 
     def _masked(self, reading: Grid, slots: Array, queries: int, keys: Array) -> Array:

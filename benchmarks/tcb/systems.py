@@ -14,20 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.tcb.layouts import BatchCost, length_sorted_batches, slotted_rows
 from benchmarks.tcb.row_cost import RowCost
 from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step
 from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.orders import DasOrder, utility
 from xgpt.policies.request import Request
-from xgpt.policies.tcb import (
-    BatchCost,
-    RowBatch,
-    concatenated_rows,
-    even_rows,
-    length_sorted_batches,
-    padded_rows,
-    slotted_rows,
-)
+from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows, padded_rows
 from xgpt.schema import ROW_ORDERS, AdmissionOrder, TruncatedNormal
 from xgpt.schema.step_log import StepRecord
 from xgpt.workload import histogram, poisson_arrivals

@@ -6,6 +6,7 @@ random lengths, outputs of one token among them, arrivals that tie, and K/V memo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -77,6 +78,29 @@ class Arrivals:
         return Stream(inputs.tolist(), outputs.tolist(), plan.workload.output.lengths[-1], arrivals.tolist())
 
 
+def drawn(
+    kinds: Iterable[str],
+    num_devices: int,
+    *,
+    sla: str = "length",
+    loads: tuple[float, ...] = (0.3, 0.9, 1.5),
+    together: tuple[int, ...] = (1, 1, 3, NUM_REQUESTS),
+    room: tuple[int, ...] = (0, 0, 1, 2, 5),
+) -> st.SearchStrategy[Arrivals]:
+    """Arrivals at plans of these policies, on at most `num_devices` devices."""
+    case = st.builds(
+        Case,
+        seed=st.integers(0, 2**32 - 1),
+        num_devices=st.integers(1, num_devices),
+        policy=st.sampled_from(tuple(kinds)),
+        sla=st.just(sla),
+        monotone=st.booleans(),
+        quantile=st.just(0.99),
+    )
+    load, together_, room_ = (st.sampled_from(of) for of in (loads, together, room))
+    return st.builds(Arrivals, case=case, load=load, together=together_, room=room_)
+
+
 def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run | TimedRun:
     run = run_by_counts(plan, lanes_of(plan, profile), requests)
     assert run is not None
@@ -108,24 +132,14 @@ AHEAD = load_engine("vllm-0.15")
 
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(
-    st.builds(
-        Arrivals,
-        case=st.builds(
-            Case,
-            seed=st.integers(0, 2**32 - 1),
-            num_devices=st.integers(1, 2),
-            policy=st.sampled_from(("orca", "chunked")),
-            sla=st.just("length"),
-            monotone=st.booleans(),
-            quantile=st.just(0.99),
-        ),
-        load=st.sampled_from((0.3, 0.9, 1.5)),
-        together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
-        room=st.sampled_from((0, 0, 1, 2, 5)),
-    ),
+    drawn(("orca", "chunked"), 2),
     st.booleans(),
+    st.sampled_from((0, 0, 1, 3)),
+    st.sampled_from((10, 100, 10_000)),
 )
-def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals, whole_prompts: bool) -> None:
+def test_counts_run_ahead_as_the_engine_does(
+    arrivals: Arrivals, whole_prompts: bool, wait_steps: int, wait_tokens: int
+) -> None:
     plan = arrivals.plan()
     assume(plan is not None and len(plan.stages) == 1)
     assert plan is not None
@@ -134,30 +148,15 @@ def test_counts_run_ahead_as_the_engine_does(arrivals: Arrivals, whole_prompts: 
     with pytest.MonkeyPatch.context() as patch:
         build = import_module("xgpt.policies.build")  # the package has a function of that name
         rule = build.settings_of
-        patch.setattr(build, "settings_of", lambda *of: replace(rule(*of), whole_prompts=whole_prompts))
+        others = {"batch_wait_steps": wait_steps, "batch_wait_tokens": wait_tokens}
+        patch.setattr(build, "settings_of", lambda *of: replace(rule(*of), whole_prompts=whole_prompts, **others))
         run = by_counts(plan, profile, requests)
         assert run.run()
         assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-@given(
-    st.builds(
-        Arrivals,
-        case=st.builds(
-            Case,
-            seed=st.integers(0, 2**32 - 1),
-            num_devices=st.integers(1, 4),
-            policy=st.sampled_from(tuple(POLICIES)),
-            sla=st.just("length"),
-            monotone=st.booleans(),
-            quantile=st.just(0.99),
-        ),
-        load=st.sampled_from((0.3, 0.9, 1.5)),
-        together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
-        room=st.sampled_from((0, 0, 1, 2, 5)),
-    )
-)
+@given(drawn(POLICIES, 4))
 # The encode lane's memory is full of prompts: it holds no place for the token that each of them makes.
 @example(Arrivals(Case(2818240210, 4, "waa", "length", monotone=False, quantile=0.99), load=0.9, together=80, room=5))
 def test_counts_have_the_times_of_the_engine(arrivals: Arrivals) -> None:

@@ -16,7 +16,7 @@ from xgpt import policies
 from xgpt.app.simulating import simulate
 from xgpt.io import dump_json
 from xgpt.policies import LaneSettings
-from xgpt.policies.rule import RULES
+from xgpt.policies.lane_settings import RULES
 from xgpt.schema import Plan, PolicySettings, Variable
 from xgpt.schema.policy import SingleLane
 from xscheduler.replanning.reestimate import reestimate

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
-from tests.contract.test_claims import Case
-from tests.contract.test_counts import Arrivals
+from tests.contract.test_counts import Arrivals, drawn
 from xgpt.app.simulating import run_requests
 from xgpt.workload import TraceLengths
 from xscheduler.space import POLICIES
@@ -20,23 +18,7 @@ from xsimulator.request_law import SeenSteps, request_law
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-@given(
-    st.builds(
-        Arrivals,
-        case=st.builds(
-            Case,
-            seed=st.integers(0, 2**32 - 1),
-            num_devices=st.integers(1, 4),
-            policy=st.sampled_from(tuple(POLICIES)),
-            sla=st.just("request"),
-            monotone=st.booleans(),
-            quantile=st.just(0.99),
-        ),
-        load=st.just(1.0),
-        together=st.just(1),
-        room=st.just(0),
-    )
-)
+@given(drawn(POLICIES, 4, sla="request", loads=(1.0,), together=(1,), room=(0,)))
 def test_both_logs_say_the_same(arrivals: Arrivals) -> None:
     plan = arrivals.plan()
     assume(plan is not None)

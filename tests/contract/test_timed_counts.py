@@ -11,8 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.test_claims import Case
-from tests.contract.test_counts import NUM_REQUESTS, Arrivals, by_counts, one_by_one, simulated
+from tests.contract.test_counts import Arrivals, by_counts, drawn, one_by_one, simulated
 from xgpt import policies
 from xgpt.app.simulating import clock_of
 from xgpt.schema import Plan, SlackBudget, Thresholds
@@ -70,21 +69,7 @@ class Timed:
 @given(
     st.builds(
         Timed,
-        arrivals=st.builds(
-            Arrivals,
-            case=st.builds(
-                Case,
-                seed=st.integers(0, 2**32 - 1),
-                num_devices=st.integers(1, 3),
-                policy=st.sampled_from(("chunked", "chunked", "rra")),
-                sla=st.just("length"),
-                monotone=st.booleans(),
-                quantile=st.just(0.99),
-            ),
-            load=st.sampled_from((0.3, 0.9, 1.5)),
-            together=st.sampled_from((1, 1, 3, NUM_REQUESTS)),
-            room=st.sampled_from((0, 0, 2, 5)),
-        ),
+        arrivals=drawn(("chunked", "chunked", "rra"), 3, room=(0, 0, 2, 5)),
         tightness=st.sampled_from((0.8, 1.2, 2.0)),
         is_in_time=st.booleans(),
     )

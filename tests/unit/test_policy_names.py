@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.test_imports import PACKAGES, ROOT
-from xgpt.policies.rule import RULES
+from xgpt.policies.lane_settings import RULES
 from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/schema", "xgpt/policies", "xsimulator/forecast")

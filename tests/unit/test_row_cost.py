@@ -2,10 +2,11 @@
 
 import pytest
 
+from benchmarks.tcb.layouts import slotted_rows
 from benchmarks.tcb.row_cost import RowCost
 from xgpt.errors import InputError
 from xgpt.policies.request import Request
-from xgpt.policies.tcb import concatenated_rows, padded_rows, slotted_rows
+from xgpt.policies.tcb import concatenated_rows, padded_rows
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.analytic import profile
 

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from xgpt.errors import InputError, nearest
+from xgpt.schema import (
+    AdmissionOrder,
+    ClusterSpec,
+    DType,
+    EngineKind,
+    EngineSpec,
+    KvPromise,
+    ModelSpec,
+    Objective,
+    Profile,
+    Workload,
+)
+from xgpt.schema.constraint import Sla
 
 if TYPE_CHECKING:
     from xgpt.app.plan.request import PolicyChoice
-    from xgpt.schema import (
-        AdmissionOrder,
-        ClusterSpec,
-        DType,
-        EngineKind,
-        EngineSpec,
-        KvPromise,
-        ModelSpec,
-        Objective,
-        Profile,
-        Workload,
-    )
-    from xgpt.schema.constraint import Sla
     from xscheduler.search import Method
 
 PathLike = str | os.PathLike[str]

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from xgpt.app.busy import busy_of_workers
 from xgpt.app.plan.profiles import profile_of
@@ -29,20 +31,21 @@ from xgpt.app.simulating import (
     warm_up_of,
     warm_up_requests,
 )
+from xgpt.arrival_process import ArrivalProcess
+from xgpt.client import ClientRequest, ClientResult, replay
+from xgpt.connection import own_api_key
 from xgpt.errors import InputError, MachineError
-from xgpt.schema import BenchReport, Comparison, EngineKind, Plan, Profile, UrlReport, Workload
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from xgpt.arrival_process import ArrivalProcess
-    from xgpt.client import ClientRequest, ClientResult
-    from xgpt.policies.tcb import Batching
-    from xgpt.schema import CoreWaits
-    from xgpt.schema.step_log import StepRecord
-    from xgpt.workload import Floats, Ints
-    from xsimulator.executed import Paces
-    from xsimulator.measures import Measured, RequestTimes
+from xgpt.io import dump_json, read_step_log, sha256
+from xgpt.policies.routing import share_of_replica
+from xgpt.policies.tcb import Batching
+from xgpt.processes import end_with_parent
+from xgpt.resolve import load_workload
+from xgpt.schema import BenchReport, Comparison, CoreWaits, EngineKind, Plan, Profile, UrlReport, Workload
+from xgpt.schema.step_log import StepRecord
+from xgpt.workload import Floats, Ints, TraceLengths, sample
+from xsimulator.calibrate import calibrate as fit
+from xsimulator.executed import Paces, paces, paces_of_workers
+from xsimulator.measures import Measured, RequestTimes, steps_of_first, window_of, without_core_waits
 
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
@@ -113,11 +116,6 @@ def bench(
         MachineError: the server does not start or dies, or the endpoint does not answer.
         InputError: the plan cannot hold the requests, or too few steps were measured to fit a profile.
     """
-    import numpy as np
-
-    from xgpt.resolve import load_workload
-    from xsimulator.calibrate import calibrate as fit
-
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
         if load.arrivals is not None:
@@ -163,9 +161,6 @@ def bench_plan(
         MachineError: the server does not start, or dies.
         InputError: the plan cannot hold the workload's requests.
     """
-    from xgpt.client import replay
-    from xgpt.io import read_step_log
-
     load = replace(load, workload=load.workload or plan.workload)
     drawn = draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
@@ -209,10 +204,6 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     Raises:
         InputError: the plan cannot hold them.
     """
-    import numpy as np
-
-    from xgpt.workload import sample
-
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
     total = requests_to_send(plan, load.num_requests, saturated=arrivals is None, num_replicas=plan.replicas)
@@ -223,8 +214,6 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
 
 def _requests(plan: Plan, drawn: Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
     """Return the drawn requests, with prompts of random tokens."""
-    from xgpt.client import ClientRequest
-
     return [
         ClientRequest(
             prompt_ids=rng.integers(0, plan.model.vocab_size, int(length)).tolist(),
@@ -246,10 +235,6 @@ def _report(
     busy_s: Mapping[str, float],
 ) -> BenchReport:
     """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
-    from xgpt.io import sha256
-    from xsimulator.executed import paces, paces_of_workers
-    from xsimulator.measures import steps_of_first, window_of
-
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
@@ -311,9 +296,6 @@ def _core_waits(
     steps: Paces,
 ) -> CoreWaits | None:
     """Return what steps lost by waiting for cores, and the gaps without that, measured and predicted at their pace."""
-    from xgpt.schema import CoreWaits
-    from xsimulator.measures import without_core_waits
-
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -338,9 +320,6 @@ def _claimed(plan: Plan, load: Load) -> dict[str, float]:
 def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
     """Return the figures of the very requests that were sent, on the simulated engine, each step `pace` times as long
     as the plan says."""
-    from xgpt.policies.routing import share_of_replica
-    from xgpt.workload import TraceLengths
-
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
@@ -366,10 +345,6 @@ def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
         InputError: `ca_file` holds no certificate, or XGPT_API_KEY is not a key.
         MachineError: nothing answers there, or every request failed.
     """
-    from xgpt.client import ClientRequest, replay
-    from xgpt.connection import own_api_key
-    from xgpt.workload import sample
-
     workload, num_requests = load.workload, load.num_requests
     assert workload is not None
     inputs, outputs = sample(workload, num_requests, rng)
@@ -416,9 +391,6 @@ def served(
         replan: let the server change to other plans.
         options: further options of `xgpt serve`.
     """
-    from xgpt.io import dump_json
-    from xgpt.processes import end_with_parent
-
     plan_path = directory / "plan.json"
     plan_path.write_text(dump_json(plan))
     command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
@@ -457,8 +429,6 @@ def served(
 
 def gflops() -> float:
     """Return the GFLOP/s of a fixed matrix product, which show the state of the machine's clock."""
-    import numpy as np
-
     a = np.ones((1024, 1024), np.float32)
     best = float("inf")
     for _ in range(5):
@@ -469,6 +439,4 @@ def gflops() -> float:
 
 
 def _quantile(values: list[float], q: float) -> float:
-    import numpy as np
-
     return float(np.quantile(values, q))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
 from xgpt.errors import MachineError
 
 TOLD_WITHIN_S = 1.2
@@ -17,9 +20,6 @@ def busy_of_workers(url: str) -> dict[str, float]:
     Raises:
         MachineError: the server does not answer.
     """
-    import httpx
-    from prometheus_client.parser import text_string_to_metric_families
-
     time.sleep(TOLD_WITHIN_S)
     try:
         text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, trust_env=False).text

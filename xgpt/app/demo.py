@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from xgpt.cli import main as xgpt
 from xgpt.errors import InfeasibleError
 
 DIRECTORY = Path("demo")
@@ -15,8 +16,6 @@ NUM_REQUESTS = 120
 
 def run(command: list[str]) -> None:
     """Run one xgpt command as a user would, showing it first; an error ends the demo with its exit code."""
-    from xgpt.cli import main as xgpt
-
     click.secho("\n$ xgpt " + " ".join(command), bold=True)
     try:
         xgpt(command)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
+from xgpt import __version__
 from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, load_json
 from xgpt.machine import detect, num_cores
@@ -45,10 +50,6 @@ def examine(root: Path = Path("/")) -> list[Finding]:
 
 
 def _python() -> Finding:
-    from importlib.metadata import version
-
-    from xgpt import __version__
-
     python = sys.version.split()[0]
     return Finding(name="versions", value=f"xgpt {__version__}, Python {python}, torch {version('torch')}")
 
@@ -80,8 +81,6 @@ def _load() -> Finding:
 
 
 def _clock() -> Finding:
-    import numpy as np
-
     a, times_s = np.random.default_rng(0).random((256, 256), dtype=np.float32), []
     until_s = time.perf_counter() + CLOCK_S
     while (begin_s := time.perf_counter()) < until_s:
@@ -130,8 +129,6 @@ def _vllm() -> Finding:
 
 
 def _files() -> Finding:
-    import resource
-
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = f"ulimit -n {most}, for more connections" if limit <= FEW_FILES < most else None
     return Finding(name="open files", value=f"{limit} at most", advice=advice)

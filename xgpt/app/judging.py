@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import best_by_arrivals, rate_of
 from xgpt.app.plan.reusing import promising
@@ -13,15 +13,11 @@ from xgpt.app.plan.verifying import request_latency, request_law, with_law
 from xgpt.app.simulating import check_fits
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Observation, Outcome, Plan, Profile
+from xscheduler.problem import Problem
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import PRECISION, capacity
 from xsimulator.costs.step_times import with_step_times
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from xscheduler.problem import Problem
 
 MOST_ROUNDS = 4
 """Searches under ever tighter bounds, when a running plan is judged."""

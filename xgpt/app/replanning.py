@@ -14,12 +14,23 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
+from xgpt.connection import own_api_key
 from xgpt.errors import InputError, MachineError, XgptError
+from xgpt.io import parse, sha256
+from xgpt.observed_reuse import most_kept, told_of
+from xgpt.reuse import ReuseCurve
 from xgpt.schema import Decision, Observation, Plan, Profile, Proposal
+from xgpt.workload import read_lengths
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
+from xsimulator.stages import whole
 
 if TYPE_CHECKING:
     from xscheduler.replanning import Terms
@@ -54,7 +65,6 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         InputError: the profile is not that of the plan's devices.
     """
     from xgpt.app.judging import judged
-    from xgpt.io import sha256
     from xgpt.observer import slowdown_to_plan_with
 
     started = time.perf_counter()
@@ -91,13 +101,8 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         InputError: the file is malformed, or the server runs another model or version.
         MachineError: the server does not answer, or has seen too few requests.
     """
-    from xgpt.io import parse
-
     if not source.startswith(("http://", "https://")):
         from xgpt.observation import observe_lengths
-        from xgpt.observed_reuse import most_kept, told_of
-        from xgpt.reuse import ReuseCurve
-        from xgpt.workload import read_lengths
 
         lengths = read_lengths(Path(source), "lengths")
         observation = observe_lengths(lengths.input, lengths.output, plan.workload)
@@ -107,9 +112,6 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
             reuse = told_of(curve, curve.share(kept * plan.block_size))
             observation = observation.model_copy(update={"reuse": reuse})
         return plan, observation
-    import httpx
-
-    from xgpt.connection import own_api_key
 
     key = own_api_key()
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -138,11 +140,6 @@ class BackgroundPlanner:
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
-        from functools import cache
-
-        from xsimulator.costs.step_cost import LaneCost
-        from xsimulator.stages import whole
-
         self._cost_of = cache(lambda tp, ep: LaneCost(plan.model, profile, whole(plan.model, tp, ep)))
         self._profile_json = profile.model_dump_json()
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,8 +162,6 @@ class BackgroundPlanner:
             self._process.stdin.flush()
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
-        from xsimulator.costs.step_counts import StepCounts
-
         if len(plan.stages) > 1:
             return None
         cost = self._cost_of(plan.stages[0].tp, plan.stages[0].ep)

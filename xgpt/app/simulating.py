@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from xgpt import policies
+from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InputError
-from xgpt.schema import Plan, Profile, Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
-
-    from xgpt.arrival_process import ArrivalProcess
-    from xgpt.policies import Schedule
-    from xgpt.schema.step_log import Account, StepRecord
-    from xgpt.workload import Ints, TraceLengths
-    from xsimulator.clock import OnSpan, Span
-    from xsimulator.counts.arrivals import Run
-    from xsimulator.events import StepClock
-    from xsimulator.measures import Measured, RequestTimes
-    from xsimulator.request_law import RequestLaw, SeenSteps
-
+from xgpt.policies import Schedule
+from xgpt.policies.routing import share_of_replica
+from xgpt.resolve import load_trace, workload_of
+from xgpt.schema import JointLengths, Plan, Profile, Workload
+from xgpt.schema.step_log import Account, StepRecord
+from xgpt.workload import Ints, TraceLengths, quantile, read_lengths, sample
+from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.counts.arrivals import Run, Stream
+from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.lengths import Lengths
+from xsimulator.measures import Measured, RequestTimes, measure, request_times
+from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law, request_law
+from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 
 FULL = 0.95
 """Share of its mean requests in decode from which a batch counts as steady."""
@@ -51,8 +52,6 @@ def warm_up_requests(plan: Plan) -> int:
 
 def _iterations_until_full(workload: Workload) -> float:
     """Return the number of decode iterations after which `FULL` of a steady batch is there."""
-    import numpy as np
-
     decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
     # After n iterations the batch holds E[min(D, n)] / E[D] of what it will; between two lengths that is linear.
     after = np.concatenate([[0.0], decodes])
@@ -102,8 +101,6 @@ class Simulated:
 
         Where requests arrive, times count from arrival, and the goodput is the share that keeps every bound.
         """
-        from xsimulator.timeline import idle_shares
-
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         idle = idle_shares(self.spans)
         found["idle_share"] = sum(idle.values()) / len(idle)
@@ -120,8 +117,6 @@ class Simulated:
 
     def chrome_trace(self) -> str:
         """Return the steps as a Chrome trace, which Perfetto opens."""
-        from xsimulator.timeline import Timeline, chrome_trace
-
         return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
 
 
@@ -147,11 +142,6 @@ def run_simulation(
         InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
             is given without a trace.
     """
-    import numpy as np
-
-    from xgpt.resolve import load_trace, workload_of
-    from xgpt.workload import read_lengths
-
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
     spans: list[Span] = []
     if own_times:
@@ -190,8 +180,6 @@ def simulate(
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
-    from xgpt.workload import TraceLengths, sample
-
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
@@ -206,9 +194,6 @@ def _first_of(
     Raises:
         InputError: the trace has too few.
     """
-    from xgpt.policies.routing import share_of_replica
-    from xgpt.workload import TraceLengths
-
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     own = share_of_replica(trace, plan)
     if len(own.input) < total:
@@ -257,12 +242,7 @@ def request_latencies(
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
-    import numpy as np
-
-    from xgpt.workload import sample
     from xsimulator.forecast import FORECASTS
-    from xsimulator.lengths import Lengths
-    from xsimulator.request_law import drawn_law, logged_law, request_law
 
     check_fits(plan, workload)
     lengths = Lengths(workload)
@@ -291,9 +271,6 @@ def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, long
     Args:
         longest: the longest output that each request may have.
     """
-    from xgpt.workload import TraceLengths
-    from xsimulator.request_law import SeenSteps
-
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
         return SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
     run.run()
@@ -303,10 +280,6 @@ def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, long
 def _counted_at_once(
     plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, *, is_logged: bool = False
 ) -> Run | None:
-    import numpy as np
-
-    from xsimulator.costs.step_cost import lanes_of
-    from xsimulator.counts.arrivals import Stream
     from xsimulator.counts.counted_run import counted_run
 
     if plan.estimate.reuse is not None:
@@ -338,10 +311,6 @@ def replay_trace(
     Raises:
         InputError: the trace has no times, or too few requests, or one that can never fit.
     """
-    import numpy as np
-
-    from xgpt.policies.routing import share_of_replica
-
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
@@ -357,10 +326,6 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_re
 
     The trace's pairs are simulated, and the same inputs and outputs paired at random.
     """
-    import numpy as np
-
-    from xgpt.schema import JointLengths
-
     if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
         return plan
     rng = np.random.default_rng(0)
@@ -395,11 +360,6 @@ def run_requests(
         trace: without times: all arrive at once. Where it does not say what requests have in common and the plan counts
             on reuse, one beginning takes the planned share of each prompt.
     """
-    import numpy as np
-
-    from xgpt import policies
-    from xsimulator.events import SimulatedEngine, SimulatedRequest
-
     schedule = policies.build(plan)
     size = plan.block_size
     most = np.broadcast_to(max_output, len(trace.input))
@@ -454,9 +414,6 @@ def shares_prompts(plan: Plan) -> bool:
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
     """Return the simulated clock of one replica's steps."""
-    from xsimulator.clock import LaneClock, TwoLaneClock
-    from xsimulator.costs.step_cost import lanes_of
-
     lanes = lanes_of(plan, profile)
     if "both" in lanes:
         return LaneClock(lanes["both"], schedule, on_span)
@@ -474,9 +431,6 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
     """Return the figures of a log of this plan, of as many replicas as wrote it, without a saturated run's warm-up."""
-    from xgpt.workload import quantile
-    from xsimulator.measures import measure
-
     return measure(
         log,
         quantile=plan.constraint.quantile,
@@ -495,15 +449,11 @@ def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
 
 def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
     """Return the times, from arrival, of the first requests in a log of this plan."""
-    from xsimulator.measures import request_times
-
     return request_times(log, num_requests, encode_emits=encode_emits(plan))
 
 
 def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
     """Of each class the share of the first requests of a log that kept its bounds."""
-    from xsimulator.measures import request_times
-
     found = {}
     for each in plan.constraint.classes:
         times = request_times(log, num_requests, encode_emits=encode_emits(plan), of_class=each.name)

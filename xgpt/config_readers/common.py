@@ -110,7 +110,9 @@ def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
     match given:
         case {"quant_method": "fp8", "weight_block_size": [_, _]}:
             return {"kind": "fp8_block"}
-        case {"quant_method": "fp8"} | {"quant_method": "modelopt", "quant_algo": "FP8"}:
+        case {"quant_method": "fp8"}:
+            return {"kind": "fp8", "finds_scales": given.get("activation_scheme", "dynamic") == "dynamic"}
+        case {"quant_method": "modelopt", "quant_algo": "FP8"}:
             return {"kind": "fp8"}
         case {"quant_method": "mxfp4"}:
             return {"kind": "mxfp4", "experts_only": True}
@@ -118,8 +120,8 @@ def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
             return {"kind": "int4"}
         case {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights, **group}}}:
             match weights, group.get("input_activations"):
-                case {"num_bits": 8, "type": "float"}, {"num_bits": 8}:
-                    return {"kind": "fp8"}
+                case {"num_bits": 8, "type": "float"}, {"num_bits": 8, **scales}:
+                    return {"kind": "fp8", "finds_scales": bool(scales.get("dynamic"))}
                 case {"num_bits": 8, "type": "int"}, {"num_bits": 8}:
                     return {"kind": "int8"}
                 case {"num_bits": 4, "type": "int"}, None:

@@ -6,9 +6,10 @@ global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.app.
 
 from xgpt.policies.blocks import Blocks, BlockTable
 from xgpt.policies.build import build, build_rows
+from xgpt.policies.lane_settings import LaneSettings, as_run_by, lane_settings
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Chunk, MicroBatch, Request, Step
-from xgpt.policies.rule import LaneSettings, OneLaneRule, as_run_by, lane_settings
+from xgpt.policies.rule import OneLaneRule
 from xgpt.policies.schedule import OneLane, Schedule
 from xgpt.policies.waa import TwoLane, TwoLaneSettings
 

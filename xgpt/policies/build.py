@@ -8,9 +8,9 @@ from dataclasses import replace
 from xgpt.errors import InputError
 from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.in_time import FirstTokens
+from xgpt.policies.lane_settings import LaneSettings, as_run_by, lane_settings
 from xgpt.policies.pool import Pool
 from xgpt.policies.row_pool import RowPool
-from xgpt.policies.rule import LaneSettings, as_run_by, lane_settings
 from xgpt.policies.schedule import OneLane, Schedule
 from xgpt.policies.slack import Slack, StepClock
 from xgpt.policies.tcb import Batching

@@ -19,9 +19,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 
 from xgpt.policies.blocks import NO_CHAINS
+from xgpt.policies.lane_settings import LaneSettings
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import MicroBatch, Request, Step
-from xgpt.policies.rule import LaneSettings, OneLaneRule
+from xgpt.policies.rule import OneLaneRule
 from xgpt.schema import LaneName, Stage
 from xgpt.schema.step_log import Chain
 

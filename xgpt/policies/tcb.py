@@ -7,12 +7,11 @@ these in slots, which are rows of their own within a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from xgpt.policies.request import Request
 
@@ -21,9 +20,6 @@ Batching = Literal["flat", "padded", "rows", "slots"]
 
 LEAVING_SHARE = 0.25
 """Slots leave once that share of those left has ended: each leaving copies what the others hold."""
-
-BatchCost = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float64]]
-"""(numbers of requests, tokens to which each is padded) -> seconds of each such batch."""
 
 
 class Place(NamedTuple):
@@ -54,11 +50,6 @@ class RowBatch:
         return self.num_slots * self.slot_tokens
 
     @property
-    def padding(self) -> float:
-        """Share of them that is padding."""
-        return 1 - sum(place.length for place in self.places) / self.num_tokens
-
-    @property
     def most_a_slot(self) -> int:
         """Requests in the fullest slot."""
         return int(np.bincount([place.slot for place in self.places]).max())
@@ -78,7 +69,7 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
         return concatenated_rows(even_rows(filled_rows(requests, row_tokens), row_tokens))
     assert batching == "slots", "a flat batch has no layout"
     slots = even_rows(filled_rows(requests, longest), longest)
-    return RowBatch(len(slots), longest, row_tokens // longest, _places(slots))
+    return RowBatch(len(slots), longest, row_tokens // longest, places_of(slots))
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
@@ -101,31 +92,9 @@ def padded_rows(requests: Sequence[Request]) -> RowBatch:
     return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
 
 
-def length_sorted_batches(requests: Sequence[Request], cost: BatchCost, largest: int) -> list[list[Request]]:
-    """Cut the requests, sorted by length, into the batches of at most `largest` that cost least together.
-
-    best[i] = min over j of best[j] + cost(i - j, length of request i), for the i shortest.
-
-    Source: TurboTransformers (arXiv 2010.05680) Algorithm 2; TCB's TTB, Figure 1(b).
-    """
-    ordered = sorted(requests, key=lambda one: one.input_length)
-    best = np.zeros(len(ordered) + 1)
-    first = np.zeros(len(ordered) + 1, dtype=np.int64)
-    for end in range(1, len(ordered) + 1):
-        starts = np.arange(max(0, end - largest), end)
-        total = best[starts] + cost(end - starts, ordered[end - 1].input_length)
-        cheapest = int(total.argmin())
-        best[end], first[end] = total[cheapest], starts[cheapest]
-    batches, end = [], len(ordered)
-    while end:
-        batches.append(ordered[first[end] : end])
-        end = int(first[end])
-    return batches[::-1]
-
-
 def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
     """Return the requests of each row one behind the other; rows as long as the fullest. Source: TCB sec. 4.1."""
-    return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, _places(rows))
+    return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, places_of(rows))
 
 
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
@@ -142,33 +111,11 @@ def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[R
     return dealt if all(_tokens(row) <= row_tokens for row in dealt) else [list(row) for row in rows]
 
 
-def slotted_rows(
-    rows: Sequence[Sequence[Request]], row_tokens: int, slot_tokens: int
-) -> tuple[RowBatch, list[Request]]:
-    """Rows of `row_tokens // slot_tokens` slots; each request goes to the first slot of its row that has room.
-
-    Source: TCB sec. 4.2, and Algorithm 2, where `slot_tokens` is the longest request chosen by utility.
-
-    Returns:
-        The batch, and the requests that fitted no slot.
-    """
-    slots_per_row = row_tokens // slot_tokens
-    slots: list[list[Request]] = []
-    left_over: list[Request] = []
-    for row in rows:
-        own: list[list[Request]] = [[] for _ in range(slots_per_row)]
-        for one in row:
-            slot = next((slot for slot in own if _tokens(slot) + one.input_length <= slot_tokens), left_over)
-            slot.append(one)
-        slots += own
-    return RowBatch(len(slots), slot_tokens, slots_per_row, _places(slots)), left_over
-
-
 def _tokens(row: Sequence[Request]) -> int:
     return sum(one.input_length for one in row)
 
 
-def _places(slots: Sequence[Sequence[Request]]) -> tuple[Place, ...]:
+def places_of(slots: Sequence[Sequence[Request]]) -> tuple[Place, ...]:
     places = []
     for index, slot in enumerate(slots):
         start = 0

@@ -16,54 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies.tcb import LEAVING_SHARE, RowBatch
+from xgpt.policies.tcb import RowBatch
 from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import Batch, Scoring
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 from xrunner.tcb.attention import PADDING, attend_slots, same_owner
-
-
-def run_rows(
-    model: Model,
-    batch: RowBatch,
-    prompts: Mapping[int, Sequence[int]],
-    output_lengths: Mapping[int, int],
-    *,
-    free_slots: bool = False,
-) -> dict[int, list[int]]:
-    """The tokens of each request of the batch, each the one with the highest logit.
-
-    Args:
-        prompts: token ids of each request.
-        output_lengths: how many tokens to generate for each, at least one.
-        free_slots: let slots leave, and their memory with them, when their requests have ended (TCB sec. 4.2.2).
-    """
-    layout = Layout(batch, prompts)
-    lengths = np.array([output_lengths[id_] for id_ in layout.ids])
-    ends = np.zeros(batch.num_slots, dtype=np.int64)
-    np.maximum.at(ends, layout.slot, lengths)
-    """Of each slot: steps until its last request has ended."""
-    present, num_slots = np.arange(len(lengths)), batch.num_slots
-    steps: list[tuple[np.ndarray, np.ndarray]] = []
-    """The requests of each step, and their tokens."""
-    with torch.inference_mode():
-        rows = rows_of(model, layout, most_steps=int(ends.max()))
-        tokens = rows.first().argmax(dim=-1)
-        while True:
-            steps.append((present, tokens.cpu().numpy()))
-            running = ends > len(steps)
-            if not running.any():
-                break
-            if free_slots and running.sum() <= (1 - LEAVING_SHARE) * num_slots:
-                stay = np.flatnonzero(running[layout.slot[present]])
-                rows.keep(stay)
-                tokens, present, num_slots = tokens[torch.from_numpy(stay)], present[stay], int(running.sum())
-            tokens = rows.next(tokens).argmax(dim=-1)
-    outputs: dict[int, list[int]] = {id_: [] for id_ in layout.ids}
-    for count, (requests, values) in enumerate(steps):
-        for request in np.flatnonzero(lengths[requests] > count):
-            outputs[layout.ids[requests[request]]].append(int(values[request]))
-    return outputs
 
 
 class Layout:

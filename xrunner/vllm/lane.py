@@ -8,7 +8,7 @@ from xgpt.errors import InputError
 from xgpt.policies import OneLane, Pool
 from xgpt.policies.build import queue_of
 from xgpt.policies.build import settings_of as lane_settings_of
-from xgpt.policies.rule import LaneSettings
+from xgpt.policies.lane_settings import LaneSettings
 from xgpt.schema import Plan, WaaSettings
 
 

@@ -132,11 +132,6 @@ class Grid:
         row: list[float] = (self.seconds[i] + u * (self.seconds[i + 1] - self.seconds[i])).tolist()
         return row
 
-    def per_request(self, batch: float) -> Line:
-        """Return the seconds of one request by its length, in a batch of this size."""
-        batch = max(batch, 1.0)
-        return Line(self.lengths, self(np.full_like(self.lengths, batch), self.lengths) / batch)
-
 
 def _level(points: Array, seconds: Array) -> Array:
     """Return times at twice the last point: along the last segment, or constant if that falls."""

@@ -43,8 +43,7 @@ def counted_run(
 def is_counted(plan: Plan) -> bool:
     """Whether a plan has a compiled run."""
     counts_tell = plan.admission.order == "fcfs" and plan.admission.kv == "reserve" and plan.policy.counts_tell
-    goes_by_clock = any(getattr(plan.policy, name, None) is not None for name in ("slack", "thresholds"))
-    return counts_tell and not goes_by_clock
+    return counts_tell and getattr(plan.policy, "slack", None) is None
 
 
 def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> Run | TimedRun | None:
@@ -56,7 +55,9 @@ def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Strea
         return None
     settings = schedule.settings
     first_tokens = settings.first_tokens
-    if settings.ahead or (plan.admission.order != "fcfs" and (first_tokens is None or not settings.mix)):
+    if not settings.mix or settings.ahead or settings.batch_wait_steps:
+        return None
+    if plan.admission.order != "fcfs" and first_tokens is None:
         return None
     kv = Kv(schedule.pool.kv_blocks, plan.block_size)
     in_time = None if first_tokens is None else InTimeOrder(first_tokens)

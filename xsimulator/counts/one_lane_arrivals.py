@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.policies.rule import ADJUSTMENT, LaneSettings
+from xgpt.policies.lane_settings import LaneSettings
+from xgpt.policies.rule import ADJUSTMENT
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_tables import pass_stages, step_ns, step_tables
 from xsimulator.counts.arrivals import BOTH, NONE, Kv, Run, Stream
@@ -41,6 +42,10 @@ class OneLaneRun(Run):
         lane["mix"], lane["refills"], lane["ahead"] = settings.mix, settings.refill_when_empty, settings.ahead
         lane["prompts_first"], lane["reuse_is_planned"] = settings.prompts_first, settings.reuse_is_planned
         lane["whole_prompts"] = settings.whole_prompts
+        lane["batch_wait_steps"], lane["batch_wait_tokens"] = settings.batch_wait_steps, settings.batch_wait_tokens
+        if (thresholds := settings.thresholds) is not None:
+            lane["phase_waiting"] = thresholds.waiting_requests
+            lane["phase_wait_ns"] = 1_000_000 * thresholds.oldest_wait_ms
         lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
         lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
         for i, batch in enumerate(self.state.batches):
@@ -131,10 +136,11 @@ def next_step(s, lane, number, step):
         return False
     step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
     if lane.mix:
-        fill(s, lane, batch)
+        if not waits_for_others(s, lane, batch):
+            fill(s, lane, batch)
     elif lane.refills:
         next_part(s, lane, batch)
-    elif may and is_phase_over(batch):
+    elif may and is_phase_over(batch) and (not is_running(batch) or is_worth_a_phase(s, lane)):
         batch.phase += 1
         begin_phase(s, lane, batch)
     step.last_piece = lane.num_pieces
@@ -163,6 +169,15 @@ def is_phase_over(batch):
 
 
 @helper
+def is_worth_a_phase(s, lane):
+    """Whether enough requests wait, or one has waited long enough; without thresholds, always."""
+    num_waiting = lane.tail - lane.head
+    if num_waiting >= lane.phase_waiting:
+        return True
+    return num_waiting > 0 and lane.now_ns - s.requests[lane.head].arrival_ns >= lane.phase_wait_ns
+
+
+@helper
 def may_encode(s, lane, number):
     """Whether a phase may begin: those of all micro-batches begin together."""
     if len(s.batches) == 1 or lane.mix or lane.refills:
@@ -171,6 +186,20 @@ def may_encode(s, lane, number):
         if s.batches[i].phase <= s.batches[number].phase and not is_phase_over(s.batches[i]):
             return False
     return True
+
+
+@helper
+def waits_for_others(s, lane, batch):
+    """Whether prompts wait for more of them in this step, which is counted."""
+    most = batch.max_batch - num_running(batch)
+    waits = batch.waited < lane.batch_wait_steps and batch.decoding > 0 and most > 0 and can_admit(s, lane)
+    if waits:
+        tokens = batch.decoding
+        for id_ in range(lane.head, min(lane.tail, lane.head + most)):
+            tokens += s.requests[id_].input
+        waits = tokens < lane.batch_wait_tokens
+    batch.waited = batch.waited + 1 if waits else 0
+    return waits
 
 
 @helper

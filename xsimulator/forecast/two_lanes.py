@@ -21,30 +21,16 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import ndtri
 
 from xgpt.errors import InputError
 from xsimulator.costs.curves import Array, Table
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.transfer import TransferCost
+from xsimulator.forecast.lane_balance import FINER, GRID, LEVELS, LanePair, Stays, Waiting, at_points, locate, size_for
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.pipeline import Pipeline, RandomSteps, expected_max_deviate
 from xsimulator.lengths import Lengths
-
-GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
-"""Requests of a decode micro-batch at which the closed form looks for its steady state."""
-
-
-FINER = np.linspace(0, 1, 17)
-"""Points within a stretch of the grid."""
-LEVELS = 3
-"""Times that such a stretch is divided by these."""
-PERIODS = 4
-"""Batches before the last whose remaining requests are counted one by one; those of earlier ones are integrated."""
-
-
-BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 
 
 class TwoLaneModel:
@@ -79,7 +65,7 @@ class TwoLaneModel:
         first = int(decode.has_encoder)  # an encoder's lane makes no token: the decode lane makes the first, too
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
-        self._stays = _Stays(np.concatenate([[1.0], lengths.survival]) if first else lengths.survival)
+        self._stays = Stays(np.concatenate([[1.0], lengths.survival]) if first else lengths.survival)
         self._joined: dict[tuple[float, float, float], Array] = {}
         """Of `_rounds`, by least and largest encode batch and micro-batches."""
 
@@ -89,9 +75,9 @@ class TwoLaneModel:
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encode_pipeline.num_stages
         limit = encode_batch / np.maximum(interval, moving)
-        rounds = self._rounds(encode_batch, encode_batch, microbatches, _size_for(cap / microbatches))
-        lanes = _Lanes(encode_batch, encode_batch, through, moving, microbatches, rounds)
-        batch, step = self._balance(lanes, _Waiting(1 / encode_batch, sd * sd, interval, limit), cap)
+        rounds = self._rounds(encode_batch, encode_batch, microbatches, size_for(cap / microbatches))
+        lanes = LanePair(encode_batch, encode_batch, through, moving, microbatches, rounds)
+        batch, step = self._balance(lanes, Waiting(1 / encode_batch, sd * sd, interval, limit), cap)
         mean_decodes = max(self.mean_decodes, 1e-9)
         throughput = np.minimum(batch / (mean_decodes * step), limit)
 
@@ -138,9 +124,9 @@ class TwoLaneModel:
         limit = largest_batch / np.maximum(interval, at_most)
         # Beyond the profile's points a batch may cost more by the prompt than a smaller one.
         limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
-        rounds = self._rounds(encode_batch, largest_batch, microbatches, _size_for(cap / microbatches))
-        lanes = _Lanes(encode_batch, largest_batch, through, moving, microbatches, rounds)
-        batch, step = self._balance(lanes, _Waiting(1 / largest_batch, sd * sd, interval, limit), cap)
+        rounds = self._rounds(encode_batch, largest_batch, microbatches, size_for(cap / microbatches))
+        lanes = LanePair(encode_batch, largest_batch, through, moving, microbatches, rounds)
+        batch, step = self._balance(lanes, Waiting(1 / largest_batch, sd * sd, interval, limit), cap)
         # Where steps take longer by the request in larger batches, fewer requests in decode serve more.
         up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
@@ -160,7 +146,7 @@ class TwoLaneModel:
             served = np.maximum(served, np.where(share < 1, at_end / np.maximum(longest, 1e-300), served))
         return np.where(allowed.any(axis=1), np.minimum(most, served / mean_decodes), 0.0)
 
-    def _balance(self, lanes: _Lanes, waiting: _Waiting, cap: Array) -> tuple[Array, Array]:
+    def _balance(self, lanes: LanePair, waiting: Waiting, cap: Array) -> tuple[Array, Array]:
         """Requests in decode, and seconds of an iteration, at which as many are inside as the cap allows.
 
         What is found lies on the chord of a stretch of the last division, so a little low.
@@ -169,19 +155,19 @@ class TwoLaneModel:
         rate = lanes.decoding / (mean_decodes * lanes.rounds)
         stays = rate * self._stays.mean(lanes, lanes.rounds)
         # No fewer are inside than the rate's share of the stays, and more than that by one batch at most.
-        first, _ = _locate(stays + lanes.largest_batch[:, None] + self._forming(lanes) + waiting(rate), cap)
-        last, _ = _locate(stays, cap + 1)
+        first, _ = locate(stays + lanes.largest_batch[:, None] + self._forming(lanes) + waiting(rate), cap)
+        last, _ = locate(stays, cap + 1)
         low, high = lanes.at(first), np.minimum(lanes.at(last + 1), lanes.serving(waiting.limit, mean_decodes))
         for _ in range(LEVELS):
             points = low[:, None] + np.maximum(high - low, 0.0)[:, None] * FINER
             step = lanes.step(points)
-            index, share = _locate(self._inside(lanes, points / (mean_decodes * step), step, waiting), cap)
+            index, share = locate(self._inside(lanes, points / (mean_decodes * step), step, waiting), cap)
             rows = np.arange(len(cap))
             low, high = points[rows, index], points[rows, index + 1]
         batch = low + share * (high - low)
         return np.maximum(batch, 1e-12), lanes.step(batch[:, None])[:, 0]
 
-    def _inside(self, lanes: _Lanes, rate: Array, step: Array, waiting: _Waiting) -> Array:
+    def _inside(self, lanes: LanePair, rate: Array, step: Array, waiting: Waiting) -> Array:
         """Requests inside once a batch has entered, and slots that are free then, at least. # [n, points]"""
         batch, largest = lanes.encode_batch[:, None], lanes.largest_batch[:, None]
         rate = np.maximum(rate, 1e-300)
@@ -190,7 +176,7 @@ class TwoLaneModel:
         # A batch that meets nothing enters whatever the cap, and finds the lane free.
         return inside + np.minimum(self._forming(lanes) + waiting(rate), inside - largest)
 
-    def _forming(self, lanes: _Lanes) -> Array:
+    def _forming(self, lanes: LanePair) -> Array:
         """Slots more than the mean batch's that are free as a batch enters. # [n, 1]
 
         Slots come free one at a time, and a batch's prompts vary in number where they are packed by tokens.
@@ -248,7 +234,7 @@ class TwoLaneModel:
             size: the number of the grid's points to evaluate, from the first on.
         """
         own = encode_batch * self._stays.together / microbatches
-        reach = max(size, _size_for(own))
+        reach = max(size, size_for(own))
         _, slowest, through = self._decode_grid
         if self.decode.has_encoder:
             rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, reach)
@@ -258,7 +244,7 @@ class TwoLaneModel:
             each = self._encode_table(largest_batch)[-1] / largest_batch / max(self.mean_decodes, 1e-9)
             rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
         # A batch joins as one: its requests share their steps with each other, however few decode in the mean.
-        with_own = _at(rounds, own[:, None])
+        with_own = at_points(rounds, own[:, None])
         rounds = rounds[:, :size]
         return np.where(GRID[:size] < own[:, None], with_own, rounds)
 
@@ -352,160 +338,3 @@ class TwoLaneModel:
 def _share_joined(joining: Array, batch: Array) -> Array:
     """Of steps that requests join, where `joining` do so in the mean, batch by batch at even intervals."""
     return np.clip(joining / batch, 1e-12, 1.0)
-
-
-def as_interpolated(batches: Array) -> Array:
-    """Return by what times that are given at some batches, and linear in between, become what the grid makes of them.
-
-    A row of times is multiplied with it from the right. # [batches, batches]
-    """
-    on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
-    return np.stack([np.interp(batches, GRID, row) for row in on_grid])
-
-
-def _at(rounds: Array, each: Array) -> Array:
-    """What is given at the grid's first points, at others. # [n, grid], [n, points]"""
-    index = np.clip(GRID.searchsorted(each, side="right") - 1, 0, rounds.shape[1] - 2)
-    rows = np.arange(len(each))[:, None]
-    low, high = rounds[rows, index], rounds[rows, index + 1]
-    found: Array = low + (high - low) * (each - GRID[index]) / (GRID[index + 1] - GRID[index])
-    return found
-
-
-def _size_for(each: Array) -> int:
-    """Points of the grid, from the first on, among which a micro-batch's requests lie."""
-    return min(int(GRID.searchsorted(each.max())) + 2, len(GRID))
-
-
-def _locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
-    """Where each row passes its level for the last time: the point before, and the share of the way to the next.
-
-    Where larger batches take longer by the request, a row falls in between. Once chance has taken a lane past such a
-    stretch it serves too little to come back, so the last passage is where it stays. # [n, grid], [n] -> [n], [n]
-    """
-    below = y <= level[:, None]
-    last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)
-    index = np.where(below.any(axis=1), np.minimum(last, y.shape[1] - 2), 0)
-    rows = np.arange(len(level))
-    low, high = y[rows, index], y[rows, index + 1]
-    return index, np.minimum(np.maximum((level - low) / np.maximum(high - low, 1e-300), 0.0), 1.0)
-
-
-class _Lanes:
-    """What both lanes take, of candidates or of boxes of them.
-
-    Args:
-        encode_batch, largest_batch: the least and the most requests encoded at once. # [n]
-        through, moving: seconds in the encode lane, and of the transfer, at least. # [n]
-        rounds: seconds of an iteration of all micro-batches, at least, at the grid's first points. # [n, grid]
-    """
-
-    def __init__(
-        self,
-        encode_batch: Array,
-        largest_batch: Array,
-        through: Array,
-        moving: Array,
-        microbatches: Array,
-        rounds: Array,
-    ) -> None:
-        self.encode_batch, self.largest_batch = encode_batch, largest_batch
-        self.through, self.before = through[:, None], (through + moving)[:, None]
-        self.microbatches, self.rounds = microbatches, rounds
-        self.decoding: Array = microbatches[:, None] * GRID[: rounds.shape[1]]
-        """Requests in decode at the grid's points. # [n, grid]"""
-
-    def at(self, index: npt.NDArray[np.intp]) -> Array:
-        """Requests in decode at a point of the grid. # [n]"""
-        return self.microbatches * GRID[index]
-
-    def step(self, decoding: Array) -> Array:
-        """Seconds of an iteration with these numbers of requests in decode. # [n, points]"""
-        return _at(self.rounds, decoding / self.microbatches[:, None])
-
-    def serving(self, rate: Array, mean_decodes: float) -> Array:
-        """Requests in decode from which on the lane serves more than a rate. # [n]"""
-        index, _ = _locate(self.decoding / (mean_decodes * self.rounds), rate)
-        rows = np.arange(len(rate))
-        start, end = self.decoding[rows, index], self.decoding[rows, index + 1]
-        first, last = self.rounds[rows, index], self.rounds[rows, index + 1]
-        slope = (last - first) / (end - start)
-        # B = r E[S] T(B), with T linear between two points of the grid.
-        work = rate * mean_decodes
-        found = work * (first - slope * start) / np.where(work * slope < 1, 1 - work * slope, 1.0)
-        return np.where((found >= start) & (found <= end), found, end)
-
-
-class _Stays:
-    """How long requests are inside.
-
-    Args:
-        survival: P(D >= t) of the iterations in the decode lane, t = 1 .. max D.
-    """
-
-    def __init__(self, survival: Array) -> None:
-        self.transferred = float(survival[0])
-        """Share of requests that the decode lane sees: others end with the token that the encode lane makes."""
-        self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
-        """Of requests that are inside for given iterations after their transfer, joining included."""
-        tail = (self._share[1:] + self._share[:-1]) / 2
-        self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
-        """Iterations that a request has left then, in the mean over all requests."""
-        self.together = float(survival @ survival / (survival.sum() or 1.0))
-        """Share of its own batch that a request decodes with."""
-
-    def mean(self, lanes: _Lanes, step: Array) -> Array:
-        """Seconds. # [n, points]"""
-        return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
-
-    def left(self, lanes: _Lanes, period: Array, step: Array) -> Array:
-        """Requests of earlier batches that a batch finds, not counting its own. # [n, points]
-
-        Args:
-            period: seconds from one batch to the next.
-        """
-        found: Array = self._inside(lanes, BEFORE * period, step).sum(axis=0)
-        return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
-
-    def _inside(self, lanes: _Lanes, age: Array, step: Array) -> Array:
-        """G(age)."""
-        return np.where(age < lanes.through, 1.0, _between(self._share, (age - lanes.before) / step))
-
-    def _after(self, lanes: _Lanes, age: Array, step: Array) -> Array:
-        """The integral of G from an age on."""
-        encoding = np.maximum(lanes.through - age, 0.0)
-        moving = np.clip(lanes.before - age, 0.0, lanes.before - lanes.through)
-        return encoding + self.transferred * moving + step * _between(self._rest, (age - lanes.before) / step)
-
-
-def _between(values: Array, at: Array) -> Array:
-    """Values given at 0, 1, .., and linear in between."""
-    at = np.minimum(np.maximum(at, 0.0), len(values) - 1)
-    index = np.minimum(at.astype(int), len(values) - 2)
-    low = values.take(index)
-    return low + (at - index) * (values.take(index + 1) - low)
-
-
-class _Waiting:
-    """Requests whose slots are free while the encode lane is busy, against requests a second.
-
-    As for a queue of batches, without end where the lane has no time left.
-
-    Args:
-        arrivals, service: squared coefficients of variation of the time between batches, and of a batch's.
-        interval: seconds from one batch to the next.
-        limit: requests a second that the lane allows.
-
-    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
-    """
-
-    def __init__(self, arrivals: Array, service: Array, interval: Array, limit: Array) -> None:
-        both = arrivals + service
-        self._calm = (-2 / 3 * (1 - arrivals) ** 2 / both)[:, None]
-        self._seconds = (interval * both / 2)[:, None]
-        self.limit = limit
-
-    def __call__(self, rate: Array) -> Array:
-        """# [n, grid] -> [n, grid]"""
-        free = np.maximum(self.limit[:, None] / np.maximum(rate, 1e-9) - 1, 1e-9)
-        return rate * self._seconds * np.exp(self._calm * free) / free

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from xgpt.schema import Plan, WaaSettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
+from xsimulator.forecast.lane_balance import as_interpolated
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
-from xsimulator.forecast.two_lanes import TwoLaneModel, as_interpolated
+from xsimulator.forecast.two_lanes import TwoLaneModel
 
 
 class Waa(Forecast[TwoLaneModel]):

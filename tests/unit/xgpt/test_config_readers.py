@@ -14,7 +14,7 @@ from tests.planned import num_params
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.resolve import load_model
-from xgpt.schema import ModelSpec
+from xgpt.schema import ModelSpec, Quantization
 
 SIZES = {
     "vocab_size": 211,
@@ -92,6 +92,14 @@ def test_scaled_rotary_embeddings_are_read(tmp_path: Path) -> None:
     assert read(tmp_path / "phi3", config).rope_scaling.attention_factor == pytest.approx(1.4**0.5)  # type: ignore[union-attr]
 
 
+def compressed(*, dynamic: bool) -> dict[str, Any]:
+    group = {
+        "weights": {"num_bits": 8, "type": "float"},
+        "input_activations": {"num_bits": 8, "type": "float", "dynamic": dynamic},
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
 QUANTISED = {
     "fp8": {"quant_method": "fp8"},
     "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -115,6 +123,23 @@ def test_quantised_weights_are_read(kind: str, tmp_path: Path) -> None:
     spec = read_spec(directory)
     assert spec.quantization is not None and spec.quantization.kind == kind
     assert spec.weight_bytes("bfloat16") < 0.7 * spec.model_copy(update={"quantization": None}).weight_bytes("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("given", "finds_scales"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, False),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, False),
+        (compressed(dynamic=True), True),
+        (compressed(dynamic=False), False),
+    ],
+)
+def test_whether_a_checkpoint_holds_the_scales_of_activations(
+    given: dict[str, Any], finds_scales: bool, tmp_path: Path
+) -> None:
+    spec = read(tmp_path / "model", config_of("mixtral", quantization_config=given))
+    assert spec.quantization == Quantization(kind="fp8", finds_scales=finds_scales)
 
 
 @pytest.mark.parametrize(

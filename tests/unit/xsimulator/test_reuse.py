@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.lib.exact_reuse import exact_share
 from tests.fakes import FakeExecutor
 from tools.make_workload import main
 from tools.structured import conversations, shared_prompts
@@ -19,7 +20,6 @@ from xgpt.workload import TraceLengths
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xsimulator.events import SimulatedEngine, SimulatedRequest
-from xsimulator.reuse import exact_share
 
 BLOCK = 16
 

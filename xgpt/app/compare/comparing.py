@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import floor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.app.bench import Load, bench_plan
-from xgpt.app.compare.vllm_command import read_vllm_command
+from xgpt.app.compare.vllm_command import CurrentEngine, read_vllm_command
 from xgpt.app.plan.arrivals import predicted_rate, rate_of, with_capacities, with_capacity
 from xgpt.app.plan.planning import plan_each
 from xgpt.app.plan.problems import resolve, scheduler
+from xgpt.app.plan.profiles import Progress
+from xgpt.app.plan.request import PlanRequest
 from xgpt.errors import InputError
 from xgpt.schema import BenchReport, ChunkedSettings, Plan, Profile
-
-if TYPE_CHECKING:
-    from xgpt.app.compare.vllm_command import CurrentEngine
-    from xgpt.app.plan.profiles import Progress
-    from xgpt.app.plan.request import PlanRequest
-    from xscheduler.problem import Problem
-    from xscheduler.search import Method
+from xscheduler.problem import Problem
+from xscheduler.search import Method
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is relaxed to see what that gains; None: no bound."""

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 from xgpt.app.compare.vllm_flags import ALIASES, REFUSED, TAKES, VERSION
 from xgpt.errors import InputError, nearest
+from xgpt.io import load_yaml
 from xgpt.schema import ClusterSpec, DType
 
 T = TypeVar("T")
@@ -174,8 +175,6 @@ def _read_flags(words: list[str]) -> Given:
 
 def _read_config(path: str) -> Given:
     """Return the flags of a YAML file, as `vllm serve --config` takes them."""
-    from xgpt.io import load_yaml
-
     data = load_yaml(Path(path), "current: --config")
     if not isinstance(data, dict):
         raise InputError("current: --config", path, "it must hold flags and their values")

@@ -13,7 +13,9 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from xgpt.app.compare.comparing import gain_in_words, score_current
 from xgpt.app.compare.vllm_command import read_vllm_command
@@ -27,10 +29,8 @@ from xgpt.app.simulating import simulate
 from xgpt.errors import InfeasibleError, InputError, XgptError
 from xgpt.io import dump_json
 from xgpt.schema import Plan
-
-if TYPE_CHECKING:
-    from xscheduler.schedule import Scheduler
-    from xsimulator.clock import Span
+from xscheduler.schedule import Scheduler
+from xsimulator.clock import Span
 
 Part = dict[str, Any]
 """A piece of an answer; `part` names its kind."""
@@ -175,8 +175,6 @@ def trade_off(of: Scheduler, kinds: tuple[str, ...]) -> Part:
 
 def timeline(plan: Plan, of: Scheduler) -> Part:
     """Return some steps of a simulated run of the plan, with requests always waiting."""
-    import numpy as np
-
     spans: list[Span] = []
     simulate(plan, of.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
     return figures.timeline(plan, spans)._asdict()

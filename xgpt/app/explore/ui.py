@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -13,8 +14,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvicorn
+
 from xgpt.errors import InputError, MachineError
 from xgpt.io import config_names
+from xgpt.pages import render_ui
 from xgpt.resolve import load_workload
 
 if TYPE_CHECKING:
@@ -117,8 +121,6 @@ def build_app() -> Starlette:
     from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    from xgpt.pages import render_ui
-
     worker = Worker()
 
     @asynccontextmanager
@@ -199,10 +201,6 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
     Raises:
         MachineError: the port cannot be opened.
     """
-    import socket
-
-    import uvicorn
-
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:

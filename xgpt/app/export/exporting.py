@@ -12,9 +12,13 @@ from importlib.metadata import version
 from typing import Literal
 
 from xgpt import __version__, hub
+from xgpt.app.export.kubernetes import RENDEZVOUS_PORT, kubernetes_files
 from xgpt.app.export.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm
+from xgpt.app.export.platforms import dynamo_files, llmd_files
+from xgpt.app.plan.profiles import check_engine
 from xgpt.app.serve.checking import check_vllm_runs
 from xgpt.errors import InputError
+from xgpt.io import dump_json
 from xgpt.schema import Plan
 
 Target = Literal["vllm", "k8s", "dynamo", "llm-d", "script"]
@@ -30,10 +34,6 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
         InputError: the plan does not fit its devices by its own estimate, is for another engine, or the target cannot
             run it.
     """
-    from xgpt.app.export.kubernetes import kubernetes_files
-    from xgpt.app.export.platforms import dynamo_files, llmd_files
-    from xgpt.io import dump_json
-
     check_memory(plan)
     writers = {
         "vllm": _vllm,
@@ -69,7 +69,6 @@ def start_command(target: Target) -> str:
 
 
 def _vllm(plan: Plan) -> dict[str, str]:
-    from xgpt.app.plan.profiles import check_engine
     from xrunner.vllm import TESTED_VERSION
 
     check_engine(plan, "vllm")
@@ -94,9 +93,6 @@ def _vllm(plan: Plan) -> dict[str, str]:
 
 def _start_script(plan: Plan) -> dict[str, str]:
     """Return a script that runs `xgpt serve` with xgpt's own engine on each node."""
-    from xgpt.app.export.kubernetes import RENDEZVOUS_PORT
-    from xgpt.app.plan.profiles import check_engine
-
     check_engine(plan, "native")
     model_id = hub.id_of(plan.checkpoint)
     num_nodes = -(-plan.num_devices // plan.cluster.devices_per_node)

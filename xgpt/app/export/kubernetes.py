@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xgpt import __version__, hub
+from xgpt.app.export.packages import PORT, vllm_dockerfile
 from xgpt.app.export.pods import (
     DRAIN_S,
     ETC,
@@ -26,6 +27,8 @@ from xgpt.app.export.pods import (
     service,
     to_yaml,
 )
+from xgpt.app.plan.profiles import check_engine
+from xgpt.app.serve.checking import check_vllm_runs
 from xgpt.errors import InputError
 from xgpt.schema import Plan
 
@@ -83,9 +86,6 @@ def num_nodes(plan: Plan) -> int:
 
 def _deployment(plan: Plan, names: Names) -> dict[str, str]:
     """Return a Deployment with a pod for each replica."""
-    from xgpt.app.export.packages import PORT, vllm_dockerfile
-    from xgpt.app.plan.profiles import check_engine
-    from xgpt.app.serve.checking import check_vllm_runs
     from xrunner.vllm import TESTED_VERSION
 
     in_vllm = plan.profile.engine != "native"
@@ -120,9 +120,6 @@ _OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for C
 
 def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
     """Return a LeaderWorkerSet with a group of pods for each replica: the leader answers requests, all compute."""
-    from xgpt.app.export.packages import PORT
-    from xgpt.app.plan.profiles import check_engine
-
     if plan.profile.engine == "vllm":
         says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
         raise InputError("plan.stages", plan.devices_per_replica, says)

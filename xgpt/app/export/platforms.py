@@ -13,7 +13,10 @@ from typing import Any
 from xgpt import __version__, hub
 from xgpt.app.export import pods
 from xgpt.app.export.kubernetes import check_deployable, kustomization, num_nodes, serving_command, weights_note
+from xgpt.app.export.packages import vllm_dockerfile
 from xgpt.app.export.pods import ETC, MODEL_PATH, Names, Object, Work, of_pod, of_secret
+from xgpt.app.plan.profiles import check_engine
+from xgpt.app.serve.checking import check_vllm_runs
 from xgpt.errors import InputError
 from xgpt.schema import LaneName, Plan
 
@@ -37,7 +40,6 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
     """
-    from xgpt.app.export.packages import vllm_dockerfile
     from xrunner.vllm import TESTED_VERSION
 
     names = _checked(plan, "dynamo")
@@ -107,7 +109,6 @@ def llmd_files(plan: Plan) -> dict[str, str]:
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
     """
-    from xgpt.app.export.packages import vllm_dockerfile
     from xrunner.vllm import TESTED_VERSION
 
     names = _checked(plan, "llm-d")
@@ -157,9 +158,6 @@ def llmd_files(plan: Plan) -> dict[str, str]:
 
 
 def _checked(plan: Plan, target: str) -> Names:
-    from xgpt.app.plan.profiles import check_engine
-    from xgpt.app.serve.checking import check_vllm_runs
-
     check_deployable(plan, target)
     check_engine(plan, "vllm")
     if num_nodes(plan) > 1:

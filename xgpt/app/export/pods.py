@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from xgpt import hub
 from xgpt.errors import InputError
+from xgpt.io import dump_json
 from xgpt.schema import Plan
 
 Object = dict[str, Any]
@@ -91,8 +94,6 @@ def config_map(plan: Plan, names: Names) -> Object:
     Raises:
         InputError: it is too large.
     """
-    from xgpt.io import dump_json
-
     document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
     if len(document.encode()) > MAX_CONFIG_BYTES:
         says = f"the plan takes {len(document.encode())} bytes, a ConfigMap {MAX_CONFIG_BYTES}; plan with fewer lengths"
@@ -286,7 +287,6 @@ def _gib(count: int) -> str:
 
 def to_yaml(objects: Sequence[Object]) -> str:
     """Return objects as YAML documents; a library quotes them, so that no name in a plan can add YAML."""
-    import yaml
 
     class Dumper(yaml.SafeDumper):
         """Writes texts of several lines as blocks, and repeats values instead of using aliases."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import with_capacity
 from xgpt.app.plan.planning import kinds_of
 from xgpt.app.plan.problems import scheduler
+from xgpt.app.plan.request import PolicyChoice
 from xgpt.errors import InfeasibleError
 from xgpt.machine import num_cores
 from xgpt.schema import ClusterSpec, Plan, Profile, Workload
 from xgpt.schema.fleet import ReplicaKind
+from xscheduler.problem import Problem
 from xscheduler.replanning.decide import weights_loading_s
 from xscheduler.replanning.reestimate import reestimate
-
-if TYPE_CHECKING:
-    from xgpt.app.plan.request import PolicyChoice
-    from xscheduler.problem import Problem
 
 WORTH = 1.02
 """Factor by which more devices must raise the rate a device, since such replicas are added in larger steps."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat
 
+from xgpt.app.export.pods import Names
 from xgpt.app.fleet.autoscaling import Autoscaler, began_at
 from xgpt.app.fleet.controller import Controller
 from xgpt.app.fleet.day import cut, read_day
@@ -23,6 +24,7 @@ from xgpt.app.fleet.kinds import Candidate, devices_here
 from xgpt.app.fleet.planning import FleetModel, share_kept
 from xgpt.app.fleet.simulated import ControlledDay, control_day
 from xgpt.app.plan.profiles import profile_of
+from xgpt.connection import own_api_key
 from xgpt.errors import InputError
 from xgpt.io import parse_arguments
 from xgpt.schema import ClusterSpec, Frozen
@@ -88,8 +90,6 @@ def autoscale(
     controller = Controller(fleet, limits, request.look_s)
     ending = stop or Event()
     if request.driver == "kubernetes":
-        from xgpt.connection import own_api_key
-
         name = request.name or fleet_name(fleet)
         with closing(ApiServer(request.api_server)) as server, _until_signal(ending):
             cluster = Kubernetes(fleet, name, server, request.namespace, own_api_key(), began_s)
@@ -143,8 +143,6 @@ def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
 
 def fleet_name(fleet: FleetPlan) -> str:
     """Return a fleet's name as Kubernetes accepts it: letters, digits and dashes."""
-    from xgpt.app.export.pods import Names
-
     return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from xgpt.app.fleet.day import Day, Intervals, cut, read_day
 from xgpt.app.fleet.kinds import Candidate, candidates, devices_here
 from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.profiles import Progress
 from xgpt.app.plan.request import PlanRequest, plan_request
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.io import parse_arguments
@@ -34,10 +35,7 @@ from xscheduler.fleet import (
 )
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.fleet import Replica, replicas_of, simulate_fleet
-
-if TYPE_CHECKING:
-    from xgpt.app.plan.profiles import Progress
-    from xsimulator.measures import RequestTimes
+from xsimulator.measures import RequestTimes
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xgpt.app.report.plan_text import settings_text
+from xgpt.pages import render
 from xgpt.schema.fleet import FleetFigures, FleetPlan
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 def fleet_report(fleet: FleetPlan) -> str:
     """Return the page, as HTML that loads nothing from anywhere."""
-    from xgpt.pages import render
-
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     bounds = {"latency": constraint.latency_bound_s, "first token": constraint.ttft_s, "a token": constraint.tpot_s}
     kept = ", ".join(f"{name} within {bound:g} s" for name, bound in bounds.items() if bound is not None)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from xgpt.app.plan.profiles import Progress
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Capacity, Plan, Profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from xgpt.app.plan.profiles import Progress
     from xscheduler.schedule import Scheduler
     from xsimulator.capacity import CapacitySearch
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import maximised
 from xgpt.resolve import load_engine
@@ -13,9 +13,6 @@ from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import FORECASTS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 DEAREST = 0.4
 """Largest cost of mixing that is considered, as a share of a step's decodes."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import best_by_arrivals, rate_of, with_capacity
 from xgpt.app.plan.problems import scheduler
+from xgpt.app.plan.profiles import Progress
 from xgpt.app.plan.request import POLICY_GROUPS, PolicyChoice
 from xgpt.app.plan.saturation import settled, with_simulated_figures
 from xgpt.app.plan.tuning import tune
@@ -15,17 +16,12 @@ from xgpt.app.plan.verifying import best_of_each
 from xgpt.errors import InfeasibleError, InputError, nearest
 from xgpt.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan, Profile
 from xscheduler.placement import PLACED, Placement
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+from xscheduler.search import Method
 from xscheduler.space import UNCUT, runnable
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from xgpt.app.plan.profiles import Progress
-    from xscheduler.problem import Problem
-    from xscheduler.schedule import Scheduler
-    from xscheduler.search import Method
 
 TIGHTER = (0.7, 0.4)
 """Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
@@ -104,7 +100,8 @@ def _under_tighter(
         except InfeasibleError:
             continue
         for plan in found.values():
-            plan = plan.model_copy(update={"constraint": constraint})
+            bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # its headroom stays
+            plan = plan.model_copy(update={"constraint": bounds})
             yield with_capacity(plan, problem.profile, rate_of(plan), edges=False)
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xgpt import hub
-from xgpt.app.plan.profiles import check_belongs, dtype_of, given_profile, keep, obtain_profile
+from xgpt.app.plan.profiles import Progress, check_belongs, dtype_of, given_profile, keep, obtain_profile
+from xgpt.app.plan.request import PlanRequest
 from xgpt.errors import InputError
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
 from xgpt.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
-
-if TYPE_CHECKING:
-    from xgpt.app.plan.profiles import Progress
-    from xgpt.app.plan.request import PlanRequest
-    from xscheduler.search import Method
+from xscheduler.search import Method
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from pathlib import Path
 
+from xgpt.app.arguments import ProfileArguments
 from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
+from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Profile
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from xgpt.app.arguments import ProfileArguments
+from xprofiler import NATIVE_VERSION, analytic, imported
 
 Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)"""
@@ -49,8 +49,6 @@ def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Pr
         InputError: there is no such model, cluster or table, or arguments do not go together.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.resolve import load_cluster, load_model
-
     config = asked.get("config")
     model = os.fspath(asked.get("model", "opt-125m"))
     spec, checkpoint = load_model(model, None if config is None else os.fspath(config))
@@ -98,8 +96,6 @@ def obtain_profile(
     """
     dtype = dtype_of(spec, cluster, dtype)
     if not cluster.is_local:
-        from xprofiler import analytic
-
         return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
     latest = _latest(spec, cluster, dtype)
     if latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
@@ -144,8 +140,6 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
     Raises:
         InputError: the file is broken, or the profile is of another model, device or dtype.
     """
-    from pathlib import Path
-
     profile = load_json(Path(path), Profile, "profile")
     check_belongs(profile, spec, cluster, dtype_of(spec, cluster, dtype, profile.engine))
     return profile
@@ -157,8 +151,6 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     Raises:
         InputError: the message names the profile's value, the plan's, and the way out.
     """
-    from xprofiler import NATIVE_VERSION
-
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
         raise InputError("profile.model", profile.model.name, f"{spec.name} is planned for, with {other}: {make}")
@@ -211,8 +203,6 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     Raises:
         InputError: the profile is not on this machine, or the given one is another.
     """
-    from pathlib import Path
-
     wanted = plan.profile.sha256
     if given is not None:
         profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
@@ -251,11 +241,6 @@ def import_profile(
     Raises:
         InputError: the tables are not there, or lack this model, device, dtype or framework.
     """
-    from pathlib import Path
-
-    from xgpt.resolve import load_engine
-    from xprofiler import imported
-
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
         raise InputError("import_from", where, "give aiconfigurator, or a folder of tables")
@@ -299,11 +284,6 @@ def _kept(content: str) -> Profile | None:
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> str:
     """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
-    import hashlib
-    from importlib.metadata import version
-
-    from xprofiler import NATIVE_VERSION
-
     shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
     versions = [NATIVE_VERSION, *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy"))]
     device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"

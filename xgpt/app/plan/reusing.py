@@ -13,21 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import maximised
 from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.request import PlanRequest
 from xgpt.app.simulating import shares_prompts
 from xgpt.errors import InfeasibleError
 from xgpt.policies.routing import share_of_replica
 from xgpt.reuse import ReuseCurve
 from xgpt.schema import Plan
+from xgpt.workload import TraceLengths
+from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
-
-if TYPE_CHECKING:
-    from xgpt.app.plan.request import PlanRequest
-    from xgpt.workload import TraceLengths
-    from xscheduler.problem import Problem
 
 STEPS = 4
 """Number of sizes of the kept memory; from one to the next the found share grows by the same amount."""

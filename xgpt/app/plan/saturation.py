@@ -9,25 +9,23 @@ bounds. These stand on rungs that do not depend on the bound, so that a looser o
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import ceil, floor, inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from xgpt.app.plan.arrivals import BOUNDS, rate_of, simulating
+from xgpt.app.plan.profiles import Progress
 from xgpt.app.plan.verifying import request_law, with_law
 from xgpt.app.simulating import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan, Profile
-from xgpt.workload import quantile, sample
+from xgpt.workload import Ints, quantile, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from xgpt.app.plan.profiles import Progress
-    from xgpt.workload import Ints
     from xscheduler.schedule import Scheduler
 
 AGREES = 0.1
@@ -99,8 +97,6 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
-    import numpy as np
-
     check_fits(plan, plan.workload)
     plan = plan.model_copy(
         update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
@@ -131,8 +127,6 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
     """Which outputs are of about a length, and have a gap between tokens."""
-    import numpy as np
-
     of = np.asarray(lengths)
     return (of >= max(2, length / ABOUT)) & (of <= ABOUT * length)
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.planning import plan_each
+from xgpt.app.plan.request import PolicyChoice
 from xgpt.errors import InfeasibleError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from xgpt.app.plan.request import PolicyChoice
-    from xscheduler.problem import Problem
+from xscheduler.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from xgpt.app.plan.arrivals import predicted_rate, with_capacities
 from xgpt.app.plan.mixing import with_mixing_edge
 from xgpt.app.plan.planning import check_held, is_uniform, plan_each, plan_uniform
 from xgpt.app.plan.problems import resolve
+from xgpt.app.plan.profiles import Progress
+from xgpt.app.plan.request import PlanRequest
 from xgpt.app.plan.reusing import with_reuse
 from xgpt.app.plan.sizing import ClusterChoice, cheapest, fewest_devices
 from xgpt.app.serve.checking import check_planned
@@ -18,11 +19,7 @@ from xgpt.errors import InfeasibleError
 from xgpt.resolve import load_trace
 from xgpt.schema import Plan
 from xgpt.schema.profile import KNOWN_ERROR
-
-if TYPE_CHECKING:
-    from xgpt.app.plan.profiles import Progress
-    from xgpt.app.plan.request import PlanRequest
-    from xscheduler.problem import Problem
+from xscheduler.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from xgpt.schema import AdmissionOrder, Plan, Profile, SlackBudget, Thresholds
+from xsimulator.costs.step_times import with_step_times
 
 if TYPE_CHECKING:
     import optuna
@@ -54,8 +57,6 @@ def tune(
     """
     import optuna
 
-    from xsimulator.costs.step_times import with_step_times
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     proposed, make = _SPACES[kind]
     plans = [with_step_times(one, profile) for one in (plan, *others)]
@@ -87,8 +88,6 @@ def tune(
 
 def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
     """Return the plan with its own saturated throughput, and its capacity with an error."""
-    import numpy as np
-
     from xsimulator.capacity import CapacitySearch, Trial
 
     saturated = max(Trial(plan, profile).saturated(), rate)

@@ -11,21 +11,23 @@ kept is called infeasible, and throughput never falls with a looser bound.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor, log
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from xgpt.app.plan.arrivals import simulating
+from xgpt.app.plan.profiles import Progress
+from xgpt.app.simulating import is_drawn, request_latencies
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Plan, Profile, Workload
+from xsimulator.request_law import RequestLaw
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from xgpt.app.plan.profiles import Progress
     from xscheduler.schedule import Scheduler
-    from xsimulator.request_law import RequestLaw
 
 NUM_REQUESTS = 500
 """Number of simulated admissions, each of which stands for requests of every length. Fewer may lack the longest
@@ -65,9 +67,6 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
         workload: other lengths than the plan's own.
         seed: of the lengths that are drawn.
     """
-    import numpy as np
-
-    from xgpt.app.simulating import is_drawn, request_latencies
     from xsimulator.counts.counted_run import is_counted
 
     of, quantile = workload or plan.workload, plan.constraint.quantile

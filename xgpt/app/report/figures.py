@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from xgpt.schema import Plan
-
-if TYPE_CHECKING:
-    from xsimulator.clock import Span as StageSpan
+from xsimulator.clock import Span as StageSpan
 
 CYCLES = 4
 """Encode phases of a micro-batch that a timeline shows."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from xgpt.app.plan.arrivals import maximised
+from xgpt.app.plan.request import POLICY_GROUPS
 from xgpt.schema import Constraint, Plan
+from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
 
 
@@ -159,9 +162,6 @@ def headroom_in_words(plan: Plan) -> list[str]:
 
 def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     """Return lines on policies without a plan in the table, and on those whose latency is not simulated."""
-    from xgpt.app.plan.request import POLICY_GROUPS
-    from xscheduler.space import UNCUT
-
     kinds = POLICY_GROUPS.get(policy, (policy,))
     either = POLICY_GROUPS["waa"] if "waa" in plans else ()
     missing = [kind for kind in kinds if kind not in plans and kind not in either]
@@ -181,8 +181,6 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 def reuse_in_words(plan: Plan) -> list[str]:
     """Return a line on the share of prompts that the plan expects to reuse, and on what that gains."""
-    from xgpt.app.plan.arrivals import maximised
-
     reuse = plan.estimate.reuse
     if reuse is None:
         return []
@@ -210,8 +208,6 @@ def joint_in_words(plan: Plan) -> list[str]:
 
 def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
     """Return a line on the best plan of equal stages, which the chosen one need not be."""
-    from xgpt.app.plan.arrivals import maximised
-
     if uniform is best:
         return "best uniform plan (equal stages, no rra, no waa): the chosen one"
     if uniform is None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from xgpt import __version__
 from xgpt.app.plan.arrivals import predicted_rate, rate_of, with_capacity
 from xgpt.app.plan.problems import scheduler
 from xgpt.app.report import figures
@@ -18,14 +21,16 @@ from xgpt.app.report.plan_text import (
 from xgpt.app.simulating import run_simulation, simulate
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.errors import InputError
+from xgpt.io import sha256
+from xgpt.pages import render
 from xgpt.schema import Constraint, Histogram, Plan, Profile
+from xscheduler.problem import Problem
+from xscheduler.space import POLICIES
+from xsimulator.clock import Span as StageSpan
+from xsimulator.measures import Measured
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from xgpt.pages.charts import Chart
-    from xsimulator.clock import Span as StageSpan
-    from xsimulator.measures import Measured
 
 NUM_REQUESTS = 400
 """Requests of the simulated run whose figures stand next to the prediction."""
@@ -40,10 +45,6 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
     Raises:
         InputError: the plan's memory cannot hold its own workload.
     """
-    from xgpt import __version__
-    from xgpt.io import sha256
-    from xgpt.pages import render
-
     rated = plan
     if plan.estimate.capacity is None:
         rated = with_capacity(plan, profile, predicted_rate(plan, profile))
@@ -221,8 +222,6 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
     from xgpt.pages import charts
-    from xscheduler.problem import Problem
-    from xscheduler.space import POLICIES
 
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
     of = scheduler(Problem.of(plan, profile).under(relaxed))
@@ -263,8 +262,6 @@ def _memory(plan: Plan) -> Chart:
 
 
 def _histogram(lengths: Histogram, label: str) -> Chart:
-    import numpy as np
-
     from xgpt.pages import charts
 
     values, weights = np.asarray(lengths.lengths, float), np.asarray(lengths.probabilities)

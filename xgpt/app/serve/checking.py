@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 
 from xgpt import hub
+from xgpt.app.plan.profiles import check_engine, dtype_of, profile_of
+from xgpt.checkpoint import read_spec, weight_files
 from xgpt.errors import InputError, MachineError
+from xgpt.machine import detect, num_cores
 from xgpt.schema import EngineKind, Plan, Profile
 
 logger = logging.getLogger(__name__)
@@ -20,8 +23,6 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
         MachineError: devices are missing; the message says which, and how to plan for those of this machine.
         InputError: the plan's devices do not spread evenly over the machines.
     """
-    from xgpt.machine import detect, num_cores
-
     planned, wanted = plan.cluster, plan.num_devices
     if num_nodes > 1 and (plan.replicas > 1 or wanted % num_nodes):
         accepted = (
@@ -56,8 +57,6 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
             raise InputError("checkpoint", checkpoint, "there is no such directory")
         return plan.model_copy(update={"checkpoint": os.path.abspath(checkpoint)})
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
-        from xgpt.checkpoint import weight_files
-
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
             accepted = f"its weights are not here: run `hf download {model_id}`, or give `checkpoint`, their directory"
@@ -78,8 +77,6 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
     Raises:
         InputError: `given` is not the plan's profile.
     """
-    from xgpt.app.plan.profiles import profile_of
-
     lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
     if (device := _device_here(plan)) != plan.cluster.device.name:
         lines.append(
@@ -99,8 +96,6 @@ def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = Tr
 
 def _device_here(plan: Plan) -> str:
     """Return the kind of device that serves the plan; a CPU is divided among the devices of the plan's cluster."""
-    from xgpt.machine import detect, num_cores
-
     here = detect()
     if here.device.type == "cpu":
         here = detect(min(plan.cluster.devices_per_node, num_cores()))
@@ -117,7 +112,6 @@ def check_plan(plan: Plan, num_nodes: int = 1) -> None:
     """
     check_runs(plan, num_nodes)
     if plan.checkpoint is not None:
-        from xgpt.checkpoint import read_spec
         from xrunner.weights import Checkpoint, check_weights
 
         try:
@@ -153,9 +147,6 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         MachineError: devices or memory are missing.
         InputError: the plan is for another engine, or the model does not run in the plan's dtype.
     """
-    from xgpt.app.plan.profiles import check_engine, dtype_of
-    from xgpt.machine import detect
-
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
     check_engine(plan, engine)
     check_devices(plan, num_nodes)

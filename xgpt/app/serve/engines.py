@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xgpt import policies
+from xgpt.app.plan.profiles import check_engine
+from xgpt.app.serve.checking import check_devices
+from xgpt.app.simulating import shares_prompts
 from xgpt.errors import InputError, MachineError
+from xgpt.policies import Schedule
+from xgpt.policies.build import row_tokens
+from xgpt.policies.routing import Router
+from xgpt.policies.tcb import Batching
 from xgpt.schema import Plan
+from xgpt.schema.step_log import StepRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from xgpt.policies import Schedule
-    from xgpt.policies.tcb import Batching
-    from xgpt.schema.step_log import StepRecord
     from xrunner.build import WorkerSettings
     from xrunner.cluster.executor import RemoteExecutor
     from xrunner.engine import Engine
@@ -49,8 +56,6 @@ class Nodes:
         Raises:
             InputError: an argument is missing, or has no effect.
         """
-        import os
-
         if count == 1:
             if rank or rendezvous:
                 raise InputError("nnodes", 1, "`node_rank` and `rendezvous` need `nnodes` of 2 or more")
@@ -100,11 +105,6 @@ def build_engine(
         InputError: the plan is for another engine, or does not go with `batching`.
         MachineError: the plan's devices are not on this machine.
     """
-    from xgpt import policies
-    from xgpt.app.plan.profiles import check_engine
-    from xgpt.app.serve.checking import check_devices
-    from xgpt.app.simulating import shares_prompts
-    from xgpt.policies.routing import Router
     from xrunner.engine import Engine
     from xrunner.replicas import Replicas
 
@@ -131,7 +131,6 @@ def build_replica(
     reuse: bool = True,
 ) -> Engine:
     """Return the engine of one replica, with a process for each of its devices."""
-    from xgpt import policies
     from xrunner.engine import Engine
 
     workers = _workers(plan, number, nodes)
@@ -149,7 +148,6 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
     """Return a worker of the whole model, in this process, that runs rows."""
-    from xgpt.policies.build import row_tokens
     from xrunner.build import build_row_worker, warm_up
 
     worker = build_row_worker(_worker_settings(plan, num_blocks=0), batching, row_tokens(plan))
@@ -239,9 +237,6 @@ def join_nodes(plan: Plan, nodes: Nodes) -> None:
     Raises:
         MachineError: the plan's devices are not on this machine, or the first machine does not answer.
     """
-    import signal
-
-    from xgpt.app.serve.checking import check_devices
     from xrunner.cluster.launching import LauncherSettings
     from xrunner.cluster.nodes import Node
     from xrunner.cluster.sockets import Secret

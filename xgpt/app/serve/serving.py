@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from ssl import SSLContext
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from xgpt import policies
 from xgpt.app.plan.profiles import profile_of
 from xgpt.app.plan.request import Name
 from xgpt.app.replanning import BackgroundPlanner
 from xgpt.app.serve.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
 from xgpt.app.serve.engines import Nodes, build_engine, join_nodes
 from xgpt.app.serve.serving_vllm import build_vllm_engine, can_change_plan
+from xgpt.checkpoint import sampling_defaults
 from xgpt.errors import InputError
-from xgpt.io import check_writable
+from xgpt.io import StepLogWriter, check_writable
 from xgpt.policies.tcb import Batching
 from xgpt.schema import EngineKind, Frozen, Plan, Profile
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from xrunner.server import ApiKeys, Classes, Limits
     from xrunner.server.observe.traces import Tracer
     from xrunner.server.served import ServedEngine
@@ -148,8 +150,6 @@ class ServeRequest(Frozen):
         Raises:
             InputError: vLLM runs the plan, or it does not run whole batches on one device.
         """
-        from xgpt import policies
-
         if self.batching == "flat":
             return
         if self.engine != "native":
@@ -227,15 +227,17 @@ def serve(
 
 
 def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:
-    from xgpt.checkpoint import sampling_defaults
-    from xgpt.io import StepLogWriter
     from xrunner import server
     from xrunner.core_waits import CoreWaits
     from xrunner.grammar import grammars_of
+    from xrunner.kernels.heap import keep_freed_memory
 
     keys, tls = request.keys(plan), request.tls()
     engine, replan = request.engine, request.replan
     check_runs(plan, request.nnodes, engine)
+    in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"
+    if in_one_process:
+        keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
     defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
     server.log_json(request.log_level)
     build: Callable[..., ServedEngine] = partial(build_vllm_engine, reuse=request.reuse)
@@ -261,7 +263,6 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
             planner.start()  # it loads while the engine does
             at_end.callback(planner.stop)
         thread = server.single_thread()
-        in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"
         running = thread.submit(build, plan, CoreWaits(log) if log and in_one_process else log).result()
         at_end.callback(lambda: thread.submit(running.close).result())
         engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
@@ -302,8 +303,6 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
     Raises:
         InputError: the endpoint is not a URL, or OpenTelemetry is not installed.
     """
-    import os
-
     variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if endpoint is None and (
         os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, variables))

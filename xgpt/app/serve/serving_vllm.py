@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from xgpt.schema import Plan
+from xgpt.schema.step_log import StepRecord
 
 if TYPE_CHECKING:
-    from xgpt.schema.step_log import StepRecord
     from xrunner.server.served import ServedEngine
 
 

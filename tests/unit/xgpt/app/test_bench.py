@@ -70,7 +70,7 @@ def benched(
         assert concurrency == (None if load.arrivals else replicas * outstanding_requests(plan))
         return [ClientResult(0.0, 1.0) for _ in requests]
 
-    monkeypatch.setattr("xgpt.client.replay", replay)
+    monkeypatch.setattr("xgpt.app.bench.replay", replay)
     return bench_plan(plan, load, np.random.default_rng(0), profile=OF.profile, server=server)[0]
 
 

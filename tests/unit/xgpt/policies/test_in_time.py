@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from xgpt.policies.admission import Queue, make_queue
 from xgpt.policies.in_time import FirstTokens, Job, Pace, that_give_way
+from xgpt.policies.lane_settings import LaneSettings
 from xgpt.policies.pool import Pool
 from xgpt.policies.request import Request
-from xgpt.policies.rule import LaneSettings
 from xgpt.policies.schedule import OneLane
 from xgpt.policies.slack import StepClock
 from xgpt.schema import StepTimes

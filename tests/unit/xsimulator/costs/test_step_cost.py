@@ -75,12 +75,6 @@ def test_grid_goes_on_beyond_its_ends_but_not_below_zero() -> None:
     assert float(steep(1, 1)) == 0.0
 
 
-def test_a_request_s_share_of_a_batch() -> None:
-    grid = Grid(surface())
-    assert float(grid.per_request(4)(20)) == pytest.approx(1.5)
-    assert float(grid.per_request(0.3)(20)) == pytest.approx(2.0)
-
-
 def test_a_step_costs_the_sum_of_its_parts() -> None:
     spec, _ = load_model("opt-125m")
     profile = analytic.profile(spec, load_cluster("h200x1"), "float32")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from xgpt.app.fleet.controller import ReplicaState
 
 ENDED = "xgpt_requests_total"
@@ -62,8 +64,6 @@ def read_counts(text: str) -> Counts | None:
     >>> read_counts("xgpt_requests_running 2.0") is None
     True
     """
-    from prometheus_client.parser import text_string_to_metric_families
-
     found: dict[str, float] = {}
     try:
         for family in text_string_to_metric_families(text):

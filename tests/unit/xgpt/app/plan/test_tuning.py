@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from xgpt import policies
-from xgpt.app.plan import tuning
+from xgpt.app.plan import planning, tuning
 from xgpt.app.plan.arrivals import rate_of
 from xgpt.app.plan.request import plan_request
 from xgpt.app.plan.solving import Planned, solve
@@ -56,6 +57,15 @@ def test_a_tuned_plan_keeps_no_lower_rate_and_its_log_replays(choice: str, base:
         plan, found.problem.profile, found.problem.workload, 200, rng, ArrivalProcess.at(0.8 * rate_of(plan))
     )
     assert replay(policies.build(plan), log) == log
+
+
+def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
+    """Those made for tighter times per token lost it: tuning began with the fastest, and stated rates without it."""
+    problem = planned(policy="chunked", headroom=None).problem
+    finish = partial(planning._admitting, order="fcfs", profile=problem.profile)
+    plans = list(planning._under_tighter(problem, ("chunked",), finish, "branch-and-bound"))
+    assert problem.profile.headroom > 0
+    assert {(plan.constraint.headroom, plan.constraint.tpot_s) for plan in plans} == {(problem.profile.headroom, 0.02)}
 
 
 def test_slack_keeps_the_steps_of_a_pipeline_alike() -> None:

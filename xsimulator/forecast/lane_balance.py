@@ -1,0 +1,175 @@
+"""What the balance of WAA's two lanes is made of, vectorised over candidates: iterations, stays and waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from xsimulator.costs.curves import Array
+
+GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
+"""Requests of a decode micro-batch at which the closed form looks for its steady state."""
+FINER = np.linspace(0, 1, 17)
+"""Points within a stretch of the grid."""
+LEVELS = 3
+"""Times that such a stretch is divided by these."""
+PERIODS = 4
+"""Batches before the last whose remaining requests are counted one by one; those of earlier ones are integrated."""
+BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
+
+
+def as_interpolated(batches: Array) -> Array:
+    """Return by what times that are given at some batches, and linear in between, become what the grid makes of them.
+
+    A row of times is multiplied with it from the right. # [batches, batches]
+    """
+    on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
+    return np.stack([np.interp(batches, GRID, row) for row in on_grid])
+
+
+def at_points(rounds: Array, each: Array) -> Array:
+    """What is given at the grid's first points, at others. # [n, grid], [n, points]"""
+    index = np.clip(GRID.searchsorted(each, side="right") - 1, 0, rounds.shape[1] - 2)
+    rows = np.arange(len(each))[:, None]
+    low, high = rounds[rows, index], rounds[rows, index + 1]
+    found: Array = low + (high - low) * (each - GRID[index]) / (GRID[index + 1] - GRID[index])
+    return found
+
+
+def size_for(each: Array) -> int:
+    """Points of the grid, from the first on, among which a micro-batch's requests lie."""
+    return min(int(GRID.searchsorted(each.max())) + 2, len(GRID))
+
+
+def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
+    """Where each row passes its level for the last time: the point before, and the share of the way to the next.
+
+    Where larger batches take longer by the request, a row falls in between. Once chance has taken a lane past such a
+    stretch it serves too little to come back, so the last passage is where it stays. # [n, grid], [n] -> [n], [n]
+    """
+    below = y <= level[:, None]
+    last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)
+    index = np.where(below.any(axis=1), np.minimum(last, y.shape[1] - 2), 0)
+    rows = np.arange(len(level))
+    low, high = y[rows, index], y[rows, index + 1]
+    return index, np.minimum(np.maximum((level - low) / np.maximum(high - low, 1e-300), 0.0), 1.0)
+
+
+class LanePair:
+    """What both lanes take, of candidates or of boxes of them.
+
+    Args:
+        encode_batch, largest_batch: the least and the most requests encoded at once. # [n]
+        through, moving: seconds in the encode lane, and of the transfer, at least. # [n]
+        rounds: seconds of an iteration of all micro-batches, at least, at the grid's first points. # [n, grid]
+    """
+
+    def __init__(
+        self,
+        encode_batch: Array,
+        largest_batch: Array,
+        through: Array,
+        moving: Array,
+        microbatches: Array,
+        rounds: Array,
+    ) -> None:
+        self.encode_batch, self.largest_batch = encode_batch, largest_batch
+        self.through, self.before = through[:, None], (through + moving)[:, None]
+        self.microbatches, self.rounds = microbatches, rounds
+        self.decoding: Array = microbatches[:, None] * GRID[: rounds.shape[1]]
+        """Requests in decode at the grid's points. # [n, grid]"""
+
+    def at(self, index: npt.NDArray[np.intp]) -> Array:
+        """Requests in decode at a point of the grid. # [n]"""
+        return self.microbatches * GRID[index]
+
+    def step(self, decoding: Array) -> Array:
+        """Seconds of an iteration with these numbers of requests in decode. # [n, points]"""
+        return at_points(self.rounds, decoding / self.microbatches[:, None])
+
+    def serving(self, rate: Array, mean_decodes: float) -> Array:
+        """Requests in decode from which on the lane serves more than a rate. # [n]"""
+        index, _ = locate(self.decoding / (mean_decodes * self.rounds), rate)
+        rows = np.arange(len(rate))
+        start, end = self.decoding[rows, index], self.decoding[rows, index + 1]
+        first, last = self.rounds[rows, index], self.rounds[rows, index + 1]
+        slope = (last - first) / (end - start)
+        # B = r E[S] T(B), with T linear between two points of the grid.
+        work = rate * mean_decodes
+        found = work * (first - slope * start) / np.where(work * slope < 1, 1 - work * slope, 1.0)
+        return np.where((found >= start) & (found <= end), found, end)
+
+
+class Stays:
+    """How long requests are inside.
+
+    Args:
+        survival: P(D >= t) of the iterations in the decode lane, t = 1 .. max D.
+    """
+
+    def __init__(self, survival: Array) -> None:
+        self.transferred = float(survival[0])
+        """Share of requests that the decode lane sees: others end with the token that the encode lane makes."""
+        self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
+        """Of requests that are inside for given iterations after their transfer, joining included."""
+        tail = (self._share[1:] + self._share[:-1]) / 2
+        self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
+        """Iterations that a request has left then, in the mean over all requests."""
+        self.together = float(survival @ survival / (survival.sum() or 1.0))
+        """Share of its own batch that a request decodes with."""
+
+    def mean(self, lanes: LanePair, step: Array) -> Array:
+        """Seconds. # [n, points]"""
+        return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
+
+    def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
+        """Requests of earlier batches that a batch finds, not counting its own. # [n, points]
+
+        Args:
+            period: seconds from one batch to the next.
+        """
+        found: Array = self._inside(lanes, BEFORE * period, step).sum(axis=0)
+        return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
+
+    def _inside(self, lanes: LanePair, age: Array, step: Array) -> Array:
+        """G(age)."""
+        return np.where(age < lanes.through, 1.0, between(self._share, (age - lanes.before) / step))
+
+    def _after(self, lanes: LanePair, age: Array, step: Array) -> Array:
+        """The integral of G from an age on."""
+        encoding = np.maximum(lanes.through - age, 0.0)
+        moving = np.clip(lanes.before - age, 0.0, lanes.before - lanes.through)
+        return encoding + self.transferred * moving + step * between(self._rest, (age - lanes.before) / step)
+
+
+def between(values: Array, at: Array) -> Array:
+    """Values given at 0, 1, .., and linear in between."""
+    at = np.minimum(np.maximum(at, 0.0), len(values) - 1)
+    index = np.minimum(at.astype(int), len(values) - 2)
+    low = values.take(index)
+    return low + (at - index) * (values.take(index + 1) - low)
+
+
+class Waiting:
+    """Requests whose slots are free while the encode lane is busy, against requests a second.
+
+    As for a queue of batches, without end where the lane has no time left.
+
+    Args:
+        arrivals, service: squared coefficients of variation of the time between batches, and of a batch's.
+        interval: seconds from one batch to the next.
+        limit: requests a second that the lane allows.
+
+    Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
+    """
+
+    def __init__(self, arrivals: Array, service: Array, interval: Array, limit: Array) -> None:
+        both = arrivals + service
+        self._calm = (-2 / 3 * (1 - arrivals) ** 2 / both)[:, None]
+        self._seconds = (interval * both / 2)[:, None]
+        self.limit = limit
+
+    def __call__(self, rate: Array) -> Array:
+        """# [n, grid] -> [n, grid]"""
+        free = np.maximum(self.limit[:, None] / np.maximum(rate, 1e-9) - 1, 1e-9)
+        return rate * self._seconds * np.exp(self._calm * free) / free
