@@ -10,7 +10,7 @@ the last they grow in proportion.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ from xgpt.schema import (
     LayerTimes,
     ModelSpec,
     Profile,
+    Quantization,
     Surface,
 )
 from xprofiler import analytic
@@ -219,14 +220,21 @@ def _attention(spec: ModelSpec, tables: Tables, t: int, slower: float) -> tuple[
     outside = stored_as(None if stored is not None and stored.experts_only else stored, tables.dtype)
     if spec.latent is not None:
         return *latent_attention(tables, spec, heads, outside, slower), np.zeros(len(TOKENS))
-    products = sum(tables.product(TOKENS, n, k, outside) for n, k in _attention_shapes(spec, t))
+    products = _in_turn(tables, _attention_shapes(spec, t), outside, stored)
     encode = tables.attention("context", heads, kv_heads, spec.head_dim, slower)
     decode = tables.attention("generation", heads, kv_heads, spec.head_dim)
     return (
         within_window(encode, spec, prompts=True),
         within_window(decode, spec, prompts=False),
-        np.asarray(products),
+        products,
     )
+
+
+def _in_turn(tables: Tables, shapes: Sequence[tuple[int, int]], dtype: str, stored: Quantization | None) -> Array:
+    """Return the seconds of two products, between which attention or the activation may round. # [tokens]"""
+    finds_scales, (first, second) = stored is not None and stored.finds_scales, shapes
+    before = tables.product(TOKENS, *first, dtype, finds_scales=finds_scales)
+    return before + tables.product(TOKENS, *second, dtype, finds_scales=finds_scales, arrives_rounded=True)
 
 
 def _feed_forward(
@@ -238,7 +246,7 @@ def _feed_forward(
     outside = stored_as(None if stored is not None and stored.experts_only else stored, tables.dtype)
 
     def block(width: int) -> Array:
-        return np.asarray(sum(tables.product(TOKENS, n, k, outside) for n, k in _ffn_shapes(spec, width)))
+        return _in_turn(tables, _ffn_shapes(spec, width), outside, stored)
 
     if spec.experts is None or experts is None:
         return block(spec.ffn_size // t)

@@ -47,20 +47,61 @@ class Tables:
         self.versions: dict[str, str] = {}
         """Of the framework, by operator."""
         self._products: dict[str, Grid3] = {}
+        self._quantizing: dict[str, Grid2 | None] = {}
         self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
         self._all_reduce: dict[str, npt.NDArray[Any]] | None = None
 
-    def product(self, m: npt.ArrayLike, n: float, k: float, dtype: str | None = None) -> Array:
+    def product(
+        self,
+        m: npt.ArrayLike,
+        n: float,
+        k: float,
+        dtype: str | None = None,
+        *,
+        finds_scales: bool = True,
+        arrives_rounded: bool = False,
+    ) -> Array:
         """Of [m, k] and [k, n].
+
+        Products in FP8 were measured together with finding the scale of [m, k], which a checkpoint may hold. What that
+        takes was measured by itself, too, and is taken off, down to the device's roofline at most.
 
         In eight bits by blocks, small products were measured launch by launch, at tens of microseconds more than in
         half precision, with twice the bytes to read. Captured graphs launch nothing: the shorter of both is taken.
+
+        Args:
+            finds_scales: whether the scale of [m, k] is found each time (of FP8).
+            arrives_rounded: whether the kernel that makes [m, k] rounds it, where its scale is held.
         """
         dtype = dtype or self.dtype
+        if dtype == "fp8" and not finds_scales:
+            return self._with_held_scales(m, n, k, arrives_rounded)
         if dtype == "fp8_block":
             self.provenance["fp8_block products"] = "no longer than in bfloat16"
             return np.minimum(self._product(m, n, k, dtype), self._product(m, n, k, "bfloat16"))
         return self._product(m, n, k, dtype)
+
+    def _with_held_scales(self, m: npt.ArrayLike, n: float, k: float, arrives_rounded: bool) -> Array:
+        rows = np.asarray(m, float)
+        whole_s = saved_s = self._product(rows, n, k, "fp8")
+        for operator in ("computescale", "scale_matrix")[: 1 + arrives_rounded]:
+            if operator not in self._quantizing:
+                self._quantizing[operator] = self._quantizing_grid(operator)
+            grid = self._quantizing[operator]
+            if grid is None:
+                self.provenance["scales of activations"] = "found each time: no table tells what that takes"
+                return whole_s
+            saved_s = saved_s - grid(rows, k) / 1e3
+        self.provenance["scales of activations"] = "held by the checkpoint"
+        return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
+
+    def _quantizing_grid(self, operator: str) -> Grid2 | None:
+        """Return the milliseconds of rounding [m, k], or of finding its scale; None: no table tells."""
+        if not self._found("quantize", operator, self.framework):
+            return None
+        rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
+        chosen = rows["quant_dtype"] == "fp8"
+        return Grid2(*(rows[name][chosen].astype(float) for name in ("m", "k", "latency")))
 
     def _product(self, m: npt.ArrayLike, n: float, k: float, dtype: str) -> Array:
         if dtype not in self._products:
@@ -117,22 +158,26 @@ class Tables:
 
     def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
         """Return latencies in ms, none below what the device takes to compute this, and to read these elements."""
-        device = self._device
-        if device is None or device.memory_bandwidth_bytes_per_s is None:
-            return latency
-        is_eight_bits = dtype.startswith("fp8")
-        least = reads * (1 if is_eight_bits else 2) / device.memory_bandwidth_bytes_per_s
         # Attention computes in half precision, whatever K/V are kept in.
-        rate = device.flops_per_s.get("float8" if is_eight_bits and name.startswith("gemm") else "bfloat16")
-        if rate is not None:
-            least = np.maximum(least, flops / rate)
-        below = latency < 1e3 * least
+        computed = dtype if name.startswith("gemm") else "bfloat16"
+        least = 1e3 * self._least_s(dtype, computed, flops, reads)
+        below = latency < least
         if below.any():
             self.provenance[f"{name}, lifted"] = (
                 f"{100 * np.mean(below):.2g}% of {len(below)} points to the device's rates, at worst by a factor of "
-                f"{np.max(1e3 * least / latency):.2f}"
+                f"{np.max(least / latency):.2f}"
             )
-        return np.maximum(latency, 1e3 * least)
+        return np.maximum(latency, least)
+
+    def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
+        """Return the device's roofline of products in one type that read elements of another; 0: not known."""
+        device = self._device
+        if device is None or device.memory_bandwidth_bytes_per_s is None:
+            return np.zeros(np.shape(flops))
+        width = 1 if read.startswith("fp8") else 2
+        rate = device.flops_per_s.get("float8" if computed.startswith("fp8") else "bfloat16")
+        least = np.broadcast_to(width * np.asarray(elements) / device.memory_bandwidth_bytes_per_s, np.shape(flops))
+        return least if rate is None else np.maximum(least, flops / rate)
 
     def all_reduce(self, elements: npt.ArrayLike, devices: int) -> Array:
         if devices == 1:
@@ -170,11 +215,11 @@ class Tables:
         return {name: column[chosen] for name, column in rows.items()}
 
     def _read(
-        self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = ()
+        self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = (), **how: bool
     ) -> dict[str, npt.NDArray[Any]]:
         """Columns of the nearest version's table."""
         path = self.paths(family, operator)[0]
-        rows = self.read(path, columns, optional)
+        rows = self.read(path, columns, optional, **how)
         self.note(operator, path)
         return rows
 
@@ -189,7 +234,7 @@ class Tables:
         Raises:
             InputError: there is none.
         """
-        found = list((self.root / family / (framework or self.framework)).glob(f"*/{operator}_perf.parquet"))
+        found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
             held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
             raise InputError("framework", self.framework, f"{operator} is there for {', '.join(held) or 'none'}")
@@ -200,8 +245,16 @@ class Tables:
         older = sum(_version_key(path.parts[-2]) < own for path in found)
         return [*found[older:], *found[:older][::-1]]
 
-    def read(self, path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> dict[str, npt.NDArray[Any]]:
+    def _found(self, family: str, operator: str, framework: str) -> list[Path]:
+        return list((self.root / family / framework).glob(f"*/{operator}_perf.parquet"))
+
+    def read(
+        self, path: Path, columns: Sequence[str], optional: Sequence[str] = (), *, may_be_zero: bool = False
+    ) -> dict[str, npt.NDArray[Any]]:
         """Return columns of a table.
+
+        Args:
+            may_be_zero: whether latencies of 0 are none at all, not faults.
 
         Raises:
             InputError: it is broken, or pyarrow is not installed.
@@ -218,7 +271,7 @@ class Tables:
         except (ArrowInvalid, KeyError, OSError) as error:
             raise InputError(str(path), type(error).__name__, f"it must be a table of {', '.join(columns)}") from None
         latency = rows["latency"]
-        if not len(latency) or not (np.isfinite(latency) & (latency > 0)).all():
+        if not len(latency) or not (np.isfinite(latency) & (latency >= 0 if may_be_zero else latency > 0)).all():
             raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
         return rows
 
@@ -243,6 +296,22 @@ class Grid3:
     def __call__(self, m: Array, n: float, k: float) -> Array:
         by_m = interpolate(np.log(k), self.axes[2], interpolate(np.log(n), self.axes[1], self.grid, 1), 1)
         return np.exp(interpolate(np.log(m), self.axes[0], by_m))
+
+
+class Grid2:
+    """Latency over (log m, log k), linear between points and level beyond them."""
+
+    def __init__(self, m: Array, k: Array, latency: Array) -> None:
+        axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, k)), strict=True)
+        self.axes = [np.log(axis) for axis in axes]
+        self.grid = np.full([len(axis) for axis in axes], np.nan)
+        self.grid[places] = latency
+        if np.isnan(self.grid).any():
+            raise InputError("latency", "missing", "the table must hold every combination of m and k")
+
+    def __call__(self, m: Array, k: float) -> Array:
+        by_m = [np.interp(np.log(k), self.axes[1], row) for row in self.grid]
+        return np.interp(np.log(m), self.axes[0], by_m)
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:

@@ -24,8 +24,8 @@ from xsimulator.stages import whole
 
 Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62
-Stored = Literal["fp8", "fp8_block", "int4", "int8"]
-"""Formats of all weights."""
+Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8"]
+"""Formats of all weights; fp8_unscaled: the scales of activations are not stored with them."""
 NO_LOOP = {"layer_s": 0.0, "step_s": 0.0, "request_s": 0.0, "uncaptured": 1.0, "mixing": 0.0}
 """Of an engine that takes no time besides its kernels'."""
 
@@ -159,7 +159,8 @@ def _engine(name: str, changes: tuple[tuple[str, Any], ...]) -> EngineSpec:
 def _model(name: str, stored: Stored | None, skew: float) -> ModelSpec:
     spec, _ = load_model(name)
     if stored is not None:
-        spec = spec.model_copy(update={"quantization": Quantization(kind=stored)})
+        quantization = {"kind": stored.removesuffix("_unscaled"), "finds_scales": stored.endswith("_unscaled")}
+        spec = spec.model_copy(update={"quantization": Quantization.model_validate(quantization)})
     if spec.experts is not None:
         spec = spec.model_copy(update={"experts": spec.experts.model_copy(update={"skew": skew})})
     return spec

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from benchmarks.truth import experts, here
+from benchmarks.truth import experts, here, memory
 from benchmarks.truth.sources import Source, offline_rows, open_rows, silicon_rows
 from xgpt.errors import XgptError
 from xprofiler import imported
@@ -36,6 +36,7 @@ SOURCES = (
         open_rows,
         "BLIS: e2e mean 5.5 to 6.5, TTFT mean 9.5 to 12.2; AIConfigurator: e2e mean 7.9, TTFT mean 740 (medians)",
     ),
+    Source("K/V blocks", lambda _: Path(memory.__file__), memory.rows),
     Source("TensorRT-LLM, offline", _in_folder("trtllm_max_throughput.csv"), offline_rows),
     Source(
         "TensorRT-LLM, offline, datasheet",

@@ -46,7 +46,7 @@ def plot(rows: list[Row]) -> str:
         (row.source, quantity, row.measured[quantity], value)
         for row in rows
         for quantity, value in row.predicted.items()
-        if not quantity.startswith("throughput")
+        if quantity.startswith(("e2e", "TTFT", "TPOT"))
     ]
     values = np.log10([value for *_, a, b in points for value in (a, b)])
     low, high = float(np.floor(values.min())), float(np.ceil(values.max()))

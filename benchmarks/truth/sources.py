@@ -218,12 +218,17 @@ DTYPES: dict[str, tuple[DType, Stored | None]] = {
     "fp8_block": ("bfloat16", "fp8_block"),
 }
 """What a row's products are in: the dtype of the rest, K/V included, and the format of weights where it is another."""
-ENGINES = {"vllm": "vllm-0.10", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 INFERENCEX = "meta-llama/Llama-3.1-70B"
-"""Its rows are InferenceX's of 2025-10-29."""
+"""Its rows are InferenceX's of 2025-10-29, of nvidia/Llama-3.3-70B-Instruct-FP8."""
+SCALED = {INFERENCEX, "nvidia/Llama-3.1-8B-Instruct-FP8"}
+"""Models of which NVIDIA's checkpoints ran, which hold a scale for the activations of each matrix."""
+ENGINES = {"vllm": "vllm-0.10", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 ALIGNED = "aic-auto-gap-analysis"
 """In the source of a row: measured by AIConfigurator's own evaluation of its predictions."""
 BUDGETS = {"vllm": 8192, "trtllm": 16384, "sglang": 8192}
+BATCH_WAIT = (("batch_wait_steps", 20), ("batch_wait_tokens", round(0.9 * BUDGETS["trtllm"])))
+"""batch_wait_timeout_iters and batch_wait_max_tokens_ratio (TensorRT-LLM's pull request 7416) in InferenceX's scripts
+of 1,024 tokens in and out on fewer than eight devices."""
 REQUESTS_A_CLIENT = 10
 SHORTEST = 0.8
 SPARE_TOKENS = 1500
@@ -247,7 +252,10 @@ def of_backend(raw: dict[str, str]) -> tuple[tuple[str, object], ...]:
         return (("mixes", True),) if is_aligned(raw) and _version(raw["backend_version"]) >= MIXED_FROM else ()
     if raw["backend"] != "trtllm":
         return ()
-    return (("memory_share", 0.8),) if is_aligned(raw) else (("cuts_prompts", True),)
+    if is_aligned(raw):
+        return (("memory_share", 0.8),)
+    waits = (count_of(raw["isl"]), count_of(raw["osl"])) == (1024, 1024) and count_of(raw["tp_size"]) < 8
+    return ("cuts_prompts", True), *(BATCH_WAIT if waits else ())
 
 
 def is_aligned(raw: dict[str, str]) -> bool:
@@ -314,6 +322,8 @@ def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:
         of_inferencex = raw["model_path"] == INFERENCEX
         is_fitted = of_inferencex and backend == "vllm" and raw["system"] in ("h100_sxm", "h200_sxm")
         (dtype, stored), cluster = DTYPES.get(raw["gemm_quant_mode"], (None, None)), CLUSTERS[raw["system"]]
+        if dtype == "float8" and raw["model_path"] not in SCALED:
+            stored = "fp8_unscaled"
         row = Row("silicon", group, is_fitted, measured, note=raw["id"])
         if dtype is None:
             yield replace(row, why_not=f"{raw['gemm_quant_mode']} is no type that is planned for")

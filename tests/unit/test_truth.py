@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.truth import memory
 from benchmarks.truth.inferencex import started
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
@@ -17,6 +19,9 @@ from xsimulator.costs.step_counts import StepCounts
 INPUT, OUTPUT = 512, 64
 SERVED = Served("llama-3.1-8b", "h100x8", "bfloat16", 2, "xgpt", 64, 8192, imported=False)
 AHEAD = Served("llama-3.1-8b", "h100x8", "bfloat16", 2, "vllm-0.15", 64, 8192, imported=False)
+
+
+WAITS = {"few tokens": INPUT, "many tokens": 8000}
 
 
 def prompts_s(count: int) -> float:
@@ -44,10 +49,30 @@ def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
     assert more_s == pytest.approx(path_s + step_s, rel=0.3)
 
 
+def test_prompts_wait_for_others_as_long_as_the_engine_was_told() -> None:
+    """Clients that keep apart wait for twenty steps, unless those are short of prompts: one client waits for none."""
+    outputs = [64, 150, 236, 322] * 10
+    told = {name: (("batch_wait_steps", 20), ("batch_wait_tokens", tokens)) for name, tokens in WAITS.items()}
+    runs = {name: closed_loop(replace(SERVED, changes=of), 4, [INPUT] * 40, outputs) for name, of in told.items()}
+    first_s = {name: float(np.median(of.first_s)) for name, of in runs.items()}
+    gap_s = float(np.mean(runs["few tokens"].gap_s))
+    assert first_s["many tokens"] - first_s["few tokens"] == pytest.approx(20 * gap_s, rel=0.2)
+    alone = closed_loop(replace(SERVED, changes=told["many tokens"]), 1, [INPUT] * 5, [OUTPUT] * 5)
+    assert alone.first_s == pytest.approx(prompts_s(1))
+
+
 def test_cached_tokens_are_not_encoded_again() -> None:
     cold, warm = (open_loop(SERVED, 4.0, (4096, 16), [cached] * 100, seed=0) for cached in (0, 4080))
     assert np.mean(warm.first_s) < 0.5 * np.mean(cold.first_s)
     assert np.mean(warm.gap_s) < np.mean(cold.gap_s)
+
+
+def test_blocks_are_those_that_the_engine_logged() -> None:
+    """The goal is 3%; of Mixtral, nothing was fitted."""
+    rows = list(memory.rows(Path(), None))
+    errors = {(row.group, row.is_fitted): row.errors()["blocks"] for row in rows}
+    assert len(errors) == 4 and ("mixtral-8x7b", False) in errors
+    assert all(abs(error) < 0.002 for error in errors.values()), errors
 
 
 def test_requests_at_hand_keep_the_engine_busy() -> None:
@@ -109,6 +134,15 @@ def test_rows_that_are_faster_than_their_kernels_are_counted_apart() -> None:
     assert quick.contradicts and not slow.contradicts and not replace(slow, kernels_s=None).contradicts
     lines = table([quick, slow]).splitlines()
     assert "faster than its kernels' tables | 1 |" in lines[3] and "without these | 1 |" in lines[4]
+
+
+def test_scripts_that_wait_for_batches() -> None:
+    """InferenceX's of TensorRT-LLM, at 1,024 tokens in and out on fewer than eight devices."""
+    raw = {"backend": "trtllm", "silicon_data_source": "", "isl": "1024", "osl": "1024", "tp_size": "4"}
+    waits = [
+        dict(of_backend(raw | change)).get("batch_wait_steps") for change in ({}, {"tp_size": "8"}, {"osl": "8192"})
+    ]
+    assert waits == [20, None, None]
 
 
 def test_sglang_mixes_where_its_rules_say_so() -> None:

@@ -31,6 +31,10 @@ class EngineSpec(Frozen):
     """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
     cuts_prompts: bool = True
     """Whether such a step cuts a prompt that does not fit; otherwise the prompt waits for one that has room for it."""
+    batch_wait_steps: NonNegativeInt = 0
+    """Steps in which prompts wait for others while requests decode, unless the step has `batch_wait_tokens`."""
+    batch_wait_tokens: NonNegativeInt = 0
+    """Tokens of a step, decodes and the prompts that wait, from which on they wait no longer."""
     layer_s: NonNegativeFloat | None = None
     """Seconds of a layer outside its operators: gaps between kernels, and the smallest of them."""
     step_s: NonNegativeFloat | None = None

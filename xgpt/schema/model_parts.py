@@ -91,6 +91,8 @@ class Quantization(Frozen):
     """Format of the weights."""
     experts_only: bool = False
     """Whether attention, shared experts and dense blocks stay in the dtype."""
+    finds_scales: bool = False
+    """Whether each step finds the scale of its activations anew (fp8); otherwise the checkpoint holds one a matrix."""
 
     @property
     def computes_in_eight_bits(self) -> bool:

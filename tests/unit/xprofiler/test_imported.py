@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,7 @@ from pyarrow import parquet
 from xgpt.cli import main
 from xgpt.errors import InputError
 from xgpt.resolve import load_cluster, load_engine
-from xgpt.schema import EngineSpec, ModelSpec, Profile
+from xgpt.schema import EngineSpec, ModelSpec, Profile, Quantization
 from xprofiler import analytic, imported
 
 SPEC = ModelSpec(
@@ -129,6 +130,9 @@ def profile(tables: Path) -> Profile:
     return imported.profile(SPEC, H100, "bfloat16", BARE, tables)
 
 
+SHAPES = [((16 + 8) * 64, 1024), (1024, 1024), (4096, 1024), (1024, 2048)]
+
+
 def products_s(tokens: int, t: int, share: float = 1.0) -> float:
     shapes = [((16 + 8) * 64 // t, 1024), (1024, 1024 // t), (4096 // t, 1024), (1024, 2048 // t)]
     return share * sum(gemm_ms(tokens, n, k) for n, k in shapes) / 1e3
@@ -147,6 +151,30 @@ def test_products_come_from_the_newest_tables_and_power_laws_are_exact(profile: 
         assert saved == pytest.approx(products_s(tokens, t, share=0.5), rel=1e-6)
     assert profile.provenance["gemm"] == "h100_sxm/gemm/vllm/0.24.0"
     assert profile.source == "imported" and profile.tp_degrees == (1, 2)
+
+
+def scale_rows(ms: float) -> Rows:
+    return [{"m": m, "k": k, "quant_dtype": "fp8", "latency": ms} for m, k in product((1, 8192), (64, 8192))]
+
+
+def test_finding_scales_that_a_checkpoint_holds_is_taken_off(tables: Path, tmp_path: Path) -> None:
+    """Products in FP8 were measured with it; rounding goes with attention and the activation, not with the norms."""
+    folder = tmp_path / "h100_sxm"
+    shutil.copytree(tables, folder)
+    write(folder, "quantize/vllm/0.24.0/computescale", scale_rows(4e-3))
+    write(folder, "quantize/vllm/0.24.0/scale_matrix", scale_rows(1e-3))
+    anew = SPEC.model_copy(update={"quantization": Quantization(kind="fp8", finds_scales=True)})
+    held, found = (imported.profile(spec, H100, "float8", BARE, folder) for spec in (SPEC, anew))
+    saved = rest_s(found, 1, 4096) - rest_s(held, 1, 4096)
+    assert saved == pytest.approx((4 * 4e-3 + 2 * 1e-3) / 1e3, rel=1e-6)
+    assert held.provenance["scales of activations"] == "held by the checkpoint"
+    untold = imported.profile(SPEC, H100, "float8", BARE, tables)
+    assert "no table tells" in untold.provenance["scales of activations"]
+    assert rest_s(untold, 1, 4096) == pytest.approx(rest_s(found, 1, 4096))
+    write(folder, "quantize/vllm/0.24.0/computescale", scale_rows(1e3))
+    least_s = 2 * 4096 * sum(n * k for n, k in SHAPES) / 1979e12
+    beyond = rest_s(imported.profile(SPEC, H100, "float8", BARE, folder), 1, 4096)
+    assert beyond == pytest.approx(rest_s(found, 1, 4096) - products_s(4096, 1, share=0.5) + least_s, rel=1e-3)
 
 
 def test_what_adds_to_the_products(profile: Profile) -> None:
