@@ -17,7 +17,7 @@ from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usabl
 from xrunner.generation import Generation
 from xrunner.grammar import Grammars, grammars_of
 from xrunner.graphs import GraphedModel
-from xrunner.kernels import huge_pages
+from xrunner.kernels import heap
 from xrunner.kernels.packed import layouts_of
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
@@ -137,7 +137,7 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
     if place.type == "cpu":
-        huge_pages.keep_freed_memory()
+        heap.keep_freed_memory()
         if settings.dtype != "float16" and not layouts_of(settings.dtype):
             raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
     if settings.threads is not None:

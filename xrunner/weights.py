@@ -16,7 +16,7 @@ from torch import Tensor
 from xgpt.checkpoint import STORED_DTYPES, weight_files
 from xgpt.errors import InputError
 from xgpt.schema import DType, ModelSpec, Precision
-from xrunner.kernels import huge_pages
+from xrunner.kernels import heap
 from xrunner.kernels.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 from xrunner.models import Model
 from xrunner.models.layers import Linear
@@ -296,7 +296,7 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
     cut = cuts(model, part)
     for name, places in places_of(model).items():
         if torch.device(device).type == "cpu":
-            huge_pages.ask_for_heap()
+            heap.ask_for_heap()
         materialise(places, state_dtype(dtype, device), device)
         for weight in _pieces(model, part, name, cut.get(name)):
             source.read(weight)

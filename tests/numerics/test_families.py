@@ -1,5 +1,7 @@
 """Every family computes what `transformers` computes: logits, and greedy tokens under every policy."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -159,18 +161,49 @@ def test_every_layout_multiplies_and_adds_and_activates(layout, activation, shap
             assert (error <= tolerance * linear(x, weight, b).norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.dtype == "float32"])
+@pytest.mark.parametrize("rows", [3, 50, 300])
+def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
+    """However a layout makes them; sums over 3,000 numbers of several sizes."""
+    if not LAYOUTS[layout].is_available():
+        pytest.skip("not on this processor")
+    torch.manual_seed(0)
+    weight, bias = torch.randn(70, 3000) * torch.logspace(-6, 6, 70)[:, None], torch.randn(70)
+    x = torch.randn(rows, 3000) * torch.logspace(-2, 2, 3000)
+    found = pack(weight, "none", "float32", {shape_name(weight.shape): layout})(x, bias)
+    expected = linear(x.double(), weight.double(), bias.double())
+    assert ((found - expected).norm(dim=0) < 5e-6 * expected.norm(dim=0)).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_row_that_is_no_number_stays_none_and_touches_no_other(dtype):
+@pytest.mark.parametrize("rows", [3, 100])
+def test_a_row_that_is_no_number_stays_none_and_touches_no_other(dtype, rows):
     product = pack(torch.randn(8, 16), "none", dtype)
-    x = torch.randn(3, 16)
+    x = torch.randn(rows, 16)
     x[1, 4] = float("nan")
-    assert product(x, None).isnan().any(dim=1).tolist() == [False, True, False]
+    assert product(x, None).isnan().any(dim=1).tolist() == [False, True, *[False] * (rows - 2)]
 
 
 def test_the_fastest_layouts_are_measured_by_shape():
     found = fastest([(96, 70), (96, 70), (64, 128)], "float32")
     assert set(found) == {"64x128", "96x70"} and set(found.values()) <= set(layouts_of("float32"))
-    assert fastest([(96, 70)], "int8") == {}  # there is one alone
+
+
+def test_a_layout_that_is_far_slower_is_not_timed_with_more_rows(monkeypatch):
+    """As oneDNN's eight bits where it is kept from matrix registers: a product of 512 rows takes seconds."""
+    seen = []
+
+    def slow(weight, activation):
+        return lambda x, bias: (time.sleep(0.02), seen.append(len(x)), linear(x, weight))[-1]
+
+    monkeypatch.setitem(LAYOUTS, "slow", LAYOUTS["mkl"]._replace(is_available=lambda: True, pack=slow))
+    assert fastest([(96, 70)], "float32")["96x70"] != "slow"
+    assert set(seen) == {1}
+
+
+def test_where_there_is_one_layout_alone_none_is_chosen(monkeypatch):
+    monkeypatch.setattr("xrunner.kernels.packed.layouts_of", lambda dtype: ["onednn-int8"])
+    assert fastest([(96, 70)], "int8") == {}
 
 
 def test_a_layout_that_is_not_here_is_done_without(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from xgpt.resolve import load_model
-from xrunner.kernels import huge_pages
+from xrunner.kernels import heap, huge_pages
 from xrunner.kv_cache import KvCache
 
 TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -48,8 +49,36 @@ def test_keys_and_values_ask_for_none() -> None:
 
 
 def test_so_does_what_the_heap_has_grown_by() -> None:
-    huge_pages.keep_freed_memory()
-    huge_pages.ask_for_heap()
-    begin = huge_pages._heap_begin()
+    heap.keep_freed_memory()
+    heap.ask_for_heap()
+    begin = heap._heap_begin()
     assert begin is not None
     assert "hg" in mapping(begin)[1]
+
+
+IN_A_THREAD = """
+import threading
+from pathlib import Path
+from xrunner.kernels import heap
+
+heap.keep_freed_memory()
+taken = []
+
+def take():
+    import torch
+    taken.append(torch.zeros(2**16))
+
+thread = threading.Thread(target=take)
+thread.start()
+thread.join()
+for line in Path("/proc/self/maps").read_text().splitlines():
+    begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+    if begin <= taken[0].data_ptr() < end:
+        print(line.split()[-1])
+"""
+
+
+def test_a_thread_that_is_made_later_shares_the_heap() -> None:
+    """In an arena of its own a served engine's weights had no huge pages, and its steps took a tenth longer."""
+    found = subprocess.run([sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[heap]"

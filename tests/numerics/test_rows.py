@@ -6,14 +6,15 @@ import torch
 
 import xrunner.tcb.attention as row_attention
 import xrunner.tcb.rows as rows_module
+from benchmarks.tcb import layouts
+from benchmarks.tcb.layouts import run_rows, slotted_rows
 from tests.numerics.checkpoints import VOCABULARY
 from tests.numerics.test_families import FIRST_SHAPES, make_worker
 from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.policies.request import Request
-from xgpt.policies.tcb import concatenated_rows, padded_rows, slotted_rows
+from xgpt.policies.tcb import concatenated_rows, padded_rows
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.tcb.rows import run_rows
 
 rng = np.random.default_rng(3)
 REQUESTS = [Request(i, int(rng.integers(1, 14)), int(rng.integers(1, 9))) for i in range(11)]
@@ -81,7 +82,7 @@ def test_slots_that_have_ended_leave(flattened, name, monkeypatch):
         return head(hidden)
 
     monkeypatch.setattr(model, "head", count)
-    monkeypatch.setattr(rows_module, "LEAVING_SHARE", 0.0)
+    monkeypatch.setattr(layouts, "LEAVING_SHARE", 0.0)
     run_rows(model, BATCHES["padded"], PROMPTS, LENGTHS)
     assert sizes == [len(REQUESTS)] * max(LENGTHS.values())
     sizes.clear()

@@ -1,8 +1,8 @@
-"""Attention on a CPU in float32, compiled by numba; reads K/V blocks (float32 or bfloat16) where they are.
+"""Attention on a CPU, compiled by numba; reads K/V blocks (float32 or bfloat16) where they are.
 
-Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Tiles
-go to whichever thread is free; one costs what its context says, whether its prompt is whole or a later piece. Decodes
-whose heads share too many K/V heads to fill a tile go one by one (`numba_decode`; see benchmarks/attention.py).
+Rows of a sequence that read the same K/V head make spans (`numba_prompts`), which go to whichever thread is free; one
+costs what its context says, whether its prompt is whole or a later piece. Decodes whose heads share too few K/V heads
+to fill a tile go one by one (`numba_decode`; see benchmarks/attention.py).
 """
 
 from __future__ import annotations
@@ -12,25 +12,39 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import literally, njit, prange, types
+from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
+from xrunner.attention import amx
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
-from xrunner.attention.numba_decode import LINE, LOG2_E, NEVER, Keys, Scored, decode, limit
-from xrunner.attention.simd import add_values, address, score_keys, soften, take_next, widen
+from xrunner.attention.numba_decode import LINE, LOG2_E, Keys, Scored, decode
+from xrunner.attention.numba_prompts import (
+    WIDE,
+    Context,
+    Matrices,
+    Rules,
+    Span,
+    Vectors,
+    attend,
+    begin_products,
+    end_products,
+    make_space,
+    space_floats,
+    tile_floats,
+)
+from xrunner.attention.simd import address, at, take_next
 from xrunner.kernels.threads import num_threads
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
-NARROW, WIDE = 16, 32
-"""Lanes of a tile: a key that is loaded serves two registers of a wide one."""
-
 LEAST_GROUP = 4
 """Queries of a decode that make a tile; fewer are faster one by one."""
 TASKS_A_THREAD = 8
-"""Of decodes one by one: enough that no thread waits long for the last."""
+"""Enough that no thread waits long for the last."""
+SPAN_FLOATS = 1 << 16
+"""Of tiles that pass the same keys: they stay in the second-level cache."""
 
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
@@ -41,7 +55,6 @@ _NO_SINKS = np.zeros(0, dtype=np.float32)
 class _Places(NamedTuple):
     """A batch as the kernel takes it; `first_key` is empty where all keys are seen."""
 
-    slots: np.ndarray
     query_start: np.ndarray
     context_len: np.ndarray
     first_key: np.ndarray
@@ -50,22 +63,16 @@ class _Places(NamedTuple):
     both_ways: bool
 
 
-class _Tile(NamedTuple):
-    """Rows from `first` of a sequence's, each (token, head of the group), and where their results go.
+class _Rows(NamedTuple):
+    """Queries, keys or values wherever they lie: numba compiles anew, for seconds, for each layout of an array.
 
-    # queries and results [n, group, head_dim]
+    # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]
     """
 
-    queries: np.ndarray
-    results: np.ndarray
-    first: int
-
-
-class _Space(NamedTuple):
-    """Of one thread: queries, sums, scores and the state of the softmax; how many keys each row sees, int32 [lanes]."""
-
-    floats: np.ndarray
-    limits: np.ndarray
+    values: np.ndarray
+    token_stride: int
+    head_stride: int
+    num_heads: int
 
 
 class NumbaAttention(AttentionBackend):
@@ -97,7 +104,6 @@ class NumbaAttention(AttentionBackend):
         numba.set_num_threads(count)
         out = torch.empty(q.shape)
         places = _Places(
-            batch.cache_slots.numpy(),
             batch.query_start.numpy(),
             batch.context_len.numpy(),
             _NO_PLACES if batch.first_key is None else batch.first_key.numpy(),
@@ -114,12 +120,27 @@ class NumbaAttention(AttentionBackend):
             0 if scoring.window is None else scoring.window,
             _NO_SINKS if sinks is None else sinks.contiguous().numpy(),
         )
-        # Contiguous, all of them: numba compiles anew, for seconds, for each combination of layouts that it meets.
-        q, k, v = (x.contiguous() for x in (q, k, v))
         kept = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache
-        arrays = q.numpy(), k.numpy(), v.numpy()
-        _write_and_attend(arrays, kept.numpy(), places, scored, count, out.numpy())
+        way = Matrices() if suits_matrices(cache) else Vectors()
+        _write(_rows(k), _rows(v), kept.numpy(), batch.cache_slots.numpy())
+        _attend(_rows(q), kept.numpy(), places, scored, way, count, out.numpy())
         return out.flatten(1)
+
+
+def suits_matrices(cache: Tensor) -> bool:
+    """Whether heads and blocks fill matrix registers, where there are some."""
+    block_size, head_dim = cache.shape[3:]
+    whole = block_size % amx.SQUARE == 0 and head_dim % amx.DEPTH == 0
+    return cache.dtype == torch.bfloat16 and whole and amx.is_available()
+
+
+def _rows(x: Tensor) -> _Rows:
+    """A view, where each head's elements lie side by side and decodes' heads too. # x [tokens, heads, head_dim]"""
+    num_tokens, num_heads, head_dim = x.shape
+    if x.stride(2) != 1 or x.stride(1) != head_dim:
+        x = x.contiguous()
+    reach = (num_tokens - 1) * x.stride(0) + num_heads * head_dim if num_tokens else 0
+    return _Rows(x.as_strided((reach,), (1,)).numpy(), x.stride(0), x.stride(1), num_heads)
 
 
 def _stored(cache: np.ndarray, x: np.float32) -> Any:
@@ -140,64 +161,49 @@ def _(cache: Any, x: Any) -> Any:
     return rounded
 
 
-def _wide(cache: np.ndarray, scratch: np.ndarray) -> Any:
-    """Where elements of the cache are read in float32: in place, or in `scratch`."""
-
-
-@overload(_wide, strict=False)
-def _(cache: Any, scratch: Any) -> Any:
-    if cache.dtype == types.float32:
-        return lambda cache, scratch: cache
-    return lambda cache, scratch: scratch
-
-
-def _widen(cache: np.ndarray, start: int, count: int, scratch: np.ndarray) -> Any:
-    """Put elements of the cache where `_wide` has them; return the place of the first there."""
-
-
-@overload(_widen, strict=False)
-def _(cache: Any, start: Any, count: Any, scratch: Any) -> Any:
-    if cache.dtype == types.float32:
-        return lambda cache, start, count, scratch: start
-
-    def widened(cache, start, count, scratch):
-        vectors = count // LINE
-        widen(cache, scratch, start, 0, vectors, LINE)
-        widen(cache, scratch, start, vectors * LINE, count - vectors * LINE, 1)
-        return 0
-
-    return widened
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def _write(k, v, cache, slots):
+    head_dim, num_kv_heads, block_size = cache.shape[4], cache.shape[2], cache.shape[3]
+    size = block_size * head_dim
+    to_values = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * size  # 0 where keys are the values
+    for i in prange(len(slots)):
+        first = slots[i] // block_size * num_kv_heads * size + slots[i] % block_size * head_dim
+        for h in range(num_kv_heads):
+            keys = at(cache, first + h * size)
+            values = at(cache, first + h * size + to_values)
+            new_keys = at(k.values, i * k.token_stride + h * k.head_stride)
+            new_values = at(v.values, i * v.token_stride + h * v.head_stride)
+            for d in range(head_dim):
+                values[d] = _stored(cache, new_values[d])
+            for d in range(head_dim):
+                keys[d] = _stored(cache, new_keys[d])
+            if not _all_finite(new_keys, head_dim):  # softmax would lose that, a sum of values does not
+                for d in range(head_dim):
+                    values[d] = _stored(cache, np.float32(np.nan))
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _write_and_attend(arrays, cache, places, scored, num_threads, out):
-    q, k, v = arrays
-    slots, query_start, context_len, first_key, tables, num_decodes, both_ways = places
-    num_heads, head_dim = q.shape[1], q.shape[2]
-    num_kv_heads, block_size = cache.shape[2], cache.shape[3]
-    group, last = num_heads // num_kv_heads, cache.shape[0] - 1  # one half where keys are the values
-
-    for i in prange(k.shape[0]):
-        block, offset = slots[i] // block_size, slots[i] % block_size
-        for h in range(num_kv_heads):
-            for d in range(head_dim):
-                cache[last, block, h, offset, d] = _stored(cache, v[i, h, d])
-                cache[0, block, h, offset, d] = _stored(cache, k[i, h, d])
-            for d in range(head_dim):  # softmax would lose what is not finite, a sum of values does not
-                if not np.isfinite(k[i, h, d]):
-                    cache[last, block, h, offset] = _stored(cache, np.float32(np.nan))
+def _attend(q, cache, places, scored, way, num_threads, out):
+    query_start, context_len, first_key, tables, num_decodes, both_ways = places
+    num_heads, head_dim, num_kv_heads, block_size = q.num_heads, cache.shape[4], cache.shape[2], cache.shape[3]
+    group, stride = num_heads // num_kv_heads, num_kv_heads * block_size * head_dim
+    to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
 
     is_alone = group < LEAST_GROUP and head_dim % LINE == 0 and block_size % LINE == 0
     num_alone = num_decodes if is_alone else 0
     parts = 1  # of a decode's heads
     if num_threads > 1:
         parts = min(num_kv_heads, -(-TASKS_A_THREAD * num_threads // max(num_alone, 1)))
-    sequence, first_row = _tiles(query_start[num_alone:], group)
-    num_tiles = len(sequence)
+    room = max(1, min(way.tiles, SPAN_FLOATS // tile_floats(head_dim)))
+    num_tiles = np.sum(-(-(query_start[num_alone + 1 :] - query_start[num_alone:-1]) * group // WIDE)) * num_kv_heads
+    if num_threads > 1:
+        room = max(1, min(room, num_tiles // (TASKS_A_THREAD * num_threads)))
+    sequence, first_row = _spans(query_start[num_alone:], group, room * WIDE)
+    num_spans = len(sequence)
     counter = np.zeros(1, dtype=np.int64)
     for _ in prange(num_threads):
-        floats = _aligned(max((2 * head_dim + block_size + 3) * WIDE + block_size * head_dim, (1 + num_heads) * LINE))
-        space = _Space(floats, np.empty(WIDE, dtype=np.int32))
+        floats, memory = _aligned((1 + num_heads) * LINE), _aligned(space_floats(way, room, head_dim))
+        space = make_space(way, room, head_dim, memory)
         task = take_next(counter)
         while task < num_alone * parts:
             i, part = task // parts, task % parts
@@ -207,35 +213,80 @@ def _write_and_attend(arrays, cache, places, scored, num_threads, out):
             first_head, behind = num_kv_heads * part // parts, num_kv_heads * (part + 1) // parts
             keys = Keys(cache, first_head, tables[i], earliest, context_len[i], both_ways)
             heads = slice(first_head * group, behind * group)
-            decode(q[i, heads], keys, behind - first_head, scored, out[i, heads], floats)
+            begin, end = i * q.token_stride + heads.start * head_dim, i * q.token_stride + heads.stop * head_dim
+            rows = q.values[begin:end].reshape(-1, head_dim)
+            decode(rows, keys, behind - first_head, scored, out[i, heads], floats)
             task = take_next(counter)
         task -= num_alone * parts
-        while task < num_tiles * num_kv_heads:
-            # Head by head: a sequence's tiles find its keys and values in the processor's cache.
-            h, i, first = task // num_tiles, num_alone + sequence[task % num_tiles], first_row[task % num_tiles]
-            begin, end, context = query_start[i], query_start[i + 1], context_len[i]
-            earliest = first_key[i] if len(first_key) else 0
-            heads = slice(h * group, (h + 1) * group)
-            keys = Keys(cache, h, tables[i], earliest, context, both_ways)
-            tile = _Tile(q[begin:end, heads], out[begin:end, heads], first)
-            if (end - begin) * group - first > NARROW:
-                _attend(tile, keys, scored, space, WIDE, 8)
-            else:
-                _attend(tile, keys, scored, space, NARROW, 16)
+        begin_products(way)
+        while task < num_spans * num_kv_heads:
+            # Head by head: a sequence's spans find its keys and values in the processor's cache.
+            h, i, first = task // num_spans, num_alone + sequence[task % num_spans], first_row[task % num_spans]
+            begin, num_tokens = query_start[i], query_start[i + 1] - query_start[i]
+            span = Span(
+                at(q.values, begin * q.token_stride + h * group * q.head_stride),
+                at(out, (begin * num_heads + h * group) * head_dim),
+                (q.token_stride, q.head_stride),
+                (num_heads * head_dim, head_dim),
+                num_tokens,
+                group,
+                first,
+                min(num_tokens * group - first, room * WIDE),
+            )
+            context = Context(
+                at(cache, h * block_size * head_dim),
+                at(tables, i * tables.shape[1]),
+                block_size,
+                stride,
+                to_values,
+                head_dim,
+                first_key[i] if len(first_key) else 0,
+                context_len[i],
+                both_ways,
+            )
+            attend(way, span, context, _rules(scored, h, group), space)
             task = take_next(counter) - num_alone * parts
+        end_products(way)
+        memory[0] = np.float32(0.0)  # it is needed up to here
 
 
 @njit(nogil=True)
-def _tiles(query_start, group):
-    """Of each tile: its sequence, and the first of its rows among the sequence's. # int32 [tiles], int32 [tiles]"""
+def _all_finite(x, count):
+    """Of the first `count` numbers."""
+    largest = np.int32(0)
+    for i in range(count):
+        largest = max(largest, np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF))
+    return largest < np.int32(0x7F800000)
+
+
+@njit(nogil=True)
+def _rules(scored, h, group):
+    """What of a `Scored` concerns a K/V head."""
+    return Rules(
+        scored.scale * LOG2_E,
+        scored.softcap * LOG2_E,
+        scored.window,
+        len(scored.bias) > 0,
+        at(scored.bias, h * scored.bias.shape[1] + scored.center),
+        len(scored.sinks) > 0,
+        at(scored.sinks, h * group),
+    )
+
+
+@njit(nogil=True)
+def _spans(query_start, group, room):
+    """Of each span of `room` rows at most: its sequence, and the first of its rows among the sequence's.
+
+    # int32 [spans], int32 [spans]
+    """
     num_rows = (query_start[1:] - query_start[:-1]) * group
-    num_tiles = np.sum((num_rows + WIDE - 1) // WIDE)
-    sequence, first_row = np.empty(num_tiles, dtype=np.int32), np.empty(num_tiles, dtype=np.int32)
-    tile = 0
+    num_spans = np.sum((num_rows + room - 1) // room)
+    sequence, first_row = np.empty(num_spans, dtype=np.int32), np.empty(num_spans, dtype=np.int32)
+    span = 0
     for i in range(len(num_rows)):
-        for first in range(0, num_rows[i], WIDE):
-            sequence[tile], first_row[tile] = i, first
-            tile += 1
+        for first in range(0, num_rows[i], room):
+            sequence[span], first_row[span] = i, first
+            span += 1
     return sequence, first_row
 
 
@@ -245,99 +296,3 @@ def _aligned(size):
     memory = np.empty(size + 16, dtype=np.float32)
     first = -address(memory) % 64 // 4
     return memory[first : first + size]
-
-
-@njit(nogil=True, error_model="numpy")
-def _attend(tile, keys, scored, space, lanes, num_sums):
-    """One tile over the keys of its head.
-
-    Args:
-        num_sums: keys or dimensions at once: as many sums as fit in registers. Like `lanes` a constant.
-    """
-    literally(lanes)
-    literally(num_sums)
-    cache, h, table, earliest, context, both_ways = keys
-    q, first, floats, limits, window = tile.queries, tile.first, space.floats, space.limits, scored.window
-    num_tokens, group, head_dim = q.shape
-    num_kv_heads, block_size = cache.shape[2], cache.shape[3]
-    num_rows = min(lanes, num_tokens * group - first)
-    scale = scored.scale * LOG2_E  # scores are powers of two
-    rows = floats[: (2 * head_dim + block_size + 3) * lanes]
-    queries, sums = rows[: head_dim * lanes], rows[head_dim * lanes : 2 * head_dim * lanes]
-    scores, state = rows[2 * head_dim * lanes : -3 * lanes], rows[-3 * lanes :]
-    scratch = floats[len(rows) :]
-    wide = _wide(cache, scratch)
-    highest, total, shrink = state[:lanes], state[lanes : 2 * lanes], state[2 * lanes :]
-    for r in range(lanes):
-        row = first + min(r, num_rows - 1)  # lanes left over repeat the last row
-        limits[r] = context if both_ways else context - num_tokens + row // group + 1
-        query = q[row // group, row % group]
-        for d in range(head_dim):
-            queries[d * lanes + r] = query[d] * scale
-    sums[:] = np.float32(0.0)
-    highest[:] = NEVER
-    total[:] = np.float32(0.0)
-
-    value_start = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * block_size * head_dim
-    visible = limits[lanes - 1]
-    if window:
-        earliest = max(earliest, limits[0] - window)
-    for b in range(earliest // block_size, (visible + block_size - 1) // block_size):
-        begin = max(earliest - b * block_size, 0)
-        before, here = b * block_size + begin, block_size - begin
-        n = min(here, visible - before)
-        start = ((table[b] * num_kv_heads + h) * block_size + begin) * head_dim
-        at = _widen(cache, start, here * head_dim, scratch)
-        t = 0
-        while t + num_sums <= here:
-            score_keys(queries, wide, scores, at + t * head_dim, t * lanes, head_dim, num_sums, lanes)
-            t += num_sums
-        while t < n:
-            score_keys(queries, wide, scores, at + t * head_dim, t * lanes, head_dim, 1, lanes)
-            t += 1
-        if scored.softcap:
-            limit(scores, n * lanes, scored.softcap * LOG2_E)
-        if len(scored.bias):  # heads have keys of their own: rows are tokens
-            place = scored.center + context - num_tokens + first - before
-            for t in range(n):
-                for r in range(num_rows):
-                    scores[t * lanes + r] += scored.bias[h, place - t + r] * LOG2_E
-        if before + n > limits[0] or (window and before < visible - window):
-            _hide(scores, limits, before, n, window, lanes)
-        soften(scores, highest, total, shrink, n, lanes)
-        at = _widen(cache, start + value_start, here * head_dim, scratch)
-        d = 0
-        while d + num_sums <= head_dim:
-            add_values(scores, shrink, wide, sums, at + d, d * lanes, n, head_dim, num_sums, lanes)
-            d += num_sums
-        while d < head_dim:
-            add_values(scores, shrink, wide, sums, at + d, d * lanes, n, head_dim, 1, lanes)
-            d += 1
-
-    if len(scored.sinks):
-        for r in range(num_rows):
-            further = scored.sinks[h * group + (first + r) % group] * LOG2_E
-            total[r] += np.float32(2.0) ** (further - highest[r])  # infinite where it takes all
-    for r in range(num_rows):
-        result = tile.results[(first + r) // group, (first + r) % group]
-        share = np.float32(1.0) / total[r]
-        for d in range(head_dim):
-            result[d] = sums[d * lanes + r] * share
-
-
-@njit(nogil=True, error_model="numpy")
-def _hide(scores, limits, before, count, window, lanes):
-    """Rule out keys that rows do not see: from their limits on, and before the last `window` of them (0: none).
-
-    A row of which nothing has been seen yet counts what is hidden, until its first key shrinks that to none.
-    """
-    literally(lanes)
-    for t in range(count):
-        for r in range(lanes):
-            if before + t >= limits[r]:
-                scores[t * lanes + r] = NEVER
-    if window:
-        for t in range(count):
-            for r in range(lanes):
-                if before + t < limits[r] - window:
-                    scores[t * lanes + r] = NEVER

@@ -1,8 +1,7 @@
-"""Inner loops of the CPU kernel over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
+"""Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
-Keys and values of a query that is alone may be bfloat16, as uint16: a load widens them.
-
-Lanes are queries, or, where a query is alone with its keys, its dimensions.
+Here are those of a query that is alone with its keys, whose lanes are its dimensions, and what all of them are made of;
+`tiles` has those whose lanes are queries. Keys and values may be bfloat16, as uint16: a load widens them.
 
 LLVM's own vectoriser keeps to half an AVX-512 register and its accumulators to memory; written out, each accumulator
 stays in registers. For narrower registers LLVM splits a vector into several.
@@ -22,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_UNROLL = 4
+UNROLL = 4
 """Dimensions that a step of a dot product takes, so that addresses cost little."""
 
 # 2^x for -0.5 <= x <= 0.5, highest power first; 1e-7 relative.
@@ -35,9 +34,10 @@ _EXP2 = (
     6.931472028550421e-1,
     1.0,
 )
+_ROUGH_EXP2 = (5.5171606487e-02, 2.4261111739e-01, 6.9326099701e-01, 9.9992807413e-01)
+"""The same to 7e-05, for what is rounded to bfloat16."""
 
-
-_HIDDEN = -1e30
+HIDDEN = -1e30
 """Below any score."""
 
 
@@ -66,79 +66,6 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 @inlined
-def score_keys(
-    typing_context: Any,
-    queries: Any,
-    keys: Any,
-    scores: Any,
-    from_keys: Any,
-    from_scores: Any,
-    head_dim: Any,
-    num_keys: Any,
-    lanes: Any,
-) -> Any:
-    """Dot products with keys that lie side by side. # queries [dim, lanes], keys [keys, dim] -> scores [keys, lanes]"""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        arrays = pointers(context, builder, signature, values, 3)
-        queries, keys, scores = arrays[0], builder.gep(arrays[1], [values[3]]), builder.gep(arrays[2], [values[4]])
-        dim, emit = values[5], _Emit(builder, lanes.literal_value)
-        sums = emit.variables(num_keys.literal_value)
-
-        def add_products(first: ir.Value, num_dims: int) -> None:
-            rows = [emit.load(queries, builder.add(first, _int(i))) for i in range(num_dims)]
-            for number, total in enumerate(sums):
-                key = builder.gep(keys, [builder.add(builder.mul(dim, _int(number)), first)])
-                for i, row in enumerate(rows):
-                    builder.store(emit.multiply_add(row, emit.spread(key, i), builder.load(total)), total)
-
-        num_steps = builder.sdiv(dim, _int(_UNROLL))
-        with cgutils.for_range(builder, num_steps) as step:
-            add_products(builder.mul(step.index, _int(_UNROLL)), _UNROLL)
-        with cgutils.for_range_slice(builder, builder.mul(num_steps, _int(_UNROLL)), dim, _int(1)) as (last, _):
-            add_products(last, 1)
-        for number, total in enumerate(sums):
-            emit.store(builder.load(total), scores, _int(number))
-        return context.get_dummy_value()
-
-    return types.void(queries, keys, scores, types.intp, types.intp, types.intp, num_keys, lanes), generate
-
-
-@inlined
-def add_values(
-    typing_context: Any,
-    weights: Any,
-    shrink: Any,
-    values: Any,
-    sums: Any,
-    from_values: Any,
-    from_sums: Any,
-    num_keys: Any,
-    head_dim: Any,
-    num_dims: Any,
-    lanes: Any,
-) -> Any:
-    """sums = shrink * sums + weights^T values, over `num_dims` dimensions of the values.
-
-    # weights [num_keys, lanes], shrink [lanes], values [num_keys, head_dim], sums [num_dims, lanes]
-    """
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        weights, shrink, values, sums = pointers(context, builder, signature, arguments, 4)
-        values, sums = builder.gep(values, [arguments[4]]), builder.gep(sums, [arguments[5]])
-        count, dim, emit = arguments[6], arguments[7], _Emit(builder, lanes.literal_value)
-        shrunk = emit.shrunk_sums(sums, emit.load(shrink, _int(0)), num_dims.literal_value)
-        with shrunk as totals, cgutils.for_range(builder, count) as key:
-            weight = emit.load(weights, key.index)
-            value = builder.gep(values, [builder.mul(key.index, dim)])
-            for number, total in enumerate(totals):
-                builder.store(emit.multiply_add(weight, emit.spread(value, number), builder.load(total)), total)
-        return context.get_dummy_value()
-
-    return types.void(weights, shrink, values, sums, *[types.intp] * 4, num_dims, lanes), generate
-
-
-@inlined
 def dot_keys(
     typing_context: Any,
     query: Any,
@@ -157,24 +84,27 @@ def dot_keys(
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         query, keys, scores = pointers(context, builder, signature, values, 3)
         query, keys = builder.gep(query, [values[3]]), builder.gep(keys, [values[4]])
-        dim, emit = values[5], _Emit(builder, lanes.literal_value)
+        dim, emit = values[5], Emit(builder, lanes.literal_value)
         sums = emit.variables(emit.lanes)
 
         def add_products(first: ir.Value, num_vectors: int) -> None:
-            parts = [builder.add(first, _int(i)) for i in range(num_vectors)]
+            parts = [builder.add(first, int64(i)) for i in range(num_vectors)]
             rows = [emit.load(query, part) for part in parts]
             for number, total in enumerate(sums):
-                key = builder.gep(keys, [builder.mul(dim, _int(number))])
+                key = builder.gep(keys, [builder.mul(dim, int64(number))])
                 for part, row in zip(parts, rows, strict=True):
                     builder.store(emit.multiply_add(row, emit.load(key, part), builder.load(total)), total)
 
-        num_vectors = builder.sdiv(dim, _int(emit.lanes))
-        num_steps = builder.sdiv(num_vectors, _int(_UNROLL))
+        num_vectors = builder.sdiv(dim, int64(emit.lanes))
+        num_steps = builder.sdiv(num_vectors, int64(UNROLL))
         with cgutils.for_range(builder, num_steps) as step:
-            add_products(builder.mul(step.index, _int(_UNROLL)), _UNROLL)
-        with cgutils.for_range_slice(builder, builder.mul(num_steps, _int(_UNROLL)), num_vectors, _int(1)) as (last, _):
+            add_products(builder.mul(step.index, int64(UNROLL)), UNROLL)
+        with cgutils.for_range_slice(builder, builder.mul(num_steps, int64(UNROLL)), num_vectors, int64(1)) as (
+            last,
+            _,
+        ):
             add_products(last, 1)
-        emit.store(emit.sums([builder.load(total) for total in sums]), scores, _int(0))
+        emit.store(emit.sums([builder.load(total) for total in sums]), scores, int64(0))
         return context.get_dummy_value()
 
     return types.void(query, keys, scores, types.intp, types.intp, types.intp, lanes), generate
@@ -195,8 +125,8 @@ def soften_keys(
         scores, totals = pointers(context, builder, signature, values, 2)
         totals = builder.gep(totals, [values[2]])
         before, begin, end = values[3:6]
-        first, emit = _int(0), _Emit(builder, lanes.literal_value)
-        score = builder.select(emit.is_between(begin, end), emit.load(scores, first), emit.constant(_HIDDEN))
+        first, emit = int64(0), Emit(builder, lanes.literal_value)
+        score = builder.select(emit.is_between(begin, end), emit.load(scores, first), emit.constant(HIDDEN))
         top = builder.call(emit.reduction("fmax"), [score])
         top = builder.select(builder.fcmp_ordered(">", top, before), top, before)
         tops = emit.fill(top)
@@ -235,13 +165,13 @@ def add_rows(
         weights, values, sums = pointers(context, builder, signature, arguments, 3)
         values, sums = builder.gep(values, [arguments[3]]), builder.gep(sums, [arguments[4]])
         factor, begin, end, dim = arguments[5:9]
-        emit = _Emit(builder, lanes.literal_value)
+        emit = Emit(builder, lanes.literal_value)
         shrunk = emit.shrunk_sums(sums, emit.fill(factor), num_vectors.literal_value)
-        with shrunk as totals, cgutils.for_range_slice(builder, begin, end, _int(1)) as (key, _):
+        with shrunk as totals, cgutils.for_range_slice(builder, begin, end, int64(1)) as (key, _):
             weight = emit.fill(builder.load(builder.gep(weights, [key])))
             value = builder.gep(values, [builder.mul(key, dim)])
             for number, total in enumerate(totals):
-                product = emit.multiply_add(weight, emit.load(value, _int(number)), builder.load(total))
+                product = emit.multiply_add(weight, emit.load(value, int64(number)), builder.load(total))
                 builder.store(product, total)
         return context.get_dummy_value()
 
@@ -258,7 +188,7 @@ def widen(
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         halves, wide = pointers(context, builder, signature, values, 2)
         halves = builder.gep(halves, [builder.add(values[2], values[3])])
-        wide, emit = builder.gep(wide, [values[3]]), _Emit(builder, lanes.literal_value)
+        wide, emit = builder.gep(wide, [values[3]]), Emit(builder, lanes.literal_value)
         with cgutils.for_range(builder, values[4]) as part:
             emit.store(emit.load(halves, part.index), wide, part.index)
         return context.get_dummy_value()
@@ -267,34 +197,17 @@ def widen(
 
 
 @inlined
-def soften(typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, num_keys: Any, lanes: Any) -> Any:
-    """A step of the online softmax in powers of two: scores become weights. # scores [num_keys, lanes]
+def at(typing_context: Any, array: Any, first: Any) -> Any:
+    """Where an array, or what this returned before, goes on from an element: a pointer, which keeps nothing alive.
 
-    `highest` rises to the highest score so far, `total` sums the weights, and `shrink` is what all earlier weights
-    must be multiplied by. # each [lanes]
+    Numba counts references to an array, atomically, wherever it is passed on; for inner loops that is too slow.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        scores, highest, total, shrink = pointers(context, builder, signature, values, 4)
-        count, first, emit = values[4], _int(0), _Emit(builder, lanes.literal_value)
-        before = emit.load(highest, first)
-        top, mass = emit.variables(2)
-        builder.store(before, top)
-        with cgutils.for_range(builder, count) as key:
-            builder.store(emit.maximum(emit.load(scores, key.index), builder.load(top)), top)
-        now = builder.load(top)
-        factor = emit.exp2(builder.fsub(before, now))
-        builder.store(builder.fmul(emit.load(total, first), factor), mass)
-        with cgutils.for_range(builder, count) as key:
-            weight = emit.exp2(builder.fsub(emit.load(scores, key.index), now))
-            emit.store(weight, scores, key.index)
-            builder.store(builder.fadd(builder.load(mass), weight), mass)
-        emit.store(now, highest, first)
-        emit.store(factor, shrink, first)
-        emit.store(builder.load(mass), total, first)
-        return context.get_dummy_value()
+        (place,) = pointers(context, builder, signature, values, 1)
+        return builder.gep(place, [values[1]])
 
-    return types.void(scores, highest, total, shrink, types.intp, lanes), generate
+    return types.CPointer(array.dtype)(array, types.intp), generate
 
 
 @inlined
@@ -303,7 +216,7 @@ def take_next(typing_context: Any, counter: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
-        return builder.atomic_rmw("add", place, _int(1), "monotonic")
+        return builder.atomic_rmw("add", place, int64(1), "monotonic")
 
     return types.int64(counter), generate
 
@@ -336,7 +249,7 @@ def fetch(typing_context: Any, array: Any, element: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-class _Emit:
+class Emit:
     """Appends instructions on vectors of some lanes to a function; arrays are counted in whole vectors."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
@@ -357,20 +270,20 @@ class _Emit:
         """An array's first vectors times a factor, in variables, to be added to; written back behind the block."""
         totals = self.variables(count)
         for number, total in enumerate(totals):
-            self.builder.store(self.builder.fmul(self.load(sums, _int(number)), factor), total)
+            self.builder.store(self.builder.fmul(self.load(sums, int64(number)), factor), total)
         yield totals
         for number, total in enumerate(totals):
-            self.store(self.builder.load(total), sums, _int(number))
+            self.store(self.builder.load(total), sums, int64(number))
 
     def _place(self, array: ir.Value, index: ir.Value) -> ir.Value:
-        first = self.builder.gep(array, [self.builder.mul(index, _int(self.lanes))])
+        first = self.builder.gep(array, [self.builder.mul(index, int64(self.lanes))])
         return self.builder.bitcast(first, self.type.as_pointer())
 
     def load(self, array: ir.Value, index: ir.Value) -> ir.Value:
         """A whole vector of an array of float32 or, widened, bfloat16."""
         if array.type.pointee != ir.IntType(16):
             return self.builder.load(self._place(array, index), align=4)
-        first = self.builder.gep(array, [self.builder.mul(index, _int(self.lanes))])
+        first = self.builder.gep(array, [self.builder.mul(index, int64(self.lanes))])
         halves = ir.VectorType(ir.IntType(16), self.lanes).as_pointer()
         upper = self.builder.zext(self.builder.load(self.builder.bitcast(first, halves), align=2), self.integers)
         shifted = self.builder.shl(upper, ir.Constant(self.integers, [16] * self.lanes))
@@ -381,11 +294,17 @@ class _Emit:
 
     def spread(self, array: ir.Value, element: int) -> ir.Value:
         """One element of an array in all lanes."""
-        return self.fill(self.builder.load(self.builder.gep(array, [_int(element)])))
+        return self.fill(self.builder.load(self.builder.gep(array, [int64(element)])))
 
     def fill(self, scalar: ir.Value) -> ir.Value:
         """It in all lanes."""
-        one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, _int(0))
+        one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, int64(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
+
+    def spread_integer(self, number: ir.Value) -> ir.Value:
+        """An int64 in all lanes, as int32."""
+        small = self.builder.trunc(number, ir.IntType(32))
+        one = self.builder.insert_element(ir.Constant(self.integers, ir.Undefined), small, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -413,34 +332,60 @@ class _Emit:
     def is_between(self, begin: ir.Value, end: ir.Value) -> ir.Value:
         """Which lanes' numbers are at least one and less than the other."""
         numbers = ir.Constant(self.integers, list(range(self.lanes)))
-        bounds = []
-        for bound in (begin, end):
-            small = self.builder.trunc(bound, ir.IntType(32))
-            one = self.builder.insert_element(ir.Constant(self.integers, ir.Undefined), small, _int(0))
-            bounds.append(self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes)))
+        bounds = [self.spread_integer(bound) for bound in (begin, end)]
         not_before = self.builder.icmp_signed(">=", numbers, bounds[0])
         return self.builder.and_(not_before, self.builder.icmp_signed("<", numbers, bounds[1]))
 
-    def exp2(self, x: ir.Value) -> ir.Value:
-        """2^x for x <= 0, never below 2^-126: the power's whole part is added to the exponent's bits."""
+    def rounded(self, x: ir.Value) -> ir.Value:
+        """To bfloat16; of two as near the larger."""
+        return self.builder.bitcast(self._cut(self._raised(x)), self.type)
+
+    def halves(self, even: ir.Value, odd: ir.Value) -> ir.Value:
+        """Both, rounded to bfloat16, side by side in each lane; as float32, though they are none."""
+        low = self.builder.lshr(self._raised(even), ir.Constant(self.integers, [16] * self.lanes))
+        return self.builder.bitcast(self.builder.or_(low, self._cut(self._raised(odd))), self.type)
+
+    def upper_halves(self, x: ir.Value) -> ir.Value:
+        """Rounded to bfloat16, as numbers of 16 bits."""
+        upper = self.builder.lshr(self._raised(x), ir.Constant(self.integers, [16] * self.lanes))
+        return self.builder.trunc(upper, ir.VectorType(ir.IntType(16), self.lanes))
+
+    def _raised(self, x: ir.Value) -> ir.Value:
+        """Bits plus half of what bfloat16 leaves out."""
+        return self.builder.add(
+            self.builder.bitcast(x, self.integers), ir.Constant(self.integers, [0x8000] * self.lanes)
+        )
+
+    def _cut(self, bits: ir.Value) -> ir.Value:
+        return self.builder.and_(bits, ir.Constant(self.integers, [0xFFFF0000] * self.lanes))
+
+    def exp2(self, x: ir.Value, *, roughly: bool = False) -> ir.Value:
+        """2^x for x <= 0, never below 2^-126: the power's whole part is added to the exponent's bits.
+
+        To 1e-7 relative, or roughly 1e-4.
+        """
         builder = self.builder
         unary = ir.FunctionType(self.type, [self.type])
         rint = cgutils.get_or_insert_function(builder.module, unary, f"llvm.rint.v{self.lanes}f32")
         x = self.maximum(x, self.constant(-126.0))
         whole = builder.call(rint, [x])
         rest = builder.fsub(x, whole)
-        power = self.constant(_EXP2[0])
-        for coefficient in _EXP2[1:]:
+        first, *others = _ROUGH_EXP2 if roughly else _EXP2
+        power = self.constant(first)
+        for coefficient in others:
             power = self.multiply_add(power, rest, self.constant(coefficient))
         exponent = builder.shl(builder.fptosi(whole, self.integers), ir.Constant(self.integers, [23] * self.lanes))
         return builder.bitcast(builder.add(builder.bitcast(power, self.integers), exponent), self.type)
 
 
 def pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
-    """Where the data of the first `count` arguments, arrays, lie."""
+    """Where the data of the first `count` arguments, arrays or pointers, lie."""
     pairs = zip(signature.args[:count], values[:count], strict=True)
-    return [context.make_array(kind)(context, builder, value).data for kind, value in pairs]
+    return [
+        value if isinstance(kind, types.CPointer) else context.make_array(kind)(context, builder, value).data
+        for kind, value in pairs
+    ]
 
 
-def _int(value: int) -> ir.Constant:
+def int64(value: int) -> ir.Constant:
     return ir.Constant(ir.IntType(64), value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.schema import DType
-from xrunner.kernels import panels
+from xrunner.kernels import matrix_panels, panels, split_panels
 from xrunner.kernels.quantised import quantise, rescale
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -60,6 +60,9 @@ ROWS = (1, 8, 32, 128, 512)
 MOST_PRODUCT = 2**33
 """Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
 REPEATS = 5
+HOPELESS = 5.0
+"""Times the fastest with one row, above which a layout is not timed with more: oneDNN's eight bits, kept from matrix
+registers, took two hundred times as long, and would have taken ten seconds with 512 rows."""
 TIE = 1.05
 """Times the least mean that count as equal: two measurements of one product may differ by 5%."""
 EVICTING = 2**24
@@ -94,13 +97,30 @@ def _with_onednn(weight: Tensor, activation: str) -> PackedLinear:
     return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, name, [], algorithm)
 
 
-def _with_panels(weight: Tensor, activation: str) -> PackedLinear:
-    product, activate = panels.pack(weight, relu=activation == "relu"), _IN_PLACE[activation]
+def _finished(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
+    """A product of our own, which leaves out what is negative by itself."""
+    product, activate = pack(relu=activation == "relu"), _IN_PLACE[activation]
     return product if activation == "relu" else lambda x, bias: activate(product(x, bias))
 
 
+def _with_panels(weight: Tensor, activation: str) -> PackedLinear:
+    return _finished(partial(panels.pack, weight), activation)
+
+
+def _with_split_panels(weight: Tensor, activation: str) -> PackedLinear:
+    return _finished(partial(split_panels.pack, weight), activation)
+
+
+def _with_bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
+    """Weight and activations rounded to bfloat16; sums, bias and activation function in float32."""
+    return _finished(partial(panels.pack, weight.bfloat16()), activation)
+
+
+def _with_bfloat16_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:
+    return _finished(partial(matrix_panels.pack_bfloat16, weight.bfloat16()), activation)
+
+
 def _with_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
-    """Weight and activations rounded to bfloat16, sums in float32; bias and activation function in float32."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16())
     activate = _IN_PLACE[activation]
 
@@ -116,8 +136,7 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
 
     Sums are exact in 32 bits; scales, bias and activation function are float32.
     """
-    scales = (weight.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    quantised = (weight / scales[:, None]).round_().to(torch.int8)
+    quantised, scales = _in_eight_bits(weight)
     packed = torch.ops.onednn.qlinear_prepack(quantised, None)
     zero_points = torch.zeros(len(scales), dtype=torch.int32)
     activate = _IN_PLACE[activation]
@@ -133,6 +152,20 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
     return product
 
 
+def _with_int8_panels(weight: Tensor, activation: str) -> PackedLinear:
+    return _finished(partial(panels.pack_int8, *_in_eight_bits(weight)), activation)
+
+
+def _with_int8_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:
+    return _finished(partial(matrix_panels.pack_int8, *_in_eight_bits(weight)), activation)
+
+
+def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight's numbers, and the scale of each output. # float32 [out, in] -> int8 [out, in], float32 [out]"""
+    scales = (weight.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (weight / scales[:, None]).round_().to(torch.int8), scales
+
+
 def _int8_is_exact() -> bool:
     """Whether sums of products in eight bits are right at their largest: without the instructions for them, pairs of
     products saturate at 16 bits."""
@@ -143,10 +176,17 @@ def _int8_is_exact() -> bool:
 
 
 LAYOUTS: dict[str, WeightLayout] = {
+    "split-panels": WeightLayout("float32", split_panels.is_available, _with_split_panels),
     "panels": WeightLayout("float32", panels.is_available, _with_panels),
     "mkl": WeightLayout("float32", torch.backends.mkl.is_available, _with_mkl),
     "onednn": WeightLayout("float32", torch.backends.mkldnn.is_available, _with_onednn),
+    "matrix-panels-bfloat16": WeightLayout(
+        "bfloat16", partial(matrix_panels.is_available, "bfloat16"), _with_bfloat16_matrix_panels
+    ),
+    "panels-bfloat16": WeightLayout("bfloat16", partial(panels.is_available, "bfloat16"), _with_bfloat16_panels),
     "onednn-bfloat16": WeightLayout("bfloat16", torch.backends.mkldnn.is_available, _with_bfloat16),
+    "matrix-panels-int8": WeightLayout("int8", partial(matrix_panels.is_available, "int8"), _with_int8_matrix_panels),
+    "panels-int8": WeightLayout("int8", partial(panels.is_available, "int8"), _with_int8_panels),
     "onednn-int8": WeightLayout("int8", cache(_int8_is_exact), _with_int8),
 }
 """By the name that profiles and plans give it; of a dtype the first at hand is taken where nothing was measured."""
@@ -192,22 +232,25 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
     chosen, others = {}, torch.ones(EVICTING)
     for shape in sorted(set(shapes)):
         weight = torch.randn(shape)
-        products = [LAYOUTS[name].pack(weight, "none") for name in names]
+        products = {name: LAYOUTS[name].pack(weight, "none") for name in names}
         rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
-        seconds = torch.tensor([_timed(products, torch.randn(n, shape[1]), others) for n in rows])  # [rows, layouts]
+        first = _timed(products, torch.randn(rows[0], shape[1]), others)
+        left = {name: products[name] for name in names if first[name] <= HOPELESS * min(first.values())}
+        timed = [first, *(_timed(left, torch.randn(n, shape[1]), others) for n in rows[1:])]
+        seconds = torch.tensor([[of[name] for name in left] for of in timed])  # [rows, layouts]
         mean = (seconds / seconds.amin(dim=1, keepdim=True)).mean(dim=0)
-        chosen[shape_name(shape)] = names[int((mean <= TIE * mean.min()).nonzero()[0])]
+        chosen[shape_name(shape)] = list(left)[int((mean <= TIE * mean.min()).nonzero()[0])]
     return chosen
 
 
-def _timed(products: list[PackedLinear], x: Tensor, others: Tensor) -> list[float]:
+def _timed(products: Mapping[str, PackedLinear], x: Tensor, others: Tensor) -> dict[str, float]:
     """The least seconds of each product with x, by turns, each after `others` have been read."""
-    best = [float("inf")] * len(products)
+    best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + REPEATS):
-        for i, product in enumerate(products):
+        for name, product in products.items():
             others.sum()
             started = time.perf_counter()
             product(x, None)
             if repeat:  # the first makes what the others find
-                best[i] = min(best[i], time.perf_counter() - started)
+                best[name] = min(best[name], time.perf_counter() - started)
     return best

@@ -1,12 +1,14 @@
-"""A product whose weight comes from memory while what came before is multiplied, for processors with AVX-512.
+"""Products whose weight comes from memory while what came before is multiplied, for processors with AVX-512.
 
 MKL's and oneDNN's products read and multiply in turns: at 8 to 64 rows, where both take about as long, they reach half
 of what memory gives. Here the weights of the next slice are asked for between the multiplications of this one.
 
 A weight lies in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, a panel input by input: it is read
-in order. Sums of up to GROUP rows by WIDTH outputs stay in registers, which a compiler does not manage: the inner loop
-is in assembly. A slice of a panel stays in the first-level cache while all groups of rows pass it; a block of the
-rows' inputs stays in the second-level cache while all panels pass. Shares torch's OpenMP threads, as attention does.
+in order. An input has four bytes: a number in float32, two in bfloat16, four in eight bits, which the processor's dot
+products take at once; rows in eight bits have 128 added, and sums begin with what makes up for it. Sums of up to GROUP
+rows by WIDTH outputs stay in registers, which a compiler does not manage: the inner loop is in assembly. A slice of a
+panel stays in the first-level cache while all groups of rows pass it; a block of the rows' inputs stays in the
+second-level cache while all panels pass. Shares torch's OpenMP threads, as attention does.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -30,6 +32,7 @@ from torch.nn import functional as F
 
 from xrunner.attention.simd import address, inlined, pointers
 from xrunner.kernels import huge_pages
+from xrunner.kernels.quantised import rounded, scaled
 from xrunner.kernels.threads import num_threads
 
 WIDTH = 32
@@ -52,38 +55,102 @@ SPREAD = (8, 4, 2)
 LINES = STEPS * WIDTH // 16
 """Cache lines of weights that a turn reads, and asks for at most."""
 
+INSTRUCTIONS = ("vfmadd231ps", "vdpbf16ps", "vpdpbusd")
+"""What multiplies inputs by weights and adds them to the sums, by kind."""
+FLOAT32, BFLOAT16, INT8 = range(3)
+"""Kinds of numbers."""
+FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"}
+
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, RELU = range(12)
 """What the inner loop reads, by its place in an array of int64: addresses, and strides in bytes. Sums begin with
 what lies at BEGIN; each turn asks for SOON_LINES of what lies at SOON."""
 
 
-def is_available() -> bool:
-    """Whether this processor has the instructions."""
+def is_available(dtype: str = "float32") -> bool:
+    """Whether this processor has the instructions.
+
+    Args:
+        dtype: "float32", "bfloat16" or "int8".
+    """
     features = llvmlite.binding.get_host_cpu_features()
-    return platform.machine() in {"x86_64", "AMD64"} and bool(features.get("avx512f"))
+    wanted = ("avx512f", FEATURES[dtype])
+    return platform.machine() in {"x86_64", "AMD64"} and all(features.get(name) for name in wanted)
 
 
-def pack(weight: Tensor, *, relu: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The product x W^T + b of x and b, without what is negative on demand. # float32 [out, in]"""
-    _enable_assembly()
-    num_outputs, depth = weight.shape
+Product = Callable[[Tensor, Tensor | None], Tensor]
+Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, bool], None]
+"""Of x, panels, bias and results, with the inputs of a block, and whether what is negative is left out."""
+
+
+def pack(weight: Tensor, *, relu: bool = False, least_rows: int = 0, multiply: Multiply | None = None) -> Product:
+    """The product x W^T + b of x and b, without what is negative on demand. # float32 or bfloat16 [out, in]
+
+    In bfloat16 x is rounded to it, and sums are float32.
+
+    Args:
+        multiply: what multiplies `least_rows` and more of float32 instead; it may write up to 15 rows behind them.
+    """
+    num_outputs, size = len(weight), weight.dtype.itemsize
+    panels, block = _laid_out(weight)
+    padded = num_outputs + -num_outputs % WIDTH
+    no_bias, width = np.zeros(padded, dtype=np.float32), 4 * (len(panels) // padded)
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        added = no_bias if bias is None else _filled(bias, padded).numpy()
+        if multiply is not None and len(x) >= least_rows:
+            y = torch.empty(len(x) + 15, padded)
+            multiply(x.contiguous().numpy(), panels, added, y.numpy(), block, relu)
+            return y[: len(x), :num_outputs].contiguous()
+        y = torch.empty(len(x), padded)
+        rows = x.contiguous().numpy() if size == 4 else rounded(x, size, width, len(x))[0].view(np.float32)
+        _run(rows, panels, added, y.numpy(), block, relu, FLOAT32 if size == 4 else BFLOAT16)
+        return y[:, :num_outputs].contiguous()
+
+    return product
+
+
+def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
+    """The same in eight bits; x is rounded to them row by row.
+
+    Args:
+        weight: int8 [out, in].
+        scales: of each output, float32 [out].
+    """
+    num_outputs = len(weight)
+    panels, block = _laid_out(weight)
     missing = -num_outputs % WIDTH
     padded = num_outputs + missing
+    begin = F.pad(weight.sum(dim=1, dtype=torch.int32) * -128, (0, missing)).view(torch.float32).numpy()
+    of_outputs, no_bias = F.pad(scales, (0, missing)).numpy(), np.zeros(padded, dtype=np.float32)
+    width = 4 * (len(panels) // padded)
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        sums = torch.empty(len(x), padded, dtype=torch.int32)
+        added = no_bias if bias is None else _filled(bias, padded).numpy()
+        rows, of_rows = rounded(x, 1, width, len(x), signed=False)
+        _run(rows.view(np.float32), panels, begin, sums.numpy().view(np.float32), block, False, INT8)
+        return scaled(sums, of_rows, of_outputs, added, relu=relu)[:, :num_outputs].contiguous()
+
+    return product
+
+
+def _filled(bias: Tensor, size: int) -> Tensor:
+    return bias if len(bias) == size else F.pad(bias, (0, size - len(bias)))
+
+
+def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
+    """The panels of a weight of any kind, and the inputs of a block."""
+    _enable_assembly()
+    together = 4 // weight.dtype.itemsize
+    weight = F.pad(weight, (0, -weight.shape[1] % together, 0, -weight.shape[0] % WIDTH)).view(torch.float32)
+    padded, depth = weight.shape
     block = _block_depth(depth)
     panels = huge_pages.zeros((padded * depth,), torch.float32)
     for begin in range(0, depth, block):
         end = min(depth, begin + block)
-        part = F.pad(weight[:, begin:end], (0, 0, 0, missing)).view(-1, WIDTH, end - begin)
+        part = weight[:, begin:end].view(-1, WIDTH, end - begin)
         panels[begin * padded : end * padded].view(-1, end - begin, WIDTH).copy_(part.transpose(1, 2))
-    packed, no_bias = panels.numpy(), np.zeros(padded, dtype=np.float32)
-
-    def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.empty(len(x), padded)
-        added = no_bias if bias is None else (F.pad(bias, (0, missing)) if missing else bias).numpy()
-        _run(x.contiguous().numpy(), packed, added, y.numpy(), block, relu)
-        return y[:, :num_outputs].contiguous() if missing else y
-
-    return product
+    return panels.numpy(), block
 
 
 def _block_depth(depth: int) -> int:
@@ -92,30 +159,36 @@ def _block_depth(depth: int) -> int:
     return -(-depth // (count * STEPS)) * STEPS
 
 
-def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:
+def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool, kind: int) -> None:
     count = num_threads()
     if count == 1:
-        _multiply_all(x, panels, bias, y, block, relu)
+        _multiply_all(x, panels, bias, y, block, (relu, kind))
         return
     numba.set_num_threads(count)
-    _multiply_shared(x, panels, bias, y, block, relu, count)
+    _multiply_shared(x, panels, bias, y, block, (relu, kind), count)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _multiply_all(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any) -> None:
-    _multiply(x, panels, bias, y, block, relu, 0, y.shape[1] // WIDTH)
+def _multiply_all(x: Any, panels: Any, bias: Any, y: Any, block: Any, how: Any) -> None:
+    _multiply((x, panels, bias, y), block, how, 0, y.shape[1] // WIDTH)
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def _multiply_shared(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any, num_threads: Any) -> None:
+def _multiply_shared(x: Any, panels: Any, bias: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
     count = y.shape[1] // WIDTH
     for thread in prange(num_threads):
-        _multiply(x, panels, bias, y, block, relu, count * thread // num_threads, count * (thread + 1) // num_threads)
+        first, last = count * thread // num_threads, count * (thread + 1) // num_threads
+        _multiply((x, panels, bias, y), block, how, first, last)
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any, first: Any, last: Any) -> None:
-    """Those outputs that lie in panels from `first` to `last`."""
+def _multiply(arrays: Any, block: Any, how: Any, first: Any, last: Any) -> None:
+    """Those outputs that lie in panels from `first` to `last`.
+
+    Args:
+        how: whether what is negative is left out, and the kind.
+    """
+    x, _, _, y = arrays
     num_rows, depth = x.shape
     arguments = np.empty(12, dtype=np.int64)
     for row in range(0, num_rows, CHUNK):
@@ -126,14 +199,15 @@ def _multiply(x: Any, panels: Any, bias: Any, y: Any, block: Any, relu: Any, fir
                 for start in range(begin, end, SLICE):
                     place = begin * y.shape[1] + (panel * (end - begin) + start - begin) * WIDTH
                     inputs = start, min(start + SLICE, end)
-                    _pass_slice((x, panels, bias, y), (row, count), panel, inputs, place, relu, arguments)
+                    _pass_slice(arrays, (row, count), panel, inputs, place, how, arguments)
 
 
 @njit(nogil=True, error_model="numpy")
-def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, relu: Any, arguments: Any) -> None:
+def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, how: Any, arguments: Any) -> None:
     """All groups of some rows pass a slice of a panel, which lies at `place`; each asks for its share of the next."""
     x, panels, bias, y = arrays
     row, count = rows
+    relu, kind = how
     start, end = inputs
     depth, width = x.shape[1], y.shape[1]
     num_groups = max((count + GROUP - 1) // GROUP, 1 if count <= FEW else 2)
@@ -151,29 +225,37 @@ def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, rel
         arguments[BEGIN_STRIDE] = arguments[Y_STRIDE] if start else 0
         arguments[SOON] = soon + 64 * lines * turns * group
         arguments[SOON_LINES] = lines if lines * group < LINES else 0
-        _multiply_rows(arguments, stop - begin)
+        if kind == FLOAT32:
+            _multiply_float32(arguments, stop - begin)
+        elif kind == BFLOAT16:
+            _multiply_bfloat16(arguments, stop - begin)
+        else:
+            _multiply_int8(arguments, stop - begin)
 
 
-@inlined
-def _multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:
-    """Multiply one to GROUP rows by a slice of a panel, as the array of arguments says."""
+def _multiplying(instruction: str) -> Any:
+    """What multiplies one to GROUP rows by a slice of a panel, as the array of arguments says."""
 
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
-        (place,) = pointers(context, builder, signature, values, 1)
-        kind = ir.FunctionType(ir.VoidType(), [place.type])
-        constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
-        done = builder.append_basic_block("done")
-        choice = builder.switch(values[1], done)
-        for rows in range(1, GROUP + 1):
-            block = builder.append_basic_block(f"rows{rows}")
-            choice.add_case(ir.Constant(values[1].type, rows), block)
-            builder.position_at_end(block)
-            builder.asm(kind, _assembly(rows), constraints, [place], True)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
+    @inlined
+    def multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+            (place,) = pointers(context, builder, signature, values, 1)
+            kind = ir.FunctionType(ir.VoidType(), [place.type])
+            constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
+            done = builder.append_basic_block("done")
+            choice = builder.switch(values[1], done)
+            for rows in range(1, GROUP + 1):
+                block = builder.append_basic_block(f"rows{rows}")
+                choice.add_case(ir.Constant(values[1].type, rows), block)
+                builder.position_at_end(block)
+                builder.asm(kind, _assembly(rows, instruction), constraints, [place], True)
+                builder.branch(done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
 
-    return types.void(arguments, types.intp), generate
+        return types.void(arguments, types.intp), generate
+
+    return multiply_rows
 
 
 _OVERWRITTEN = (
@@ -185,13 +267,18 @@ _STARTS = ("%rsi", "%r8", "%r9", "%r10")
 """Of the inputs of rows 0, 3, 6 and 9: with their stride in %rax, they reach two more rows each."""
 
 
-def _assembly(num_rows: int) -> str:
+def _assembly(num_rows: int, instruction: str) -> str:
     """The inner loop. # %rdi: the arguments; zmm0, zmm1: weights; zmm2 to zmm7: inputs; zmm8 and on: sums"""
     starts = _STARTS[: -(-num_rows // 3)]
     sums = [(f"%zmm{8 + 2 * row}", f"%zmm{9 + 2 * row}") for row in range(num_rows)]
 
     def argument(number: int) -> str:
         return f"{8 * number}(%rdi)"
+
+    def multiplication(value: str, weight: str, total: str) -> str:
+        # In eight bits the first factor, which is named last, has no signs: the inputs.
+        factors = (weight, value) if instruction == INSTRUCTIONS[INT8] else (value, weight)
+        return f"{instruction} {', '.join(factors)}, {total}"
 
     def multiply(count: int, lines: int = 0) -> list[str]:
         """Take some inputs, and go on behind them; ask for some lines between."""
@@ -205,7 +292,7 @@ def _assembly(num_rows: int) -> str:
                 place = starts[row // 3] + ("", ",%rax", ",%rax,2")[row % 3]
                 value = f"%zmm{2 + row % 6}"
                 code += [f"vbroadcastss {4 * step}({place}), {value}"]
-                code += [f"vfmadd231ps {value}, %zmm0, {left}", f"vfmadd231ps {value}, %zmm1, {right}"]
+                code += [multiplication(value, "%zmm0", left), multiplication(value, "%zmm1", right)]
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
@@ -250,3 +337,6 @@ def _assembly(num_rows: int) -> str:
 @cache
 def _enable_assembly() -> None:
     llvmlite.binding.initialize_native_asmparser()
+
+
+_multiply_float32, _multiply_bfloat16, _multiply_int8 = map(_multiplying, INSTRUCTIONS)

@@ -1,7 +1,7 @@
-"""Quantise rows before a product in eight bits and scale its sums after it, each in one pass; compiled by numba.
+"""Round rows before a product in eight bits or bfloat16, and scale its sums after it, each in one pass.
 
-In plain torch, finding a row's scale, rounding it and scaling its sums back takes eight passes over memory, as long as
-a third of the products. Shares torch's OpenMP threads, as attention does.
+Compiled by numba. In plain torch, finding a row's scale, rounding it and scaling its sums back takes eight passes over
+memory, as long as a third of the products. Shares torch's OpenMP threads, as attention does.
 """
 
 from __future__ import annotations
@@ -36,6 +36,32 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scale
 
 
+def rounded(x: Tensor, size: int, width: int, num_rows: int, *, signed: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Round each row to numbers of `size` bytes: two for bfloat16, one for eight bits as `quantise` does.
+
+    Args:
+        x: float32 [rows, in].
+        width: bytes of a row of the result; what the numbers do not fill is zero.
+        num_rows: of the result; those beyond x's hold anything.
+        signed: in eight bits; 128 is added to each number if not.
+
+    Returns:
+        uint8 [num_rows, width], and each row's scale, float32 [num_rows]: 1 in bfloat16.
+    """
+    x = x.contiguous()
+    result, scale = np.empty((num_rows, width), dtype=np.uint8), np.empty(num_rows, dtype=np.float32)
+    flip = np.uint8(0 if signed else 128)
+    run(_ROUND, x.numel(), x.numpy(), x.view(torch.int32).numpy(), result, scale, size, flip)
+    return result, scale
+
+
+def scaled(sums: Tensor, scale: np.ndarray, of_outputs: np.ndarray, bias: np.ndarray, *, relu: bool) -> Tensor:
+    """sums * scale * of_outputs + bias in place. # int32 [rows, n], float32 [rows], [n], [n] -> float32 [rows, n]"""
+    y = sums.view(torch.float32)
+    run(_SCALE, y.numel(), sums.numpy(), y.numpy(), scale, of_outputs, bias, relu)
+    return y
+
+
 def rescale(y: Tensor, scale: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
     """y = y * scale + bias in place, without what is negative on demand. # float32 [rows, n], [rows], [n] -> like y"""
     added = _NOTHING if bias is None else bias.numpy()
@@ -64,7 +90,7 @@ def _float(bits: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
+def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
     """Round a row; return its scale."""
     highest = _highest(bits)
     if highest >= INFINITE:
@@ -79,7 +105,38 @@ def _quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
 
 def _quantise(x: Any, bits: Any, rounded: Any, scale: Any) -> None:
     for i in prange(x.shape[0]):
-        scale[i] = _quantise_row(x[i], bits[i], rounded[i])
+        scale[i] = quantise_row(x[i], bits[i], rounded[i])
+
+
+@njit(**OPTIONS)
+def _round_row(bits: Any, rounded: Any) -> None:
+    """To the nearest bfloat16, of two as near to the even one; NaN stays."""
+    for d in range(len(bits)):
+        pattern = np.uint32(bits[d])
+        up = np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))
+        nearest = np.uint16((pattern + up) >> np.uint32(16))
+        is_nan = (pattern & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        rounded[d] = np.uint16(0x7FC0) if is_nan else nearest
+
+
+def _round(x: Any, bits: Any, rounded: Any, scale: Any, size: Any, flip: Any) -> None:
+    for i in prange(x.shape[0]):
+        depth = x.shape[1]
+        rounded[i, depth * size :] = 0
+        if size == 1:
+            scale[i] = quantise_row(x[i], bits[i], rounded[i].view(np.int8)[:depth])
+            for d in range(rounded.shape[1]):
+                rounded[i, d] ^= flip
+        else:
+            scale[i] = np.float32(1.0)
+            _round_row(bits[i], rounded[i].view(np.uint16))
+
+
+def _scale(sums: Any, y: Any, scale: Any, of_outputs: Any, bias: Any, relu: Any) -> None:
+    for i in prange(y.shape[0]):
+        for d in range(y.shape[1]):
+            value = np.float32(sums[i, d]) * of_outputs[d] * scale[i] + bias[d]
+            y[i, d] = np.float32(0.0) if relu and value < np.float32(0.0) else value
 
 
 def _rescale(y: Any, scale: Any, bias: Any, relu: Any) -> None:
@@ -97,3 +154,4 @@ def _rescale(y: Any, scale: Any, bias: Any, relu: Any) -> None:
 
 
 _QUANTISE, _RESCALE = compiled(_quantise, fastmath={"contract"}), compiled(_rescale, fastmath={"contract"})
+_ROUND, _SCALE = compiled(_round, fastmath={"contract"}), compiled(_scale, fastmath={"contract"})

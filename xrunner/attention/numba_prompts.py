@@ -1,0 +1,459 @@
+"""Attention of tokens that share keys: of prompts, and of decodes whose heads share K/V heads.
+
+Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Some
+tiles of one sequence make a span: they pass a piece of its keys one after the other, so that what is made of the keys
+(in float32, or turned for matrix registers) is made once for all of them.
+
+Products are of float32 in vector registers (`tiles`), or, where keys are bfloat16 and the processor has matrix
+registers, of bfloat16 with sums in float32 (`amx`): queries as two numbers, which keep 16 bits, weights rounded to one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import literally, njit, types
+from numba.extending import overload, register_jitable
+
+from xrunner.attention import amx
+from xrunner.attention.lanes import SQUARE, lanes_to_rows, rows_to_lanes
+from xrunner.attention.numba_decode import LINE, LOG2_E, NEVER, limit
+from xrunner.attention.simd import at, widen
+from xrunner.attention.tiles import add_values, hide, rescale, score_keys, soften
+
+NARROW, WIDE = 16, 32
+"""Lanes of a tile: a key that is loaded serves two registers of a wide one."""
+
+KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
+"""As many sums as fit in registers."""
+
+
+class Vectors(NamedTuple):
+    """Products in float32: keys of a piece, and tiles of a span at most."""
+
+    piece: int = 64
+    tiles: int = 8
+
+
+class Matrices(NamedTuple):
+    """Products of bfloat16 in matrix registers, likewise; pieces of whole products."""
+
+    piece: int = 128
+    tiles: int = 8
+
+
+class Span(NamedTuple):
+    """Some rows of a sequence, each (token, head of the group). Arrays, here and below, are pointers (`simd.at`).
+
+    Attributes:
+        queries, results: of the group of the sequence's first token of this step; strides lead on, in elements.
+        num_tokens: of the sequence in this step.
+        group: heads that share the K/V head.
+        first, num_rows: rows of the span, counted from the sequence's first.
+    """
+
+    queries: Any
+    results: Any
+    query_strides: tuple[int, int]
+    result_strides: tuple[int, int]
+    num_tokens: int
+    group: int
+    first: int
+    num_rows: int
+
+
+class Context(NamedTuple):
+    """Keys and values of one sequence and K/V head: those from `earliest` on are seen, and `length` is behind them.
+
+    Attributes:
+        cache: of the K/V head in the first block; values lie `to_values` elements behind their keys.
+        stride: elements from block to block.
+    """
+
+    cache: Any
+    table: Any
+    block_size: int
+    stride: int
+    to_values: int
+    head_dim: int
+    earliest: int
+    length: int
+    both_ways: bool
+
+
+class Rules(NamedTuple):
+    """A `Scoring`, its factors in powers of two: cap and window 0, and no bias and no sinks, where it has none.
+
+    Attributes:
+        bias: of the K/V head, so that a query's place less a key's is the element; heads have keys of their own.
+        sinks: of the head's group.
+    """
+
+    scale: np.float32
+    softcap: np.float32
+    window: int
+    has_bias: bool
+    bias: Any
+    has_sinks: bool
+    sinks: Any
+
+
+class Space(NamedTuple):
+    """Of one thread.
+
+    Attributes:
+        tiles: queries, sums and the state of the softmax. # float32 [tiles, tile_floats]
+        scores: of a piece; then its weights as pairs, and how much earlier weights shrink. # float32 [score_floats]
+        keys: keys and values of a piece in float32, or values turned. # float32 [2, piece, head_dim]
+        limits: how many keys each row sees. # int32 [tiles * WIDE]
+        places: of the rows of queries, and of results. # int64 [2, tiles * WIDE]
+        key_places: of the piece's keys and of its values, where they are read. # int64 [2, piece]
+    """
+
+    tiles: Any
+    scores: Any
+    keys: Any
+    limits: Any
+    places: Any
+    key_places: Any
+    num_tiles: int
+
+
+def begin_products(way: Any) -> None:
+    """Make this thread's registers ready for spans."""
+
+
+@overload(begin_products, strict=False)
+def _(way: Any) -> Any:
+    if way.instance_class is Matrices:
+        return lambda way: amx.configure(amx.SHAPES)
+    return lambda way: None
+
+
+def end_products(way: Any) -> None:
+    """Give the registers back."""
+
+
+@overload(end_products, strict=False)
+def _(way: Any) -> Any:
+    if way.instance_class is Matrices:
+        return lambda way: amx.release()
+    return lambda way: None
+
+
+@register_jitable
+def tile_floats(head_dim):
+    """Room of a tile: queries and sums, the highest scores, the sums of weights."""
+    return (2 * head_dim + 2) * WIDE
+
+
+@register_jitable
+def score_floats(way):
+    """Room for a piece's scores, its weights as pairs, and how much earlier weights shrink."""
+    return (way.piece + way.piece // 2 + 1) * WIDE
+
+
+@register_jitable
+def space_floats(way, num_tiles, head_dim):
+    """Room of a `Space`, counted in float32."""
+    keys = 2 * way.piece * head_dim
+    integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 2 * way.piece)
+    return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
+
+
+@njit(nogil=True)
+def make_space(way, num_tiles, head_dim, memory):
+    """Divide memory of `space_floats`."""
+    scores = num_tiles * tile_floats(head_dim)
+    keys = scores + score_floats(way)
+    limits = keys + 2 * way.piece * head_dim
+    places = (limits + num_tiles * WIDE) // 2
+    return Space(
+        at(memory, 0),
+        at(memory, scores),
+        at(memory, keys),
+        at(memory.view(np.int32), limits),
+        at(memory.view(np.int64), places),
+        at(memory.view(np.int64), places + 2 * num_tiles * WIDE),
+        num_tiles,
+    )
+
+
+@njit(nogil=True, error_model="numpy")
+def attend(way, span, context, rules, space):
+    """Queries of a span over the keys of its head."""
+    group, first, num_rows = span.group, span.first, span.num_rows
+    limits, places, results = space.limits, space.places, at(space.places, space.num_tiles * WIDE)
+    num_tiles = (num_rows + WIDE - 1) // WIDE
+    for r in range(num_tiles * WIDE):
+        row = first + min(r, num_rows - 1)  # lanes left over repeat the last row
+        token, head = row // group, row % group
+        limits[r] = context.length if context.both_ways else context.length - span.num_tokens + token + 1
+        places[r] = token * span.query_strides[0] + head * span.query_strides[1]
+        results[r] = token * span.result_strides[0] + head * span.result_strides[1]
+    for tile in range(num_tiles):
+        if num_rows - tile * WIDE > NARROW:
+            _begin_tile(way, span.queries, context.head_dim, rules.scale, space, tile, WIDE)
+        else:
+            _begin_tile(way, span.queries, context.head_dim, rules.scale, space, tile, NARROW)
+
+    visible, earliest = limits[num_rows - 1], context.earliest
+    if rules.window:
+        earliest = max(earliest, limits[0] - rules.window)
+    block_size, key_places = context.block_size, space.key_places
+    for before in range(earliest // block_size * block_size, visible, way.piece):
+        held = min(way.piece, (visible + block_size - 1) // block_size * block_size - before)
+        for t in range(held):
+            block, offset = (before + t) // block_size, (before + t) % block_size
+            key_places[t] = context.table[block] * context.stride + offset * context.head_dim
+        _prepare(way, context, space, held, max(earliest - before, 0), visible - before)
+        for tile in range(num_tiles):
+            if num_rows - tile * WIDE > NARROW:
+                _pass(way, context, rules, space, span, tile, before, held, WIDE)
+            else:
+                _pass(way, context, rules, space, span, tile, before, held, NARROW)
+
+    for tile in range(num_tiles):
+        if num_rows - tile * WIDE > NARROW:
+            _end_tile(way, span, context.head_dim, rules, space, tile, WIDE)
+        else:
+            _end_tile(way, span, context.head_dim, rules, space, tile, NARROW)
+
+
+@njit(nogil=True, error_model="numpy")
+def _tile(space, tile, head_dim, lanes):
+    """Queries, sums, highest scores and sums of weights of a tile."""
+    first, size = tile * tile_floats(head_dim), head_dim * lanes
+    state = first + 2 * size
+    tiles = space.tiles
+    return at(tiles, first), at(tiles, first + size), at(tiles, state), at(tiles, state + lanes)
+
+
+@njit(nogil=True, error_model="numpy")
+def _begin_tile(way, rows, head_dim, scale, space, tile, lanes):
+    literally(lanes)
+    queries, sums, highest, total = _tile(space, tile, head_dim, lanes)
+    places, whole = at(space.places, tile * WIDE), head_dim // SQUARE
+    for half in range(0, lanes, SQUARE):
+        rows_to_lanes(rows, places, queries, half, half, whole, lanes, scale)
+    for d in range(whole * SQUARE, head_dim):
+        for r in range(lanes):
+            queries[d * lanes + r] = rows[places[r] + d] * scale
+    _pair_queries(way, queries, sums, head_dim, lanes)
+    for i in range(head_dim * lanes):
+        sums[i] = np.float32(0.0)
+    for r in range(lanes):
+        highest[r] = NEVER
+        total[r] = np.float32(0.0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _end_tile(way, span, head_dim, rules, space, tile, lanes):
+    literally(lanes)
+    _, sums, highest, total = _tile(space, tile, head_dim, lanes)
+    rows, places, whole = span.results, at(space.places, (space.num_tiles + tile) * WIDE), head_dim // SQUARE
+    for r in range(lanes):
+        if rules.has_sinks:
+            head = (span.first + min(tile * WIDE + r, span.num_rows - 1)) % span.group
+            total[r] += np.float32(2.0) ** (rules.sinks[head] * LOG2_E - highest[r])  # infinite where it takes all
+        total[r] = np.float32(1.0) / total[r]
+    for half in range(0, lanes, SQUARE):
+        lanes_to_rows(sums, total, rows, places, half, half, half, whole, lanes)
+    for d in range(whole * SQUARE, head_dim):
+        for r in range(lanes):
+            rows[places[r] + d] = sums[d * lanes + r] * total[r]
+
+
+@njit(nogil=True, error_model="numpy")
+def _pass(way, context, rules, space, span, tile, before, held, lanes):
+    """A tile's queries over a piece of `held` keys, the first of which is the sequence's `before`-th."""
+    literally(lanes)
+    limits, scores, window = at(space.limits, tile * WIDE), space.scores, rules.window
+    visible, earliest = limits[lanes - 1], context.earliest
+    if window:
+        earliest = max(earliest, limits[0] - window)
+    begin, end = max(earliest - before, 0), min(visible - before, held)
+    if begin >= end:
+        return
+    _score(way, context, space, tile, begin, end, held, lanes)
+    if rules.softcap:
+        limit(at(scores, begin * lanes), (end - begin) * lanes, rules.softcap)
+    if rules.has_bias:  # rows are tokens
+        row, last = span.first + tile * WIDE, span.num_rows - tile * WIDE - 1
+        place = context.length - span.num_tokens + row - before
+        for t in range(begin, end):
+            for r in range(lanes):
+                scores[t * lanes + r] += rules.bias[place - t + min(r, last)] * LOG2_E
+    # A row of which nothing has been seen yet counts what is hidden, until its first key shrinks that to none.
+    if window:
+        hide(scores, limits, before, begin, end, window, lanes)
+    elif before + end > limits[0]:
+        hide(scores, limits, before, max(begin, limits[0] - before), end, visible, lanes)
+    _add(way, context, space, tile, begin, end, lanes)
+
+
+def _pair_queries(way: Any, queries: np.ndarray, scratch: np.ndarray, head_dim: int, lanes: int) -> None:
+    """Make of a tile's queries, lane by lane, what the products take."""
+
+
+@overload(_pair_queries, strict=False, prefer_literal=True)
+def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
+    if not isinstance(lanes, types.IntegerLiteral):
+        return lambda way, queries, scratch, head_dim, lanes: literally(lanes)
+    num_lanes = lanes.literal_value
+
+    def kept(way, queries, scratch, head_dim, lanes):
+        pass
+
+    def paired(way, queries, scratch, head_dim, lanes):
+        for i in range(head_dim * num_lanes):
+            scratch[i] = queries[i]
+        amx.pair_rows(scratch, queries, head_dim, num_lanes)
+
+    return paired if way.instance_class is Matrices else kept
+
+
+def _prepare(way: Any, context: Context, space: Space, held: int, begin: int, end: int) -> None:
+    """Make of a piece's keys and values what the products take; those not from `begin` to `end` may be anything."""
+
+
+@overload(_prepare, strict=False)
+def _(way: Any, context: Any, space: Any, held: Any, begin: Any, end: Any) -> Any:
+    def found(way, context, space, held, begin, end):
+        values = at(space.key_places, way.piece)
+        for t in range(held):
+            values[t] = space.key_places[t] + context.to_values
+
+    def widened(way, context, space, held, begin, end):
+        head_dim = context.head_dim
+        vectors = head_dim // LINE
+        for half in range(2):
+            places = at(space.key_places, half * way.piece)
+            for t in range(held):
+                room = (half * way.piece + t) * head_dim
+                start = space.key_places[t] + half * context.to_values - room
+                widen(context.cache, space.keys, start, room, vectors, LINE)
+                widen(context.cache, space.keys, start, room + vectors * LINE, head_dim - vectors * LINE, 1)
+        for half in range(2):
+            places = at(space.key_places, half * way.piece)
+            for t in range(held):
+                places[t] = (half * way.piece + t) * head_dim
+
+    def turned(way, context, space, held, begin, end):
+        keys, values = space.key_places, at(space.key_places, way.piece)
+        for t in range(held):
+            values[t] = keys[t] + context.to_values
+        for t in range(held, (held + amx.DEPTH - 1) // amx.DEPTH * amx.DEPTH):
+            keys[t], values[t] = keys[0], values[0]
+        for t in range(0, held, amx.DEPTH):
+            amx.turn_values(context.cache, values, space.keys, t, begin, min(end, held), context.head_dim)
+
+    if _multiplies_halves(way):
+        return turned
+    return found if _is_wide(context) else widened
+
+
+def _multiplies_halves(way: Any) -> bool:
+    return way.instance_class is Matrices
+
+
+def _is_wide(context: Any) -> bool:
+    """Whether its keys and values are float32 already."""
+    return context.types[Context._fields.index("cache")].dtype == types.float32
+
+
+def _score(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, held: int, lanes: int) -> None:
+    """Products of a tile's queries with keys from `begin` to `end` of a piece; more of them may be made."""
+
+
+@overload(_score, strict=False, prefer_literal=True)
+def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, held: Any, lanes: Any) -> Any:
+    if not isinstance(lanes, types.IntegerLiteral):
+        return lambda way, context, space, tile, begin, end, held, lanes: literally(lanes)
+    num_lanes = lanes.literal_value
+    at_once = KEYS_AT_ONCE[num_lanes]
+
+    def vectors(way, context, space, tile, begin, end, held, lanes):
+        queries, head_dim = _tile(space, tile, context.head_dim, num_lanes)[0], context.head_dim
+        keys, places, scores = _read(context, space), space.key_places, space.scores
+        t = begin // at_once * at_once
+        while t < end:
+            if t + at_once <= held and _is_one_run(at(places, t), at_once, head_dim):
+                score_keys(queries, keys, scores, places[t], t * num_lanes, head_dim, at_once, num_lanes)
+                t += at_once
+            else:
+                score_keys(queries, keys, scores, places[t], t * num_lanes, head_dim, 1, num_lanes)
+                t += 1
+
+    def matrices(way, context, space, tile, begin, end, held, lanes):
+        queries, places = _tile(space, tile, context.head_dim, num_lanes)[0], space.key_places
+        for t in range(begin // amx.DEPTH * amx.DEPTH, end, amx.DEPTH):
+            first, later = places[t], places[t + SQUARE]
+            scores = at(space.scores, t * num_lanes)
+            amx.score_keys(queries, context.cache, scores, first, later, context.head_dim, num_lanes)
+
+    return matrices if _multiplies_halves(way) else vectors
+
+
+@njit(nogil=True)
+def _is_one_run(places, count, stride):
+    """Whether rows lie side by side: they may be of several blocks."""
+    steps = 0
+    for i in range(1, count):
+        steps += places[i] - places[i - 1] == stride
+    return steps == count - 1
+
+
+def _read(context: Any, space: Any) -> Any:
+    """Where a piece's keys and values are read in float32."""
+
+
+@overload(_read, strict=False)
+def _(context: Any, space: Any) -> Any:
+    return (lambda context, space: context.cache) if _is_wide(context) else (lambda context, space: space.keys)
+
+
+def _add(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, lanes: int) -> None:
+    """Add values from `begin` to `end` of a piece to a tile's sums, weighted by softmax of the scores."""
+
+
+@overload(_add, strict=False, prefer_literal=True)
+def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, lanes: Any) -> Any:
+    if not isinstance(lanes, types.IntegerLiteral):
+        return lambda way, context, space, tile, begin, end, lanes: literally(lanes)
+    num_lanes = lanes.literal_value
+    at_once = KEYS_AT_ONCE[num_lanes]
+
+    def vectors(way, context, space, tile, begin, end, lanes):
+        _, sums, highest, total = _tile(space, tile, context.head_dim, num_lanes)
+        values, places, scores = _read(context, space), at(space.key_places, way.piece), space.scores
+        shrink = at(scores, way.piece * (WIDE + WIDE // 2))
+        n = end - begin
+        soften(scores, highest, total, shrink, begin, n, num_lanes)
+        d = 0
+        while d + at_once <= context.head_dim:
+            add_values(scores, shrink, values, places, sums, begin, d, d * num_lanes, n, at_once, num_lanes)
+            d += at_once
+        while d < context.head_dim:
+            add_values(scores, shrink, values, places, sums, begin, d, d * num_lanes, n, 1, num_lanes)
+            d += 1
+
+    def matrices(way, context, space, tile, begin, end, lanes):
+        _, sums, highest, total = _tile(space, tile, context.head_dim, num_lanes)
+        scores, pairs, head_dim = space.scores, at(space.scores, way.piece * WIDE), context.head_dim
+        shrink = at(scores, way.piece * (WIDE + WIDE // 2))
+        first = begin // amx.DEPTH * amx.DEPTH
+        behind = (end + amx.DEPTH - 1) // amx.DEPTH * amx.DEPTH
+        for i in range(first * num_lanes, begin * num_lanes):
+            scores[i] = NEVER
+        for i in range(end * num_lanes, behind * num_lanes):
+            scores[i] = NEVER
+        amx.soften(scores, pairs, highest, total, shrink, first, behind - first, num_lanes)
+        rescale(sums, shrink, head_dim, num_lanes)
+        for d in range(0, head_dim, amx.DEPTH):
+            place = 2 * first * head_dim + 2 * d * amx.DEPTH  # bytes
+            steps = (behind - first) // amx.DEPTH
+            amx.add_values(pairs, space.keys, at(sums, d * num_lanes), place, steps, head_dim, num_lanes)
+
+    return matrices if _multiplies_halves(way) else vectors

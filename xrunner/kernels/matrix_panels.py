@@ -1,0 +1,310 @@
+"""Products in eight bits and in bfloat16 by a processor's matrix registers (AMX).
+
+oneDNN's products of few rows read a weight at half of what memory gives, and round the inputs and scale the sums in
+passes of their own. Here one call rounds, multiplies and scales, and the weights of the next panel are asked for
+between the multiplications of this one.
+
+A weight lies in panels of WIDTH outputs, a panel line by line: a line holds, of each output, the four bytes that belong
+to consecutive inputs, four in eight bits and two in bfloat16. Sixteen lines of sixteen outputs fill a register; sums of
+up to GROUP rows by WIDTH outputs stay in registers while all inputs pass. Rows are rounded to a buffer whose lines are
+whole STEPs wide, filled up with zeros. Shares torch's OpenMP threads, as attention does.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
+reference manual, chapter 20 (blocking).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from torch import Tensor
+from torch.nn import functional as F
+
+from xrunner.attention import amx
+from xrunner.attention.simd import address, inlined, pointers
+from xrunner.kernels import huge_pages
+from xrunner.kernels.quantised import OPTIONS, rounded
+from xrunner.kernels.threads import num_threads
+
+WIDTH = 32
+"""Outputs of a panel: two registers."""
+HEIGHT = 16
+"""Rows of a register."""
+GROUP = 32
+"""Rows whose sums stay in registers: four of eight; two hold weights, two inputs."""
+STEP = 64
+"""Bytes of a row that one multiplication takes."""
+SUMS_BYTES = 4 * GROUP * WIDTH
+SCRATCH = SUMS_BYTES + 128
+"""Bytes of a thread's sums when they leave the registers, of their configuration, and of the least result."""
+LINE = 4 * WIDTH
+"""Bytes of a panel's line."""
+STEP_LINES = HEIGHT * LINE // 64
+"""Cache lines of weights that a turn of the inner loop reads."""
+CHUNK = 8
+"""Groups for which a weight is read once, where their inputs take at most CHUNK_BYTES of the second-level cache."""
+CHUNK_BYTES = 5 * 2**18
+
+INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
+Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS, LEAST = range(8, 15)
+"""What the inner loop reads, by its place in an array of int64: addresses, strides in bytes, and numbers. Each turn
+asks for SOON_LINES cache lines of what lies at SOON; ROWS of the sums are scaled and written; LEAST is where the least
+value lies that a result may have."""
+
+
+def is_available(dtype: str) -> bool:
+    """Whether the processor has the registers, and the system lends them to this process.
+
+    Args:
+        dtype: "int8" or "bfloat16".
+    """
+    return amx.is_available("int8" if dtype == "int8" else "bf16")
+
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
+    """The product x W^T + b of x and b, without what is negative on demand; x is rounded to eight bits row by row.
+
+    Args:
+        weight: int8 [out, in].
+        scales: of each output, float32 [out].
+    """
+    return _packed(weight, scales, relu=relu)
+
+
+def pack_bfloat16(weight: Tensor, *, relu: bool = False) -> Product:
+    """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
+    return _packed(weight, torch.ones(len(weight)), relu=relu)
+
+
+def _packed(weight: Tensor, scales: Tensor, *, relu: bool) -> Product:
+    size, (num_outputs, depth) = weight.dtype.itemsize, weight.shape
+    assert is_available("int8" if size == 1 else "bfloat16"), "without the system's leave the process would be ended"
+    _enable_assembly()
+    missing = -num_outputs % WIDTH
+    inputs = -(-depth * size // STEP) * STEP // size
+    padded = F.pad(weight, (0, inputs - depth, 0, missing))
+    panels = huge_pages.zeros((padded.numel() * size,), torch.uint8)
+    lines = padded.view(torch.uint8).view(-1, WIDTH, inputs * size // 4, 4).transpose(1, 2)
+    panels.view(lines.shape).copy_(lines)
+    packed, of_output = panels.numpy(), F.pad(scales, (0, missing)).numpy()
+    no_bias, stride = np.zeros(num_outputs + missing, dtype=np.float32), inputs * size
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.empty(len(x), num_outputs + missing)
+        if not len(x):  # the processor refuses registers of no rows
+            return y[:, :num_outputs]
+        added = no_bias if bias is None else (F.pad(bias, (0, missing)) if missing else bias).numpy()
+        rows, of_rows = rounded(x, size, stride, -(-len(x) // HEIGHT) * HEIGHT)
+        _run(rows, packed, (of_rows, of_output, added), y.numpy(), size, relu)
+        return y[:, :num_outputs].contiguous() if missing else y
+
+    return product
+
+
+def _run(rows: np.ndarray, panels: np.ndarray, of: Any, y: np.ndarray, size: int, relu: bool) -> None:
+    """# of: scales of rows and of outputs, bias"""
+    count = num_threads()
+    # Not of the compiled code's own: it would free an array when it has taken its address.
+    scratch = np.empty((count, SCRATCH), dtype=np.uint8)
+    if count == 1:
+        _multiply_all(rows, panels, of, y, (size, relu), scratch)
+        return
+    numba.set_num_threads(count)
+    _multiply_shared(rows, panels, of, y, (size, relu), scratch)
+
+
+@njit(cache=True, **OPTIONS)
+def _multiply_all(rows: Any, panels: Any, of: Any, y: Any, how: Any, scratch: Any) -> None:
+    _multiply((rows, panels, y), of, how, scratch[0], 0, y.shape[1] // WIDTH)
+
+
+@njit(cache=True, parallel=True, **OPTIONS)
+def _multiply_shared(rows: Any, panels: Any, of: Any, y: Any, how: Any, scratch: Any) -> None:
+    count, num_threads = y.shape[1] // WIDTH, len(scratch)
+    for thread in prange(num_threads):
+        first, last = count * thread // num_threads, count * (thread + 1) // num_threads
+        _multiply((rows, panels, y), of, how, scratch[thread], first, last)
+
+
+@njit(**OPTIONS)
+def _multiply(arrays: Any, of: Any, how: Any, scratch: Any, first: Any, last: Any) -> None:
+    """Those outputs that lie in panels from `first` to `last`.
+
+    Args:
+        of: scales of rows and of outputs, bias.
+        how: bytes of a number, and whether to leave out what is negative.
+    """
+    rows, panels, y = arrays
+    of_rows, of_outputs, bias = of
+    size, relu = how
+    num_rows, stride = rows.shape
+    steps, panel_bytes = stride // STEP, stride * WIDTH
+    num_groups = (num_rows + GROUP - 1) // GROUP
+    chunk = max(2, min(CHUNK, CHUNK_BYTES // (GROUP * stride)))
+    _configure(scratch[SUMS_BYTES:], min(len(y), HEIGHT))
+    scratch[SUMS_BYTES + 64 :].view(np.float32)[0] = 0.0 if relu else -np.inf
+    arguments = np.empty(15, dtype=np.int64)
+    arguments[INPUTS_STRIDE], arguments[STEPS], arguments[Y_STRIDE] = stride, steps, 4 * y.shape[1]
+    arguments[SUMS] = address(scratch)
+    arguments[CONFIG], arguments[LEAST] = arguments[SUMS] + SUMS_BYTES, arguments[SUMS] + SUMS_BYTES + 64
+    _begin(arguments)
+    for start in range(0, num_groups, chunk):
+        count = min(chunk, num_groups - start)
+        lines = (STEP_LINES + count - 1) // count
+        for panel in range(first, last):
+            begin = address(panels) + panel * panel_bytes
+            arguments[WEIGHT] = begin
+            arguments[OF_OUTPUTS] = address(of_outputs) + LINE * panel
+            arguments[BIAS] = address(bias) + LINE * panel
+            for group in range(count):
+                row = (start + group) * GROUP
+                arguments[INPUTS] = address(rows) + row * stride
+                arguments[SOON] = begin + panel_bytes + 64 * lines * steps * group
+                arguments[SOON_LINES] = min(lines, max(STEP_LINES - lines * group, 0))
+                arguments[ROWS] = min(GROUP, len(y) - row)
+                arguments[OF_ROWS] = address(of_rows) + 4 * row
+                arguments[Y] = address(y) + row * 4 * y.shape[1] + LINE * panel
+                if size == 1:
+                    _multiply_int8(arguments, num_rows - row > HEIGHT)
+                else:
+                    _multiply_bfloat16(arguments, num_rows - row > HEIGHT)
+    _end(arguments)
+
+
+@njit(**OPTIONS)
+def _configure(config: Any, num_rows: Any) -> None:
+    """Sums and inputs take registers of that number of rows, weights whole ones. # uint8 [64 or more]"""
+    config[:64] = 0
+    config[0] = 1
+    for register in range(8):
+        config[16 + 2 * register] = 64
+        config[48 + register] = HEIGHT if register >= 6 else num_rows
+
+
+def _assembled(code: Callable[[bool], list[str]]) -> Any:
+    """What runs assembly on the array of arguments, of one register of rows or of two."""
+
+    @inlined
+    def run(typing_context: Any, arguments: Any, two: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+            (place,) = pointers(context, builder, signature, values, 1)
+            kind = ir.FunctionType(ir.VoidType(), [place.type])
+            constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
+            with builder.if_else(values[1]) as (then, otherwise):
+                for block, is_second in ((then, True), (otherwise, False)):
+                    with block:
+                        builder.asm(kind, "\n".join(code(is_second)), constraints, [place], True)
+            return context.get_dummy_value()
+
+        return types.void(arguments, types.boolean), generate
+
+    return run
+
+
+_OVERWRITTEN = (
+    *("rax", "rcx", "rdx", "rsi", "r8", "r11", "r12", "r13"),
+    *(f"zmm{number}" for number in range(8)),
+    *("memory", "dirflag", "fpsr", "flags"),
+)
+
+
+def _argument(number: int) -> str:
+    return f"{8 * number}(%rdi)"
+
+
+def _multiplying(instruction: str) -> Callable[[bool], list[str]]:
+    """The inner loop. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7: weights"""
+
+    def code(two: bool) -> list[str]:
+        rows = (0, 1) if two else (0,)
+        sums = [(f"%tmm{2 * row + half}", row, half) for row in rows for half in (0, 1)]
+        starts = ("%rsi", "%r8")
+        return [
+            f"mov {_argument(INPUTS)}, %rsi",
+            f"mov {_argument(INPUTS_STRIDE)}, %rax",
+            *("mov %rax, %r8", f"shl $${HEIGHT.bit_length() - 1}, %r8", "add %rsi, %r8"),
+            f"mov {_argument(WEIGHT)}, %rdx",
+            f"mov $${LINE}, %rcx",
+            f"mov {_argument(STEPS)}, %r13",
+            f"mov {_argument(SOON)}, %r11",
+            *(f"tilezero {total}" for total, _, _ in sums),
+            "2:",
+            *(f"tileloadd ({starts[row]},%rax,1), %tmm{4 + row}" for row in rows),
+            *("tileloadd (%rdx,%rcx,1), %tmm6", "tileloadd 64(%rdx,%rcx,1), %tmm7"),
+            *(f"{instruction} %tmm{6 + half}, %tmm{4 + row}, {total}" for total, row, half in sums),
+            *(f"mov {_argument(SOON_LINES)}, %r12", "test %r12, %r12", "jz 4f"),
+            *("3:", "prefetcht1 (%r11)", "add $$64, %r11", "dec %r12", "jnz 3b", "4:"),
+            *(f"add $${STEP}, {starts[row]}" for row in rows),
+            *(f"add $${HEIGHT * LINE}, %rdx", "dec %r13", "jnz 2b"),
+            f"mov {_argument(SUMS)}, %rsi",
+            f"lea {HEIGHT * LINE}(%rsi), %r8",
+            *(f"tilestored {total}, {64 * half}({starts[row]},%rcx,1)" for total, row, half in sums),
+            *_finishing(scaled=instruction == "tdpbssd"),
+        ]
+
+    return code
+
+
+def _finishing(*, scaled: bool) -> list[str]:
+    """Scale the sums at %rsi, whole numbers then, add the bias, and write them out."""
+    total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
+    code = [f"mov {_argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {_argument(BIAS)}, %rax"]
+    code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]
+    if scaled:
+        code += [f"mov {_argument(OF_OUTPUTS)}, %rax"]
+        code += [f"vmovups {64 * half}(%rax), {factor[half]}" for half in (0, 1)]
+    code += [f"mov {_argument(OF_ROWS)}, %rdx", f"mov {_argument(Y)}, %r11", f"mov {_argument(Y_STRIDE)}, %r12"]
+    code += [f"mov {_argument(ROWS)}, %r13", "5:"]
+    if scaled:
+        code += ["vbroadcastss (%rdx), %zmm7", "add $$4, %rdx"]
+        code += [f"vcvtdq2ps {64 * half}(%rsi), {total[half]}" for half in (0, 1)]
+        code += [f"vmulps {factor[half]}, {total[half]}, {total[half]}" for half in (0, 1)]
+        code += [f"vfmadd213ps {bias[half]}, %zmm7, {total[half]}" for half in (0, 1)]
+    else:
+        code += [f"vaddps {64 * half}(%rsi), {bias[half]}, {total[half]}" for half in (0, 1)]
+    code += [f"vmaxps {total[half]}, %zmm6, {total[half]}" for half in (0, 1)]  # NaN stays
+    code += [f"vmovups {total[half]}, {64 * half}(%r11)" for half in (0, 1)]
+    return [*code, f"add $${LINE}, %rsi", "add %r12, %r11", "dec %r13", "jnz 5b"]
+
+
+_multiply_int8 = _assembled(_multiplying("tdpbssd"))
+_multiply_bfloat16 = _assembled(_multiplying("tdpbf16ps"))
+
+
+@inlined
+def _begin(typing_context: Any, arguments: Any) -> Any:
+    """Configure this thread's registers."""
+    return types.void(arguments), _single([f"mov {_argument(CONFIG)}, %rax", "ldtilecfg (%rax)"])
+
+
+@inlined
+def _end(typing_context: Any, arguments: Any) -> Any:
+    """Give this thread's registers back: the system then has less to save."""
+    return types.void(arguments), _single(["tilerelease"])
+
+
+def _single(code: list[str]) -> Callable[..., ir.Value]:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
+        (place,) = pointers(context, builder, signature, values, 1)
+        kind = ir.FunctionType(ir.VoidType(), [place.type])
+        constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
+        builder.asm(kind, "\n".join(code), constraints, [place], True)
+        return context.get_dummy_value()
+
+    return generate
+
+
+@cache
+def _enable_assembly() -> None:
+    llvmlite.binding.initialize_native_asmparser()
