@@ -1,13 +1,14 @@
 """Predicted against measured on this machine: three workloads, saturated and with requests that arrive at three rates.
 
-    python -m benchmarks.prediction [--quick] [--workload tcb ...] [--policy chunked] [--alone] [--every-policy]
+    python -m benchmarks.prediction [--quick] [--workload tcb ...] [--policy chunked] [--dtype int8] [--alone]
+                                    [--every-policy]
 
 The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured; the
 very requests that were sent are simulated. Nothing is fitted afterwards. Each error is split in two: the pace of the
 machine (how many times as long as predicted the executed steps took), and what is left of the prediction at that pace,
 the model's error, which the aims are for. `--quick` ends within 11 minutes: loads that did not come to their turn are
-named. Writes results/prediction.json and .md, with the workload's name where one is given; `python -m benchmarks.truth
---source "this machine"` puts them together.
+named. Writes results/prediction.json and .md, with the workload's and the dtype's name where one is given; `python -m
+benchmarks.truth --source "this machine"` puts them together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import click
 import numpy as np
@@ -35,7 +36,7 @@ from xgpt.arrival_process import ArrivalProcess
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
 from xgpt.io import sha256, write_atomic
-from xgpt.schema import BenchReport, Constraint, Plan, Profile
+from xgpt.schema import BenchReport, Constraint, Plan, Profile, RunDType
 from xscheduler.problem import Problem
 from xscheduler.space import runnable
 from xsimulator.executed import Paces, paces
@@ -79,6 +80,7 @@ class Row(NamedTuple):
 @click.option("--model", default="opt-125m", show_default=True)
 @click.option("--workload", "workloads", multiple=True, default=WORKLOADS, show_default=True)
 @click.option("--policy", default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(get_args(RunDType)), help="As `xgpt plan` takes it where none is given.")
 @click.option("--every-policy", is_flag=True, help="Measure each policy's plan saturated, not the best one alone.")
 @click.option("--alone", is_flag=True, help="Also run each load's requests on an engine without an endpoint.")
 @click.option("--quick", is_flag=True, help="End within 11 minutes.")
@@ -87,6 +89,7 @@ def main(
     model: str,
     workloads: tuple[str, ...],
     policy: PolicyChoice,
+    dtype: RunDType | None,
     every_policy: bool,
     alone: bool,
     quick: bool,
@@ -94,11 +97,13 @@ def main(
 ) -> None:
     """Profile, plan for each workload, then measure its plan under each load."""
     started = time.perf_counter()
-    profile = _profile(plan_request(model=model, workload=workloads[0]))
+    asked = {"model": model, "dtype": dtype}
+    profile = _profile(asked | {"workload": workloads[0]})
     click.echo(f"profile {sha256(profile)[:12]}, spread {100 * profile.spread:.1f}%, {profile.num_threads} threads")
-    plans = [plan for name in workloads for plan in _plans(model, name, policy, every=every_policy)]
+    plans = [plan for name in workloads for plan in _plans(asked | {"workload": name}, policy, every=every_policy)]
     rows: list[Row] = []
     left_out: list[str] = []
+    path = _results(workloads, dtype)
     for share in (0.0, *SHARES):
         for plan, is_best in plans:
             if share and not is_best:
@@ -109,28 +114,33 @@ def main(
             load = _load(plan, share, QUICK_SECONDS if quick else SECONDS)
             rows.append(_measured(plan, profile, load, seed, alone=alone))
             click.echo("  " + " | ".join(_cells(rows[-1])))
-            _write(rows, profile, left_out, workloads)
-    _write(rows, profile, left_out, workloads)
+            _write(path, rows, profile, left_out)
+    _write(path, rows, profile, left_out)
     click.echo("\n".join(summary([checked(row.report) for row in rows])))
     if left_out:
         click.echo("left out, as the time was over: " + ", ".join(left_out))
 
 
-def _profile(asked: Any) -> Profile:
+def _results(workloads: tuple[str, ...], dtype: str | None) -> Path:
+    names = ("prediction", *(() if workloads == WORKLOADS else workloads), *([] if dtype is None else [dtype]))
+    return RESULTS / f"{'-'.join(names)}.json"
+
+
+def _profile(asked: dict[str, Any]) -> Profile:
     with progress_bar() as progress:
-        subject = resolve(asked, progress)
+        subject = resolve(plan_request(**asked), progress)
         checkpoint = None if subject.checkpoint is None else Path(subject.checkpoint)
-        return measured_profile(subject.model, checkpoint, subject.cluster, progress)
+        return measured_profile(subject.model, checkpoint, subject.cluster, progress, dtype=asked["dtype"])
 
 
-def _plans(model: str, workload: str, policy: PolicyChoice, *, every: bool) -> Iterator[tuple[Plan, bool]]:
+def _plans(asked: dict[str, Any], policy: PolicyChoice, *, every: bool) -> Iterator[tuple[Plan, bool]]:
     """Yield plans for a workload under a bound that leaves room for waiting, and whether each is the best one."""
-    subject = resolve(plan_request(model=model, workload=workload))
+    subject = resolve(plan_request(**asked))
     bound_s = round(BOUND_FACTOR * _nearest_bound(subject), 1)
     plans = plan_each(subject.under(Constraint(latency_bound_s=bound_s)), policy)
     for i, plan in enumerate(plans.values()):
         if not i or every:
-            click.echo(f"{workload}: {plan.policy.kind}: {settings_text(plan)}: plan {sha256(plan)}")
+            click.echo(f"{plan.workload.name}: {plan.policy.kind}: {settings_text(plan)}: plan {sha256(plan)}")
             yield plan, not i
 
 
@@ -192,9 +202,8 @@ def _columns() -> list[str]:
     return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes, "pace alone"]
 
 
-def _write(rows: list[Row], profile: Profile, left_out: list[str], workloads: tuple[str, ...]) -> None:
+def _write(path: Path, rows: list[Row], profile: Profile, left_out: list[str]) -> None:
     """Write the table so far: a long run that is cut short leaves what it has."""
-    path = RESULTS / ("prediction.json" if workloads == WORKLOADS else f"prediction-{'-'.join(workloads)}.json")
     document = [
         {"plan": row.plan.model_dump(mode="json"), "report": row.report.model_dump(mode="json"), "pace": row.by_size}
         for row in rows
@@ -204,8 +213,10 @@ def _write(rows: list[Row], profile: Profile, left_out: list[str], workloads: tu
     lines = [
         "# Predicted against measured",
         "",
-        f"`python -m benchmarks.prediction`, {plan.model.name}, {datetime.date.today()}, {plan.cluster.device.name}, "
-        f"{profile.num_threads} threads, " + ", ".join(f"{k} {v}" for k, v in profile.environment.items()) + ". One "
+        f"`python -m benchmarks.prediction`, {plan.model.name} in {plan.dtype}, {datetime.date.today()}, "
+        f"{plan.cluster.device.name}, {profile.num_threads} threads, "
+        + ", ".join(f"{k} {v}" for k, v in profile.environment.items())
+        + ". One "
         f"profile for all, spread {100 * profile.spread:.1f}%. Errors are predicted over measured; pace is measured "
         "over predicted time of the executed steps, the model's error what is left at that pace. Saturated, times "
         "count from admission; of requests that arrive, time to first token and whole time count from arrival.",
