@@ -312,7 +312,7 @@ class _Steps:
             if len(closes):
                 return first, int(closes[0])
         num_ended = int(ended[-1]) if len(ended) else 0
-        raise InputError("requests", num_ended, f"the log needs over {skip + count} finished requests")
+        raise InputError("requests", num_ended, f"the log needs over {skip + count} finished before its last prompt")
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
         """Seconds from each admission to the token that a request of this length would have ended with.

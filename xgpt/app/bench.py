@@ -25,11 +25,11 @@ from xgpt.app.simulating import (
     check_fits,
     outstanding_requests,
     read_log,
+    requests_to_end,
     requests_to_send,
     run_replica,
     times_of,
     warm_up_of,
-    warm_up_requests,
 )
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.client import ClientRequest, ClientResult, replay
@@ -164,7 +164,6 @@ def bench_plan(
     load = replace(load, workload=load.workload or plan.workload)
     drawn = draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
-    around = warm_up_requests(plan) + round(2 * plan.estimate.encode_batch) + 2  # of each replica, before and behind
     rates = [gflops()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
@@ -175,7 +174,7 @@ def bench_plan(
                     url,
                     requests,
                     concurrency=plan.replicas * outstanding_requests(plan) if load.arrivals is None else None,
-                    enough=load.num_requests + plan.replicas * around,
+                    enough=requests_to_end(plan, load.num_requests),
                     stream=load.stream,
                 )
             )
@@ -206,7 +205,10 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     """
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
-    total = requests_to_send(plan, load.num_requests, saturated=arrivals is None, num_replicas=plan.replicas)
+    if arrivals is None:  # as many are still outstanding when enough have ended
+        total = requests_to_end(plan, load.num_requests) + plan.replicas * outstanding_requests(plan)
+    else:
+        total = requests_to_send(plan, load.num_requests, saturated=False, num_replicas=plan.replicas)
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
     return Drawn(inputs, outputs, times, workload.output.lengths[-1])

@@ -61,10 +61,14 @@ def _iterations_until_full(workload: Workload) -> float:
 
 def outstanding_requests(plan: Plan) -> int:
     """Return the number of requests that keep a replica saturated: as many as may run, and some more that wait."""
+    return ceil(max(1.5 * plan.estimate.decode_batch, _most_running(plan)) + 3 * plan.estimate.encode_batch) + 8
+
+
+def _most_running(plan: Plan) -> int:
     from xsimulator.forecast import FORECASTS
 
-    most = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
-    return ceil(max(1.5 * plan.estimate.decode_batch, most) + 3 * plan.estimate.encode_batch) + 8
+    most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
+    return most
 
 
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool, num_replicas: int = 1) -> int:
@@ -74,6 +78,16 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool, num_repl
     in each replica that runs.
     """
     return num_requests + num_replicas * (outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0))
+
+
+def requests_to_end(plan: Plan, num_requests: int) -> int:
+    """Return the number of requests after whose end `num_requests` of a saturated run can be measured.
+
+    Where requests are admitted together and are equally long, all that run end together: once as the warm-up ends, and
+    once as the window does.
+    """
+    together = max(_most_running(plan), plan.estimate.encode_batch)
+    return num_requests + plan.replicas * (warm_up_requests(plan) + ceil(2 * together) + 2)
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def test_where_steps_mix_the_mean_gap_counts() -> None:
 
 
 def test_a_log_too_short_is_refused() -> None:
-    with pytest.raises(InputError, match=r"requests: 11 is not accepted; the log needs over 14 finished requests"):
+    with pytest.raises(InputError, match="the log needs over 14 finished before its last prompt"):
         measured(skip_requests=4, num_requests=10)
 
 
