@@ -21,9 +21,6 @@ LINE = 16
 """Elements of a cache line, in float32."""
 LINE_BYTES = 64
 
-FETCHED_BYTES = 2048
-"""How far the lines that are asked for lie apart: the processor's own prefetching follows from each."""
-
 
 class Keys(NamedTuple):
     """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them."""
@@ -92,25 +89,31 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     totals[:] = np.float32(0.0)
     acc[:] = np.float32(0.0)
     size, stride = block_size * head_dim, cache.shape[2] * block_size * head_dim
+    per_line = LINE_BYTES // cache.itemsize
+    # Of a line of keys, and of values, what is asked for at a time: more at once would wait until memory has answered.
+    share = (LINE * head_dim // (2 * group) + per_line - 1) // per_line * per_line
     to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
     for b in range(earliest // block_size, (context + block_size - 1) // block_size):
         following = min(b + 1, (context - 1) // block_size)
         for h in range(num_kv_heads):
             start = table[b] * stride + (first_head + h) * size
             soon = start + size if h + 1 < num_kv_heads else table[following] * stride + first_head * size
-            for line in range(0, size, FETCHED_BYTES // cache.itemsize):
-                fetch(cache, soon + line)
-                fetch(cache, soon + to_values + line)
             for t in range(0, block_size, LINE):
                 before = b * block_size + t
                 begin, end = max(earliest - before, 0), min(context - before, LINE)
                 if begin < LINE and end > 0:
                     place = start + t * head_dim
+                    asked = soon + t * head_dim
                     for g in range(h * group, (h + 1) * group):
+                        _fetch(cache, asked, share)
                         dot_keys(q, cache, floats, g * head_dim, place, head_dim, LINE)
+                        _fetch(cache, asked + share, share)
                         _adjust(floats, scored, first_head + h, context - 1 - before)
                         highest[g], shrink = soften_keys(floats, totals, g * LINE, highest[g], begin, end, LINE)
+                        _fetch(cache, asked + to_values, share)
                         _add(floats, cache, acc, place + to_values, g * head_dim, shrink, begin, end, head_dim)
+                        _fetch(cache, asked + to_values + share, share)
+                        asked += 2 * share
     for g in range(num_heads):
         total = np.sum(totals[g * LINE : (g + 1) * LINE])
         if len(scored.sinks):
@@ -118,6 +121,13 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
             total += np.float32(2.0) ** (further - highest[g])  # infinite where it takes all
         for d in range(head_dim):
             acc[g, d] /= total
+
+
+@njit(nogil=True, error_model="numpy")
+def _fetch(cache, start, count):
+    """Ask for all lines of some elements: no processor reads ahead from one block to the next by itself."""
+    for line in range(0, count, LINE_BYTES // cache.itemsize):
+        fetch(cache, start + line)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

@@ -113,7 +113,7 @@ def _with_split_panels(weight: Tensor, activation: str) -> PackedLinear:
 
 def _with_bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
     """Weight and activations rounded to bfloat16; sums, bias and activation function in float32."""
-    return _finished(partial(panels.pack, weight.bfloat16()), activation)
+    return _finished(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 
 def _with_bfloat16_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:

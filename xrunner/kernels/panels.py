@@ -5,7 +5,7 @@ of what memory gives. Here the weights of the next slice are asked for between t
 
 A weight lies in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, a panel input by input: it is read
 in order. An input has four bytes: a number in float32, two in bfloat16, four in eight bits, which the processor's dot
-products take at once; rows in eight bits have 128 added, and sums begin with what makes up for it. Sums of up to GROUP
+products take at once; in fewer bits one call rounds, multiplies and scales. Sums of up to GROUP
 rows by WIDTH outputs stay in registers, which a compiler does not manage: the inner loop is in assembly. A slice of a
 panel stays in the first-level cache while all groups of rows pass it; a block of the rows' inputs stays in the
 second-level cache while all panels pass. Shares torch's OpenMP threads, as attention does.
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from xrunner.attention.simd import address, inlined, pointers
 from xrunner.kernels import huge_pages
-from xrunner.kernels.quantised import rounded, scaled
+from xrunner.kernels.quantised import OPTIONS, round_row, scale_row
 from xrunner.kernels.threads import num_threads
 
 WIDTH = 32
@@ -41,15 +41,18 @@ GROUP = 12
 """Rows whose sums stay in registers: 24 of 32; two hold weights, the others inputs."""
 SLICE = 128
 """Inputs of a panel that stay in the first-level cache, 16 KiB, together with those of two groups of rows."""
+AHEAD = 128
+"""Inputs of a panel between what is multiplied and what is asked for: a slice's, however long the last one is."""
 DEEPEST = 1024
 """Inputs of a block: a group's sums are read and written once for each."""
 CHUNK = 132
 """Rows for which the weight is read once: half a MiB of a block's inputs."""
 STEPS = 4
 """Inputs that a turn of the inner loop takes."""
-FEW = 4
-"""Rows that pass a slice as one group; more take two, of which the second finds the slice in the first-level cache and
-goes on while memory answers: of 8 rows' weights 14 GB/s are read instead of 12."""
+FEW = 6
+"""Rows that pass a slice as one group, for which nothing is asked: the processor itself reads ahead of one that goes
+straight on, 26 GB/s instead of 20. More take two, of which the second finds the slice in the first-level cache and goes
+on while memory answers what was asked."""
 SPREAD = (8, 4, 2)
 """Numbers of lines that are asked for between a turn's multiplications, not before them."""
 LINES = STEPS * WIDTH // 16
@@ -83,17 +86,15 @@ Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, bool],
 
 
 def pack(weight: Tensor, *, relu: bool = False, least_rows: int = 0, multiply: Multiply | None = None) -> Product:
-    """The product x W^T + b of x and b, without what is negative on demand. # float32 or bfloat16 [out, in]
-
-    In bfloat16 x is rounded to it, and sums are float32.
+    """The product x W^T + b of x and b, without what is negative on demand. # float32 [out, in]
 
     Args:
-        multiply: what multiplies `least_rows` and more of float32 instead; it may write up to 15 rows behind them.
+        multiply: what multiplies `least_rows` and more instead; it may write up to 15 rows behind them.
     """
-    num_outputs, size = len(weight), weight.dtype.itemsize
+    num_outputs = len(weight)
     panels, block = _laid_out(weight)
     padded = num_outputs + -num_outputs % WIDTH
-    no_bias, width = np.zeros(padded, dtype=np.float32), 4 * (len(panels) // padded)
+    no_bias = np.zeros(padded, dtype=np.float32)
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         added = no_bias if bias is None else _filled(bias, padded).numpy()
@@ -102,11 +103,15 @@ def pack(weight: Tensor, *, relu: bool = False, least_rows: int = 0, multiply: M
             multiply(x.contiguous().numpy(), panels, added, y.numpy(), block, relu)
             return y[: len(x), :num_outputs].contiguous()
         y = torch.empty(len(x), padded)
-        rows = x.contiguous().numpy() if size == 4 else rounded(x, size, width, len(x))[0].view(np.float32)
-        _run(rows, panels, added, y.numpy(), block, relu, FLOAT32 if size == 4 else BFLOAT16)
+        _run(x.contiguous().numpy(), panels, added, y.numpy(), block, relu)
         return y[:, :num_outputs].contiguous()
 
     return product
+
+
+def pack_bfloat16(weight: Tensor, *, relu: bool = False) -> Product:
+    """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
+    return _packed(weight, torch.ones(len(weight)), relu=relu)
 
 
 def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
@@ -116,20 +121,25 @@ def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
         weight: int8 [out, in].
         scales: of each output, float32 [out].
     """
-    num_outputs = len(weight)
+    return _packed(weight, scales, relu=relu)
+
+
+def _packed(weight: Tensor, scales: Tensor, *, relu: bool) -> Product:
+    (num_outputs, _), size = weight.shape, weight.dtype.itemsize
     panels, block = _laid_out(weight)
     missing = -num_outputs % WIDTH
     padded = num_outputs + missing
-    begin = F.pad(weight.sum(dim=1, dtype=torch.int32) * -128, (0, missing)).view(torch.float32).numpy()
+    width = len(panels) // padded
+    # In eight bits rows have 128 added, and sums begin with what makes up for it.
+    sums_begin = F.pad(weight.sum(dim=1, dtype=torch.int32) * -128, (0, missing)).view(torch.float32).numpy()
     of_outputs, no_bias = F.pad(scales, (0, missing)).numpy(), np.zeros(padded, dtype=np.float32)
-    width = 4 * (len(panels) // padded)
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        sums = torch.empty(len(x), padded, dtype=torch.int32)
+        y = torch.empty(len(x), padded)
         added = no_bias if bias is None else _filled(bias, padded).numpy()
-        rows, of_rows = rounded(x, 1, width, len(x), signed=False)
-        _run(rows.view(np.float32), panels, begin, sums.numpy().view(np.float32), block, False, INT8)
-        return scaled(sums, of_rows, of_outputs, added, relu=relu)[:, :num_outputs].contiguous()
+        begin = sums_begin if size == 1 else added
+        _run_rounded(x.contiguous(), width, (panels, begin, of_outputs, added), y, block, (relu, size))
+        return y if not missing else y[:, :num_outputs].contiguous()
 
     return product
 
@@ -159,13 +169,13 @@ def _block_depth(depth: int) -> int:
     return -(-depth // (count * STEPS)) * STEPS
 
 
-def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool, kind: int) -> None:
+def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:
     count = num_threads()
     if count == 1:
-        _multiply_all(x, panels, bias, y, block, (relu, kind))
+        _multiply_all(x, panels, bias, y, block, (relu, FLOAT32))
         return
     numba.set_num_threads(count)
-    _multiply_shared(x, panels, bias, y, block, (relu, kind), count)
+    _multiply_shared(x, panels, bias, y, block, (relu, FLOAT32), count)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -179,6 +189,64 @@ def _multiply_shared(x: Any, panels: Any, bias: Any, y: Any, block: Any, how: An
     for thread in prange(num_threads):
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
         _multiply((x, panels, bias, y), block, how, first, last)
+
+
+def _run_rounded(x: Tensor, width: int, of: Any, y: Tensor, block: int, how: tuple[bool, int]) -> None:
+    """# of: panels, what sums begin with, scales of outputs, bias; how: without what is negative, bytes of a number"""
+    count = num_threads()
+    rows, scale = np.empty((len(x), width), dtype=np.float32), np.empty(len(x), dtype=np.float32)
+    inputs = x.numpy(), x.view(torch.int32).numpy(), rows, scale
+    sums = y.numpy(), y.view(torch.int32).numpy()
+    if count == 1:
+        _round_and_multiply(inputs, of, sums, block, how)
+        return
+    numba.set_num_threads(count)
+    _round_and_multiply_shared(inputs, of, sums, block, how, count)
+
+
+@njit(cache=True, **OPTIONS)
+def _round_and_multiply(inputs: Any, of: Any, sums: Any, block: Any, how: Any) -> None:
+    _round(inputs, how[1], 0, len(inputs[0]))
+    _multiply_and_scale(inputs, of, sums, block, how, 0, len(of[2]) // WIDTH)
+
+
+@njit(cache=True, parallel=True, **OPTIONS)
+def _round_and_multiply_shared(inputs: Any, of: Any, sums: Any, block: Any, how: Any, num_threads: Any) -> None:
+    num_rows, count = len(inputs[0]), len(of[2]) // WIDTH
+    for thread in prange(num_threads):
+        _round(inputs, how[1], num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
+    for thread in prange(num_threads):
+        first, last = count * thread // num_threads, count * (thread + 1) // num_threads
+        _multiply_and_scale(inputs, of, sums, block, how, first, last)
+
+
+@njit(**OPTIONS)
+def _round(inputs: Any, size: Any, first: Any, last: Any) -> None:
+    """Rows from `first` to `last`; in eight bits without signs, as the instruction takes them."""
+    x, bits, rows, scale = inputs
+    for i in range(first, last):
+        rounded = rows[i].view(np.uint8)
+        scale[i] = round_row(x[i], bits[i], rounded, size)
+        if size == 1:
+            for d in range(len(rounded)):
+                rounded[d] ^= np.uint8(128)
+
+
+@njit(**OPTIONS)
+def _multiply_and_scale(inputs: Any, of: Any, sums: Any, block: Any, how: Any, first: Any, last: Any) -> None:
+    """Those outputs that lie in panels from `first` to `last`."""
+    _, _, rows, scale = inputs
+    panels, begin, of_outputs, bias = of
+    y, y_bits = sums
+    relu, size = how
+    arrays = rows, panels, begin, y
+    if size == 2:
+        _multiply(arrays, block, (relu, BFLOAT16), first, last)
+        return
+    _multiply(arrays, block, (False, INT8), first, last)
+    columns = slice(first * WIDTH, last * WIDTH)
+    for i in range(len(y)):
+        scale_row(y_bits[i, columns], scale[i], of_outputs[columns], bias[columns], relu)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -213,7 +281,7 @@ def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, how
     num_groups = max((count + GROUP - 1) // GROUP, 1 if count <= FEW else 2)
     turns, rest = (end - start) // STEPS, (end - start) % STEPS
     lines = max(LINES // num_groups, 1)
-    soon = address(panels) + 4 * (place + (end - start) * WIDTH)
+    soon = address(panels) + 4 * (place + AHEAD * WIDTH)
     arguments[X_STRIDE], arguments[Y_STRIDE] = 4 * depth, 4 * width
     arguments[WEIGHT], arguments[TURNS], arguments[REST] = address(panels) + 4 * place, turns, rest
     arguments[RELU] = relu and end == depth
@@ -224,7 +292,7 @@ def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, how
         arguments[BEGIN] = arguments[Y] if start else address(bias) + 4 * panel * WIDTH
         arguments[BEGIN_STRIDE] = arguments[Y_STRIDE] if start else 0
         arguments[SOON] = soon + 64 * lines * turns * group
-        arguments[SOON_LINES] = lines if lines * group < LINES else 0
+        arguments[SOON_LINES] = lines if num_groups > 1 and lines * group < LINES else 0
         if kind == FLOAT32:
             _multiply_float32(arguments, stop - begin)
         elif kind == BFLOAT16:

@@ -36,30 +36,21 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scale
 
 
-def rounded(x: Tensor, size: int, width: int, num_rows: int, *, signed: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def rounded(x: Tensor, size: int, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Round each row to numbers of `size` bytes: two for bfloat16, one for eight bits as `quantise` does.
 
     Args:
         x: float32 [rows, in].
         width: bytes of a row of the result; what the numbers do not fill is zero.
         num_rows: of the result; those beyond x's hold anything.
-        signed: in eight bits; 128 is added to each number if not.
 
     Returns:
         uint8 [num_rows, width], and each row's scale, float32 [num_rows]: 1 in bfloat16.
     """
     x = x.contiguous()
     result, scale = np.empty((num_rows, width), dtype=np.uint8), np.empty(num_rows, dtype=np.float32)
-    flip = np.uint8(0 if signed else 128)
-    run(_ROUND, x.numel(), x.numpy(), x.view(torch.int32).numpy(), result, scale, size, flip)
+    run(_ROUND, x.numel(), x.numpy(), x.view(torch.int32).numpy(), result, scale, size)
     return result, scale
-
-
-def scaled(sums: Tensor, scale: np.ndarray, of_outputs: np.ndarray, bias: np.ndarray, *, relu: bool) -> Tensor:
-    """sums * scale * of_outputs + bias in place. # int32 [rows, n], float32 [rows], [n], [n] -> float32 [rows, n]"""
-    y = sums.view(torch.float32)
-    run(_SCALE, y.numel(), sums.numpy(), y.numpy(), scale, of_outputs, bias, relu)
-    return y
 
 
 def rescale(y: Tensor, scale: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
@@ -87,6 +78,11 @@ def _highest(bits: Any) -> Any:
 @njit(**OPTIONS)
 def _float(bits: Any) -> Any:
     return np.int32(bits).view(np.float32)
+
+
+@njit(**OPTIONS)
+def _bits(value: Any) -> Any:
+    return np.float32(value).view(np.int32)
 
 
 @njit(**OPTIONS)
@@ -119,24 +115,28 @@ def _round_row(bits: Any, rounded: Any) -> None:
         rounded[d] = np.uint16(0x7FC0) if is_nan else nearest
 
 
-def _round(x: Any, bits: Any, rounded: Any, scale: Any, size: Any, flip: Any) -> None:
+@njit(**OPTIONS)
+def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
+    """Round a row to numbers of `size` bytes, and fill it up with zeros; return its scale. # float32, int32, uint8"""
+    depth = len(x)
+    rounded[depth * size :] = 0
+    if size == 1:
+        return quantise_row(x, bits, rounded.view(np.int8)[:depth])
+    _round_row(bits, rounded.view(np.uint16))
+    return np.float32(1.0)
+
+
+@njit(**OPTIONS)
+def scale_row(sums: Any, scale: Any, of_outputs: Any, bias: Any, relu: Any) -> None:
+    """sums * scale * of_outputs + bias in place, as bits of float32. # int32 [n], scalar, float32 [n], [n]"""
+    for d in range(len(sums)):
+        value = np.float32(np.float32(sums[d]) * of_outputs[d] * scale + bias[d])
+        sums[d] = _bits(np.float32(0.0) if relu and value < np.float32(0.0) else value)
+
+
+def _round(x: Any, bits: Any, rounded: Any, scale: Any, size: Any) -> None:
     for i in prange(x.shape[0]):
-        depth = x.shape[1]
-        rounded[i, depth * size :] = 0
-        if size == 1:
-            scale[i] = quantise_row(x[i], bits[i], rounded[i].view(np.int8)[:depth])
-            for d in range(rounded.shape[1]):
-                rounded[i, d] ^= flip
-        else:
-            scale[i] = np.float32(1.0)
-            _round_row(bits[i], rounded[i].view(np.uint16))
-
-
-def _scale(sums: Any, y: Any, scale: Any, of_outputs: Any, bias: Any, relu: Any) -> None:
-    for i in prange(y.shape[0]):
-        for d in range(y.shape[1]):
-            value = np.float32(sums[i, d]) * of_outputs[d] * scale[i] + bias[d]
-            y[i, d] = np.float32(0.0) if relu and value < np.float32(0.0) else value
+        scale[i] = round_row(x[i], bits[i], rounded[i], size)
 
 
 def _rescale(y: Any, scale: Any, bias: Any, relu: Any) -> None:
@@ -154,4 +154,4 @@ def _rescale(y: Any, scale: Any, bias: Any, relu: Any) -> None:
 
 
 _QUANTISE, _RESCALE = compiled(_quantise, fastmath={"contract"}), compiled(_rescale, fastmath={"contract"})
-_ROUND, _SCALE = compiled(_round, fastmath={"contract"}), compiled(_scale, fastmath={"contract"})
+_ROUND = compiled(_round, fastmath={"contract"})
