@@ -5,10 +5,10 @@ of what memory gives. Here the weights of the next slice are asked for between t
 
 A weight lies in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, a panel input by input: it is read
 in order. An input has four bytes: a number in float32, two in bfloat16, four in eight bits, which the processor's dot
-products take at once; in fewer bits one call rounds, multiplies and scales. Sums of up to GROUP
-rows by WIDTH outputs stay in registers, which a compiler does not manage: the inner loop is in assembly. A slice of a
-panel stays in the first-level cache while all groups of rows pass it; a block of the rows' inputs stays in the
-second-level cache while all panels pass. Shares torch's OpenMP threads, as attention does.
+products take at once; in fewer bits one call rounds, multiplies and scales. Sums of up to GROUP rows by WIDTH outputs
+stay in registers, which a compiler does not manage: the inner loop is in assembly. A slice of a panel stays in a cache
+while all groups of rows pass it; a block of the rows' inputs stays in the second-level cache while all panels pass.
+Shares torch's OpenMP threads, as attention does.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -40,9 +40,8 @@ WIDTH = 32
 GROUP = 12
 """Rows whose sums stay in registers: 24 of 32; two hold weights, the others inputs."""
 SLICE = 128
-"""Inputs of a panel that stay in the first-level cache, 16 KiB, together with those of two groups of rows."""
-AHEAD = 128
-"""Inputs of a panel between what is multiplied and what is asked for: a slice's, however long the last one is."""
+"""Inputs of a panel that up to GROUP rows pass at a time: 16 KiB, which stay in the first-level cache. More rows pass
+all inputs of a block, from the second-level cache: sums are then read and written once."""
 DEEPEST = 1024
 """Inputs of a block: a group's sums are read and written once for each."""
 CHUNK = 132
@@ -261,27 +260,32 @@ def _multiply(arrays: Any, block: Any, how: Any, first: Any, last: Any) -> None:
     arguments = np.empty(12, dtype=np.int64)
     for row in range(0, num_rows, CHUNK):
         count = min(CHUNK, num_rows - row)
+        length = SLICE if count <= GROUP else block
         for begin in range(0, depth, block):
             end = min(begin + block, depth)
             for panel in range(first, last):
-                for start in range(begin, end, SLICE):
+                for start in range(begin, end, length):
                     place = begin * y.shape[1] + (panel * (end - begin) + start - begin) * WIDTH
-                    inputs = start, min(start + SLICE, end)
+                    inputs = start, min(start + length, end), length
                     _pass_slice(arrays, (row, count), panel, inputs, place, how, arguments)
 
 
 @njit(nogil=True, error_model="numpy")
 def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, how: Any, arguments: Any) -> None:
-    """All groups of some rows pass a slice of a panel, which lies at `place`; each asks for its share of the next."""
+    """All groups of some rows pass a slice of a panel, which lies at `place`; each asks for its share of the next.
+
+    Args:
+        inputs: the first, the last, and how many a slice has that is not a block's last.
+    """
     x, panels, bias, y = arrays
     row, count = rows
     relu, kind = how
-    start, end = inputs
+    start, end, length = inputs
     depth, width = x.shape[1], y.shape[1]
     num_groups = max((count + GROUP - 1) // GROUP, 1 if count <= FEW else 2)
     turns, rest = (end - start) // STEPS, (end - start) % STEPS
     lines = max(LINES // num_groups, 1)
-    soon = address(panels) + 4 * (place + AHEAD * WIDTH)
+    soon = address(panels) + 4 * (place + length * WIDTH)
     arguments[X_STRIDE], arguments[Y_STRIDE] = 4 * depth, 4 * width
     arguments[WEIGHT], arguments[TURNS], arguments[REST] = address(panels) + 4 * place, turns, rest
     arguments[RELU] = relu and end == depth
