@@ -3,3 +3,7 @@
 A Plan enters; tokens, and a log of the steps that made them, leave. May be imported by xprofiler.measure and
 xgpt.app. Imports torch; never xsimulator or xscheduler.
 """
+
+from xgpt.compiled_code import set_directory
+
+set_directory()

@@ -3,3 +3,7 @@
 A Profile, a Workload and policy settings enter; an Estimate, or a log of simulated steps, leaves. May be imported
 by xscheduler and xgpt.app. Never loads torch.
 """
+
+from xgpt.compiled_code import set_directory
+
+set_directory()

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.hub": set(),
     "xgpt.io": {"xgpt.schema", "xgpt.errors", "xgpt.refusals"},
     "xgpt.refusals": {"xgpt.errors"},
+    "xgpt.compiled_code": {"xgpt.io"},
     "xgpt.prefixes": {"xgpt.schema", "xgpt.errors"},
     "xgpt.workload": {"xgpt.schema", "xgpt.errors", "xgpt.io", "xgpt.numbers", "xgpt.prefixes"},
     "xgpt.arrival_process": {"xgpt.errors", "xgpt.workload"},
@@ -43,9 +44,10 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.__main__": {"xgpt.cli"},
     "xgpt.resolve": SHELL | {"xgpt.hub"},
     "xgpt.policies": BASE | {"xgpt.policies"},
-    "xsimulator": BASE | {"xgpt.policies", "xgpt.reuse", "xsimulator"},
+    "xsimulator": BASE | {"xgpt.compiled_code", "xgpt.policies", "xgpt.reuse", "xsimulator"},
     "xscheduler": BASE | {"xgpt.policies", "xsimulator", "xscheduler"},
-    "xrunner": SHELL | {"xgpt.observation", "xgpt.observer", "xgpt.pages", "xgpt.policies", "xrunner"},
+    "xrunner": SHELL
+    | {"xgpt.compiled_code", "xgpt.observation", "xgpt.observer", "xgpt.pages", "xgpt.policies", "xrunner"},
     "xrunner.server.api": SHELL | {"xrunner.generation", "xrunner.grammar", "xrunner.server.api"},
     "xrunner.server.access": SHELL | {"xrunner.server.access", "xrunner.server.api.errors"},
     "xrunner.server.observe": SHELL

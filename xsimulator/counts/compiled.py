@@ -1,13 +1,12 @@
 """xsimulator.counts.compiled: loops compiled by numba, and how they are kept.
 
 A helper is compiled into what calls it. What Python calls is compiled when it is first run, some seconds, and kept on
-disk with the source, or in the user's cache directory where that cannot be written.
+disk (`xgpt.compiled_code`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ def is_kept(function: Callable[..., Any]) -> bool:
     """Whether what `kept` has compiled lies on disk; else it is compiled when it is first run."""
     directory, file = function.stats.cache_path, function.__code__.co_filename  # type: ignore[attr-defined]
     return directory is not None and any(Path(directory).glob(f"{Path(file).stem}.*.nbi"))
-
-
-def sources() -> str:
-    """A hash of the files that hold or name what is compiled. Numba compiles anew where what a function closes over has
-    changed; of the code it looks at the function's own file alone."""
-    files = [file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
-    return sha256(b"".join(text for text in files if b"xsimulator.counts.compiled" in text)).hexdigest()
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:

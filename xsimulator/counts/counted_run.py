@@ -18,7 +18,7 @@ from xsimulator.counts.two_lane_arrivals import TwoLaneRun
 
 def is_compiled() -> bool:
     """Whether runs begin at once: the first ones on a machine are compiled."""
-    return is_kept(one_lane_arrivals.RUN) and is_kept(two_lane_arrivals.RUN)
+    return is_kept(one_lane_arrivals.run) and is_kept(two_lane_arrivals.run)
 
 
 def counted_run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from xgpt.policies.rule import ADJUSTMENT
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_tables import pass_stages, step_ns, step_tables
 from xsimulator.counts.arrivals import BOTH, NONE, Kv, Run, Stream
-from xsimulator.counts.compiled import borrowed, helper, kept, sources
+from xsimulator.counts.compiled import borrowed, helper, kept
 from xsimulator.counts.counting import (
     admit,
     can_admit,
@@ -58,21 +57,12 @@ class OneLaneRun(Run):
         self._tables, self._free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
 
     def _go_on(self) -> bool:
-        return RUN(self.state, self._tables, self._free_ns)
+        return run(self.state, self._tables, self._free_ns)
 
 
-def _compiled(code: str) -> Callable[..., bool]:
-    """`go_on` as Python calls it; `code`: see `sources`."""
-
-    @kept
-    def run(s, tables, free_ns):
-        assert code
-        return go_on(borrowed(s), borrowed(tables), free_ns)
-
-    return run
-
-
-RUN = _compiled(sources())
+@kept
+def run(s, tables, free_ns):
+    return go_on(borrowed(s), borrowed(tables), free_ns)
 
 
 @helper

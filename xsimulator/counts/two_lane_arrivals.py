@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from xgpt.policies.waa import TwoLaneSettings
@@ -11,7 +9,7 @@ from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_tables import line_value, pass_stages, step_ns, step_tables
 from xsimulator.costs.transfer import TransferCost
 from xsimulator.counts.arrivals import DECODE, ENCODE, NONE, TRANSFER, Kv, Run, Stream
-from xsimulator.counts.compiled import borrowed, helper, kept, sources
+from xsimulator.counts.compiled import borrowed, helper, kept
 from xsimulator.counts.counting import (
     admit,
     blocks_of,
@@ -50,22 +48,13 @@ class TwoLaneRun(Run):
 
     def _go_on(self) -> bool:
         lanes = self._encode, self._decode, self._encode_free_ns, self._decode_free_ns
-        return RUN(self.state, *lanes, *self._transfer)
+        return run(self.state, *lanes, *self._transfer)
 
 
-def _compiled(code: str) -> Callable[..., bool]:
-    """`go_on` as Python calls it; `code`: see `sources`."""
-
-    @kept
-    def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
-        assert code
-        lanes = borrowed(encode), borrowed(decode), encode_free_ns, decode_free_ns
-        return go_on(borrowed(s), lanes[0], lanes[1], lanes[2], lanes[3], tokens_moved, moved_s)
-
-    return run
-
-
-RUN = _compiled(sources())
+@kept
+def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
+    lanes = borrowed(encode), borrowed(decode), encode_free_ns, decode_free_ns
+    return go_on(borrowed(s), lanes[0], lanes[1], lanes[2], lanes[3], tokens_moved, moved_s)
 
 
 @helper
