@@ -227,8 +227,14 @@ def run_all(
                     load.document["failed"][name] = str(reason)
         for _ in range(rounds):
             for load in loads:
-                for name, engine in running.items():
-                    run = measure(name, engine, load.workload)
+                for name, engine in list(running.items()):
+                    try:
+                        run = measure(name, engine, load.workload)
+                    except EngineEnded as reason:
+                        click.echo(f"{name} has ended: {reason}")
+                        load.document["failed"][name] = str(reason)
+                        end(running.pop(name))
+                        continue
                     load.document["runs"].append(run._asdict())
                     write_atomic(load.path, json.dumps(load.document, indent=1) + "\n")
                     click.echo("  ".join(f"{value:.3g}" if isinstance(value, float) else value for value in run))
