@@ -31,7 +31,7 @@ from xgpt.app.plan.problems import resolve
 from xgpt.app.plan.profiles import measured_profile
 from xgpt.app.plan.request import PolicyChoice, plan_request
 from xgpt.app.report.plan_text import settings_text
-from xgpt.app.simulating import outstanding_requests, requests_to_send
+from xgpt.app.simulating import outstanding_requests, requests_to_end
 from xgpt.arrival_process import ArrivalProcess
 from xgpt.cli.render import progress_bar
 from xgpt.errors import InfeasibleError
@@ -161,7 +161,7 @@ def _nearest_bound(subject: Problem) -> float:
 def _load(plan: Plan, share: float, seconds: float) -> Load:
     """Return about as many seconds of requests; a share of 0 is saturation."""
     rate = plan.estimate.throughput_rps * (share or 1.0)
-    beside = outstanding_requests(plan) if share else requests_to_send(plan, 0, saturated=True)
+    beside = outstanding_requests(plan) if share else requests_to_end(plan, 0)
     count = int(np.clip(round(seconds * rate) - beside, LEAST_REQUESTS, MOST_REQUESTS))
     return Load(count, arrivals=ArrivalProcess.at(rate) if share else None)
 

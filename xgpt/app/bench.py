@@ -26,7 +26,6 @@ from xgpt.app.simulating import (
     outstanding_requests,
     read_log,
     requests_to_end,
-    requests_to_send,
     run_replica,
     times_of,
     warm_up_of,
@@ -205,10 +204,8 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     """
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
-    if arrivals is None:  # as many are still outstanding when enough have ended
-        total = requests_to_end(plan, load.num_requests) + plan.replicas * outstanding_requests(plan)
-    else:
-        total = requests_to_send(plan, load.num_requests, saturated=False, num_replicas=plan.replicas)
+    counted = requests_to_end(plan, load.num_requests) if arrivals is None else load.num_requests
+    total = counted + plan.replicas * outstanding_requests(plan)  # as many are still there when those have ended
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
     return Drawn(inputs, outputs, times, workload.output.lengths[-1])

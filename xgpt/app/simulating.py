@@ -71,13 +71,12 @@ def _most_running(plan: Plan) -> int:
     return most
 
 
-def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool, num_replicas: int = 1) -> int:
-    """Return the number of requests to replay so that `num_requests` can be measured.
+def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
+    """Return the number of requests to replay on one replica so that `num_requests` can be measured.
 
-    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests,
-    in each replica that runs.
+    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests.
     """
-    return num_requests + num_replicas * (outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0))
+    return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
 
 
 def requests_to_end(plan: Plan, num_requests: int) -> int:

@@ -1,8 +1,8 @@
 """Products in eight bits and in bfloat16 by a processor's matrix registers (AMX).
 
 oneDNN's products of few rows read a weight at half of what memory gives, and round the inputs and scale the sums in
-passes of their own. Here one call rounds, multiplies and scales, and the weights of the next panel are asked for
-between the multiplications of this one.
+passes of their own. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the weights of
+the next panel are asked for between the multiplications of this one.
 
 A weight lies in panels of WIDTH outputs, a panel line by line: a line holds, of each output, the four bytes that belong
 to consecutive inputs, four in eight bits and two in bfloat16. Sixteen lines of sixteen outputs fill a register; sums of
@@ -16,10 +16,8 @@ reference manual, chapter 20 (blocking).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 import torch
@@ -30,7 +28,8 @@ from torch.nn import functional as F
 
 from xrunner.attention import amx
 from xrunner.attention.simd import address, inlined, pointers
-from xrunner.kernels import huge_pages
+from xrunner.kernels import assembly, huge_pages
+from xrunner.kernels.assembly import argument
 from xrunner.kernels.quantised import OPTIONS, rounded
 from xrunner.kernels.threads import num_threads
 
@@ -90,7 +89,7 @@ def pack_bfloat16(weight: Tensor, *, relu: bool = False) -> Product:
 def _packed(weight: Tensor, scales: Tensor, *, relu: bool) -> Product:
     size, (num_outputs, depth) = weight.dtype.itemsize, weight.shape
     assert is_available("int8" if size == 1 else "bfloat16"), "without the system's leave the process would be ended"
-    _enable_assembly()
+    assembly.enable()
     missing = -num_outputs % WIDTH
     inputs = -(-depth * size // STEP) * STEP // size
     padded = F.pad(weight, (0, inputs - depth, 0, missing))
@@ -199,12 +198,10 @@ def _assembled(code: Callable[[bool], list[str]]) -> Any:
     def run(typing_context: Any, arguments: Any, two: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
             (place,) = pointers(context, builder, signature, values, 1)
-            kind = ir.FunctionType(ir.VoidType(), [place.type])
-            constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
             with builder.if_else(values[1]) as (then, otherwise):
                 for block, is_second in ((then, True), (otherwise, False)):
                     with block:
-                        builder.asm(kind, "\n".join(code(is_second)), constraints, [place], True)
+                        assembly.append(builder, place, "\n".join(code(is_second)), _OVERWRITTEN)
             return context.get_dummy_value()
 
         return types.void(arguments, types.boolean), generate
@@ -219,10 +216,6 @@ _OVERWRITTEN = (
 )
 
 
-def _argument(number: int) -> str:
-    return f"{8 * number}(%rdi)"
-
-
 def _multiplying(instruction: str) -> Callable[[bool], list[str]]:
     """The inner loop. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7: weights"""
 
@@ -231,23 +224,23 @@ def _multiplying(instruction: str) -> Callable[[bool], list[str]]:
         sums = [(f"%tmm{2 * row + half}", row, half) for row in rows for half in (0, 1)]
         starts = ("%rsi", "%r8")
         return [
-            f"mov {_argument(INPUTS)}, %rsi",
-            f"mov {_argument(INPUTS_STRIDE)}, %rax",
+            f"mov {argument(INPUTS)}, %rsi",
+            f"mov {argument(INPUTS_STRIDE)}, %rax",
             *("mov %rax, %r8", f"shl $${HEIGHT.bit_length() - 1}, %r8", "add %rsi, %r8"),
-            f"mov {_argument(WEIGHT)}, %rdx",
+            f"mov {argument(WEIGHT)}, %rdx",
             f"mov $${LINE}, %rcx",
-            f"mov {_argument(STEPS)}, %r13",
-            f"mov {_argument(SOON)}, %r11",
+            f"mov {argument(STEPS)}, %r13",
+            f"mov {argument(SOON)}, %r11",
             *(f"tilezero {total}" for total, _, _ in sums),
             "2:",
             *(f"tileloadd ({starts[row]},%rax,1), %tmm{4 + row}" for row in rows),
             *("tileloadd (%rdx,%rcx,1), %tmm6", "tileloadd 64(%rdx,%rcx,1), %tmm7"),
             *(f"{instruction} %tmm{6 + half}, %tmm{4 + row}, {total}" for total, row, half in sums),
-            *(f"mov {_argument(SOON_LINES)}, %r12", "test %r12, %r12", "jz 4f"),
+            *(f"mov {argument(SOON_LINES)}, %r12", "test %r12, %r12", "jz 4f"),
             *("3:", "prefetcht1 (%r11)", "add $$64, %r11", "dec %r12", "jnz 3b", "4:"),
             *(f"add $${STEP}, {starts[row]}" for row in rows),
             *(f"add $${HEIGHT * LINE}, %rdx", "dec %r13", "jnz 2b"),
-            f"mov {_argument(SUMS)}, %rsi",
+            f"mov {argument(SUMS)}, %rsi",
             f"lea {HEIGHT * LINE}(%rsi), %r8",
             *(f"tilestored {total}, {64 * half}({starts[row]},%rcx,1)" for total, row, half in sums),
             *_finishing(scaled=instruction == "tdpbssd"),
@@ -259,13 +252,13 @@ def _multiplying(instruction: str) -> Callable[[bool], list[str]]:
 def _finishing(*, scaled: bool) -> list[str]:
     """Scale the sums at %rsi, whole numbers then, add the bias, and write them out."""
     total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
-    code = [f"mov {_argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {_argument(BIAS)}, %rax"]
+    code = [f"mov {argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {argument(BIAS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]
     if scaled:
-        code += [f"mov {_argument(OF_OUTPUTS)}, %rax"]
+        code += [f"mov {argument(OF_OUTPUTS)}, %rax"]
         code += [f"vmovups {64 * half}(%rax), {factor[half]}" for half in (0, 1)]
-    code += [f"mov {_argument(OF_ROWS)}, %rdx", f"mov {_argument(Y)}, %r11", f"mov {_argument(Y_STRIDE)}, %r12"]
-    code += [f"mov {_argument(ROWS)}, %r13", "5:"]
+    code += [f"mov {argument(OF_ROWS)}, %rdx", f"mov {argument(Y)}, %r11", f"mov {argument(Y_STRIDE)}, %r12"]
+    code += [f"mov {argument(ROWS)}, %r13", "5:"]
     if scaled:
         code += ["vbroadcastss (%rdx), %zmm7", "add $$4, %rdx"]
         code += [f"vcvtdq2ps {64 * half}(%rsi), {total[half]}" for half in (0, 1)]
@@ -285,7 +278,7 @@ _multiply_bfloat16 = _assembled(_multiplying("tdpbf16ps"))
 @inlined
 def _begin(typing_context: Any, arguments: Any) -> Any:
     """Configure this thread's registers."""
-    return types.void(arguments), _single([f"mov {_argument(CONFIG)}, %rax", "ldtilecfg (%rax)"])
+    return types.void(arguments), _single([f"mov {argument(CONFIG)}, %rax", "ldtilecfg (%rax)"])
 
 
 @inlined
@@ -297,14 +290,7 @@ def _end(typing_context: Any, arguments: Any) -> Any:
 def _single(code: list[str]) -> Callable[..., ir.Value]:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
-        kind = ir.FunctionType(ir.VoidType(), [place.type])
-        constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
-        builder.asm(kind, "\n".join(code), constraints, [place], True)
+        assembly.append(builder, place, "\n".join(code), _OVERWRITTEN)
         return context.get_dummy_value()
 
     return generate
-
-
-@cache
-def _enable_assembly() -> None:
-    llvmlite.binding.initialize_native_asmparser()

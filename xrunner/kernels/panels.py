@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.attention.simd import address, inlined, pointers
-from xrunner.kernels import huge_pages
+from xrunner.kernels import assembly, huge_pages
+from xrunner.kernels.assembly import argument
 from xrunner.kernels.quantised import OPTIONS, round_row, scale_row
 from xrunner.kernels.threads import num_threads
 
@@ -110,7 +110,7 @@ def pack(weight: Tensor, *, relu: bool = False, least_rows: int = 0, multiply: M
 
 def pack_bfloat16(weight: Tensor, *, relu: bool = False) -> Product:
     """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
-    return _packed(weight, torch.ones(len(weight)), relu=relu)
+    return _packed(weight, torch.ones(len(weight)), None, relu=relu)
 
 
 def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
@@ -120,36 +120,37 @@ def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
         weight: int8 [out, in].
         scales: of each output, float32 [out].
     """
-    return _packed(weight, scales, relu=relu)
+    # Rows have 128 added, and sums begin with what makes up for it.
+    begin = weight.sum(dim=1, dtype=torch.int32) * -128
+    return _packed(weight, scales, begin.view(torch.float32), relu=relu)
 
 
-def _packed(weight: Tensor, scales: Tensor, *, relu: bool) -> Product:
+def _packed(weight: Tensor, scales: Tensor, begin: Tensor | None, *, relu: bool) -> Product:
+    """# begin: what sums begin with, bits of their own kind [out]; None: the bias"""
     (num_outputs, _), size = weight.shape, weight.dtype.itemsize
     panels, block = _laid_out(weight)
-    missing = -num_outputs % WIDTH
-    padded = num_outputs + missing
+    padded = num_outputs + -num_outputs % WIDTH
     width = len(panels) // padded
-    # In eight bits rows have 128 added, and sums begin with what makes up for it.
-    sums_begin = F.pad(weight.sum(dim=1, dtype=torch.int32) * -128, (0, missing)).view(torch.float32).numpy()
-    of_outputs, no_bias = F.pad(scales, (0, missing)).numpy(), np.zeros(padded, dtype=np.float32)
+    of_outputs, no_bias = _filled(scales, padded).numpy(), np.zeros(padded, dtype=np.float32)
+    start = None if begin is None else _filled(begin, padded).numpy()
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.empty(len(x), padded)
         added = no_bias if bias is None else _filled(bias, padded).numpy()
-        begin = sums_begin if size == 1 else added
-        _run_rounded(x.contiguous(), width, (panels, begin, of_outputs, added), y, block, (relu, size))
-        return y if not missing else y[:, :num_outputs].contiguous()
+        of = panels, added if start is None else start, of_outputs, added
+        _run_rounded(x.contiguous(), width, of, y, block, (relu, size))
+        return y[:, :num_outputs].contiguous()
 
     return product
 
 
-def _filled(bias: Tensor, size: int) -> Tensor:
-    return bias if len(bias) == size else F.pad(bias, (0, size - len(bias)))
+def _filled(of_outputs: Tensor, size: int) -> Tensor:
+    return of_outputs if len(of_outputs) == size else F.pad(of_outputs, (0, size - len(of_outputs)))
 
 
 def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
     """The panels of a weight of any kind, and the inputs of a block."""
-    _enable_assembly()
+    assembly.enable()
     together = 4 // weight.dtype.itemsize
     weight = F.pad(weight, (0, -weight.shape[1] % together, 0, -weight.shape[0] % WIDTH)).view(torch.float32)
     padded, depth = weight.shape
@@ -312,15 +313,13 @@ def _multiplying(instruction: str) -> Any:
     def multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
             (place,) = pointers(context, builder, signature, values, 1)
-            kind = ir.FunctionType(ir.VoidType(), [place.type])
-            constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in _OVERWRITTEN]])
             done = builder.append_basic_block("done")
             choice = builder.switch(values[1], done)
             for rows in range(1, GROUP + 1):
                 block = builder.append_basic_block(f"rows{rows}")
                 choice.add_case(ir.Constant(values[1].type, rows), block)
                 builder.position_at_end(block)
-                builder.asm(kind, _assembly(rows, instruction), constraints, [place], True)
+                assembly.append(builder, place, _assembly(rows, instruction), _OVERWRITTEN)
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
@@ -343,9 +342,6 @@ def _assembly(num_rows: int, instruction: str) -> str:
     """The inner loop. # %rdi: the arguments; zmm0, zmm1: weights; zmm2 to zmm7: inputs; zmm8 and on: sums"""
     starts = _STARTS[: -(-num_rows // 3)]
     sums = [(f"%zmm{8 + 2 * row}", f"%zmm{9 + 2 * row}") for row in range(num_rows)]
-
-    def argument(number: int) -> str:
-        return f"{8 * number}(%rdi)"
 
     def multiplication(value: str, weight: str, total: str) -> str:
         # In eight bits the first factor, which is named last, has no signs: the inputs.
@@ -404,11 +400,6 @@ def _assembly(num_rows: int, instruction: str) -> str:
         *("8:", *each_sum(Y, Y_STRIDE)),
     ]
     return "\n".join(code)
-
-
-@cache
-def _enable_assembly() -> None:
-    llvmlite.binding.initialize_native_asmparser()
 
 
 _multiply_float32, _multiply_bfloat16, _multiply_int8 = map(_multiplying, INSTRUCTIONS)

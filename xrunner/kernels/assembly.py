@@ -1,0 +1,35 @@
+"""Inner loops in assembly, inside what numba compiles: for registers that a compiler does not manage.
+
+Such a loop reads all it needs from an array of int64, whose address is in %rdi.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import llvmlite.binding
+from llvmlite import ir
+
+
+def append(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Iterable[str]) -> None:
+    """Append assembly to a function that is being compiled.
+
+    Args:
+        place: address of the array.
+        overwritten: registers that the code uses besides %rdi, and what else it changes.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [place.type])
+    constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in overwritten]])
+    builder.asm(kind, code, constraints, [place], True)
+
+
+def argument(number: int) -> str:
+    """An element of the array as an operand."""
+    return f"{8 * number}(%rdi)"
+
+
+@cache
+def enable() -> None:
+    """Let LLVM read assembly, before the first function that has some is compiled."""
+    llvmlite.binding.initialize_native_asmparser()
