@@ -251,7 +251,7 @@ class Bench:
         model = self.worker.model
         assert isinstance(model, DecoderModel | EncoderDecoderModel)
         rows = self.random(num_rows, self.spec.hidden_size)
-        return self.seconds(lambda: self.worker.sample(model.head(rows)).cpu())
+        return self.seconds(lambda: self.worker.sample(model.head(rows, highest_only=True)).cpu())
 
     def overhead(self, num_requests: int) -> float:
         """Return the seconds of the engine's step without the model: rule, pool, batch, settling."""

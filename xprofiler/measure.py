@@ -45,6 +45,7 @@ from xprofiler.bench import (
 )
 from xprofiler.encoder_decoder import CrossBench, layers_of
 from xrunner.build import WorkerSettings, build_worker
+from xrunner.kernels.highest import fastest_screen
 from xrunner.kernels.packed import fastest
 from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, load_prepacked
@@ -136,7 +137,10 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> di
         for rank in range(degree)
     ]
     weights = [projection.weight for part in parts for projection in build(part).projections()]
-    return fastest([(len(weight), weight.shape[1]) for weight in weights if weight is not None], dtype)
+    layouts = fastest([(len(weight), weight.shape[1]) for weight in weights if weight is not None], dtype)
+    if dtype == "float32" and spec.tie_embeddings:  # the head's weight stays in memory as it is
+        layouts |= fastest_screen((spec.vocab_size, spec.hidden_size), layouts)
+    return layouts
 
 
 def _together(

@@ -250,7 +250,7 @@ class Worker(OneAtATime):
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
         """Run the model; return its greedy choices, or None if this is not the last stage. # int64 [sampled]"""
         with torch.inference_mode():
-            logits = self.logits(batch)
+            logits = self.logits(replace(batch, highest_only=True))
             return None if logits is None else self.sample(logits).cpu().numpy()
 
     def logits(self, batch: Batch) -> Tensor | None:

@@ -129,7 +129,7 @@ class Scheduler:
                 found = LaneMemory(
                     problem.model,
                     problem.cluster,
-                    Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype),
+                    Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype, of.layouts),
                     lane,
                     self._block_size,
                     problem.engine,

@@ -71,7 +71,11 @@ class LaneMemory:
         table = spec.vocab_size * spec.hidden_size
         # A tied matrix stands on both ends of a pipeline, and where they are one stage once, unless heads are packed.
         shared = spec.tie_embeddings and not precision.packs
-        tables = [stage.embeds * state + (stage.heads and not (shared and stage.embeds)) * size for stage in lane]
+        embeds, heads = (np.asarray([getattr(stage, end) for stage in lane], float) for end in ("embeds", "heads"))
+        tables = embeds * state + heads * (1 - shared * embeds) * size
+        if precision.screens:  # in eight bits, with two norms of each token, and as it was read: the embedding, if here
+            of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
+            tables += heads * (of_screen + (1 - embeds) * state)
         last = np.cumsum(decoder)
         of_decoder = [
             spec.layer_weight_bytes(precision.weights, int(end - count), int(end))
@@ -79,7 +83,7 @@ class LaneMemory:
         ]
         unshared = decoder * spec.unshared_bytes(precision.weights)
         shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
-        self.weight_bytes: Array = (shared + np.asarray(tables, float) * table) / tp + unshared
+        self.weight_bytes: Array = (shared + tables * table) / tp + unshared
         """Of one device of each stage."""
         kept = np.maximum(spec.num_kv_heads / tp, 1.0) * 2 * spec.head_dim
         if spec.latent is not None:

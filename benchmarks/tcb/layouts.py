@@ -89,7 +89,7 @@ def run_rows(
     """The requests of each step, and their tokens."""
     with torch.inference_mode():
         rows = rows_of(model, layout, most_steps=int(ends.max()))
-        tokens = rows.first().argmax(dim=-1)
+        tokens = model.head(rows.first()).argmax(dim=-1)
         while True:
             steps.append((present, tokens.cpu().numpy()))
             running = ends > len(steps)
@@ -99,7 +99,7 @@ def run_rows(
                 stay = np.flatnonzero(running[layout.slot[present]])
                 rows.keep(stay)
                 tokens, present, num_slots = tokens[torch.from_numpy(stay)], present[stay], int(running.sum())
-            tokens = rows.next(tokens).argmax(dim=-1)
+            tokens = model.head(rows.next(tokens)).argmax(dim=-1)
     outputs: dict[int, list[int]] = {id_: [] for id_ in layout.ids}
     for count, (requests, values) in enumerate(steps):
         for request in np.flatnonzero(lengths[requests] > count):

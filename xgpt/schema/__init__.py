@@ -7,6 +7,7 @@ from xgpt.schema.engine import EngineSpec
 from xgpt.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
 from xgpt.schema.model import (
     BYTES_PER_ELEMENT,
+    HEAD,
     DType,
     ModelShape,
     ModelSpec,
@@ -49,6 +50,7 @@ from xgpt.schema.workload import Constant, Histogram, RequestClass, TruncatedNor
 __all__ = [
     "ANYONE",
     "BYTES_PER_ELEMENT",
+    "HEAD",
     "LEAST_HEADROOM",
     "RESTLESS",
     "ROW_ORDERS",

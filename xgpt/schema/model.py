@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Literal, NamedTuple, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -38,6 +39,10 @@ DType = Literal[RunDType, "float8"]
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
 
 
+HEAD = "head"
+"""What profiles and plans call the layout of a head that also lies in eight bits, to find the highest logits."""
+
+
 class Precision(NamedTuple):
     """Types of a model's parts in memory.
 
@@ -46,15 +51,24 @@ class Precision(NamedTuple):
         state: type of activations and the embedding table.
         kv: type of K/V.
         packs: whether projections are laid out for the device's kernels: a tied head is then a copy of the embedding.
+        screens: whether the head also lies in eight bits, and once more as it was read.
     """
 
     weights: DType
     state: DType
     kv: DType
     packs: bool
+    screens: bool = False
 
     @classmethod
-    def of(cls, dtype: DType, device_type: str, engine: str | None = None, kv_dtype: DType | None = None) -> Precision:
+    def of(
+        cls,
+        dtype: DType,
+        device_type: str,
+        engine: str | None = None,
+        kv_dtype: DType | None = None,
+        layouts: Collection[str] = (),
+    ) -> Precision:
         """Return the types that an engine (None: xgpt's own) keeps for a dtype.
 
         On CPUs xgpt's own engine keeps float32 for all but products and K/V: with few rows, attention takes as long as
@@ -62,12 +76,13 @@ class Precision(NamedTuple):
 
         Args:
             kv_dtype: type of K/V; None: the engine's default.
+            layouts: the weights that have a layout of their own on a CPU.
         """
         if device_type != "cpu" or engine not in (None, "native"):
             return cls(dtype, dtype, kv_dtype or dtype, packs=False)
         if dtype in ("bfloat16", "int8"):
             return cls(dtype, "float32", kv_dtype or "bfloat16", packs=True)
-        return cls(dtype, dtype, kv_dtype or dtype, packs=True)
+        return cls(dtype, dtype, kv_dtype or dtype, packs=True, screens=HEAD in layouts)
 
 
 class ModelShape(Frozen):

@@ -67,7 +67,7 @@ class ProfileRef(Frozen):
     num_threads: PositiveInt | None = None
     """Threads that it was measured with."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Layout of the weights of each shape (OUTxIN) on a CPU."""
+    """Layout of the weights of each shape (OUTxIN) on a CPU; of `head`, that of its copy in eight bits."""
     spread: float = 0.0
     """Share by which slow stretches of the measurement exceed the mean."""
     slowdown: PositiveFloat = 1.0
@@ -201,7 +201,9 @@ class Plan(Frozen):
     @property
     def precision(self) -> Precision:
         """Types of the data in the devices' memory."""
-        return Precision.of(self.dtype, self.cluster.device.type, self.profile.engine, self.kv_dtype)
+        return Precision.of(
+            self.dtype, self.cluster.device.type, self.profile.engine, self.kv_dtype, self.profile.layouts
+        )
 
     @property
     def num_devices(self) -> int:

@@ -32,6 +32,7 @@ class Batch:
             # int32 [sequences]
         first_key: the first token that each sequence attends to; None: of all, the first. # int32 [sequences]
         both_ways: each token attends to all of its sequence, not only up to itself.
+        highest_only: of the logits of a token only the highest is wanted, and need be right.
     """
 
     token_ids: Tensor
@@ -46,6 +47,7 @@ class Batch:
     prompt_len: Tensor | None = None
     first_key: Tensor | None = None
     both_ways: bool = False
+    highest_only: bool = False
 
 
 class PositionBias(NamedTuple):

@@ -136,7 +136,7 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
 
     Sums are exact in 32 bits; scales, bias and activation function are float32.
     """
-    quantised, scales = _in_eight_bits(weight)
+    quantised, scales = in_eight_bits(weight)
     packed = torch.ops.onednn.qlinear_prepack(quantised, None)
     zero_points = torch.zeros(len(scales), dtype=torch.int32)
     activate = _IN_PLACE[activation]
@@ -153,14 +153,14 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _with_int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    return _finished(partial(panels.pack_int8, *_in_eight_bits(weight)), activation)
+    return _finished(partial(panels.pack_int8, *in_eight_bits(weight)), activation)
 
 
 def _with_int8_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:
-    return _finished(partial(matrix_panels.pack_int8, *_in_eight_bits(weight)), activation)
+    return _finished(partial(matrix_panels.pack_int8, *in_eight_bits(weight)), activation)
 
 
-def _in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+def in_eight_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A weight's numbers, and the scale of each output. # float32 [out, in] -> int8 [out, in], float32 [out]"""
     scales = (weight.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     return (weight / scales[:, None]).round_().to(torch.int8), scales
@@ -229,24 +229,28 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
     names = layouts_of(dtype)
     if len(names) < 2:
         return {}
-    chosen, others = {}, torch.ones(EVICTING)
+    chosen = {}
     for shape in sorted(set(shapes)):
         weight = torch.randn(shape)
-        products = {name: LAYOUTS[name].pack(weight, "none") for name in names}
-        rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
-        first = _timed(products, torch.randn(rows[0], shape[1]), others)
-        left = {name: products[name] for name in names if first[name] <= HOPELESS * min(first.values())}
-        timed = [first, *(_timed(left, torch.randn(n, shape[1]), others) for n in rows[1:])]
-        seconds = torch.tensor([[of[name] for name in left] for of in timed])  # [rows, layouts]
-        mean = (seconds / seconds.amin(dim=1, keepdim=True)).mean(dim=0)
-        chosen[shape_name(shape)] = list(left)[int((mean <= TIE * mean.min()).nonzero()[0])]
+        mean = mean_times({name: LAYOUTS[name].pack(weight, "none") for name in names}, shape)
+        chosen[shape_name(shape)] = next(name for name in mean if mean[name] <= TIE * min(mean.values()))
     return chosen
 
 
-def _timed(products: Mapping[str, PackedLinear], x: Tensor, others: Tensor) -> dict[str, float]:
+def mean_times(products: Mapping[str, PackedLinear], shape: Shape) -> dict[str, float]:
+    """Mean over ROWS of each product's seconds relative to the fastest; without those that are hopeless."""
+    others, left = torch.ones(EVICTING), dict(products)
+    rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
+    first = _timed(left, torch.randn(rows[0], shape[1]), others, repeats=1)
+    left = {name: left[name] for name in left if first[name] <= HOPELESS * min(first.values())}
+    seconds = [_timed(left, torch.randn(n, shape[1]), others) for n in rows]
+    return {name: sum(of[name] / min(of.values()) for of in seconds) / len(rows) for name in left}
+
+
+def _timed(products: Mapping[str, PackedLinear], x: Tensor, others: Tensor, repeats: int = REPEATS) -> dict[str, float]:
     """The least seconds of each product with x, by turns, each after `others` have been read."""
     best = dict.fromkeys(products, float("inf"))
-    for repeat in range(1 + REPEATS):
+    for repeat in range(1 + repeats):
         for name, product in products.items():
             others.sum()
             started = time.perf_counter()

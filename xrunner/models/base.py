@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from xgpt.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch, Scoring
 from xrunner.kv_cache import KvCache
-from xrunner.models.layers import Attend, Embedding, Empty, LayerNorm, Linear, RmsNorm, Rotary
+from xrunner.models.layers import Attend, Embedding, Empty, Head, LayerNorm, Linear, RmsNorm, Rotary
 
 
 class DecoderLayer(nn.Module):
@@ -85,7 +85,7 @@ class Model(nn.Module):
         """By whether the layers' positions are the model's own."""
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
-        self.lm_head = Linear(empty, spec.hidden_size, spec.vocab_size, bias=False, weight=tied)
+        self.lm_head = Head(empty, spec.hidden_size, spec.vocab_size, weight=tied)
 
     def _norm(self, empty: Empty) -> LayerNorm | RmsNorm:
         return self.norm(empty, self.spec.hidden_size, self.spec.norm_eps)
@@ -114,6 +114,10 @@ class Model(nn.Module):
     @abstractmethod
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         """The feed-forward block of one layer."""
+
+    @abstractmethod
+    def head(self, hidden: Tensor, *, highest_only: bool = False) -> Tensor:
+        """Logits of the rows that are wanted (see `layers.Head`). # [rows, hidden] -> [rows, vocab]"""
 
     @abstractmethod
     def forward(
@@ -174,9 +178,8 @@ class DecoderModel(Model):
         """# [tokens, hidden]"""
         return self.token_embedding(batch.token_ids)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits of the rows that are wanted. # [rows, hidden] -> [rows, vocab]"""
-        logits = self.lm_head(self.final_norm(hidden))
+    def head(self, hidden: Tensor, *, highest_only: bool = False) -> Tensor:
+        logits = self.lm_head(self.final_norm(hidden), highest_only=highest_only)
         if (cap := self.spec.logit_softcap) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
@@ -189,4 +192,6 @@ class DecoderModel(Model):
             rotary.begin_step()
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             hidden = layer(hidden, batch, partial(backend.forward, cache=layer_cache, batch=batch))
-        return self.head(hidden[batch.logit_rows]) if self.has_head else hidden
+        if not self.has_head:
+            return hidden
+        return self.head(hidden[batch.logit_rows], highest_only=batch.highest_only)

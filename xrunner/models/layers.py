@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xgpt.errors import InputError
-from xgpt.schema import DType, LinearRope, ModelSpec, RopeScaling, YarnRope
+from xgpt.schema import HEAD, DType, LinearRope, ModelSpec, RopeScaling, YarnRope
 from xrunner.attention.base import PLAIN, PositionBias, Scoring
 from xrunner.kernels import fused, small
-from xrunner.kernels.packed import ACTIVATIONS, PackedLinear, pack
+from xrunner.kernels.highest import Screen
+from xrunner.kernels.packed import ACTIVATIONS, PackedLinear, layouts_of, pack
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
@@ -75,6 +76,26 @@ class Linear(nn.Module):
             return self._packed(x, self.bias)
         assert self.weight is not None
         return ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
+
+
+class Head(Linear):
+    """Logits of a vocabulary, or of a rank's share of it."""
+
+    def __init__(self, empty: Empty, in_features: int, vocab_size: int, *, weight: nn.Parameter | None = None) -> None:
+        super().__init__(empty, in_features, vocab_size, bias=False, weight=weight)
+        self._screen: Screen | None = None
+
+    def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
+        weight, layout = self.weight, (layouts or {}).get(HEAD)
+        super().prepack(dtype, layouts)
+        if weight is not None and self._packed is not None and dtype == "float32" and layout in layouts_of("int8"):
+            self._screen = Screen(weight.data, layout, self._packed)
+
+    def forward(self, x: Tensor, *, highest_only: bool = False) -> Tensor:  # [rows, in] -> [rows, vocab]
+        """With `highest_only`, of each row the highest logit alone is right, and no other one is above it."""
+        if highest_only and self._screen is not None:
+            return self._screen(x)
+        return super().forward(x)
 
 
 class LayerNorm(nn.Module):

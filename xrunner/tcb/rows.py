@@ -71,11 +71,11 @@ class Rows(ABC):
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Read the prompts; return the logits of each request's first token. # [requests, vocab]"""
+        """Read the prompts; return the hidden states that give each request's first token. # [requests, hidden]"""
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
-        """Decode each request's last token; return the logits of the next. # int64 [requests] -> [requests, vocab]"""
+        """Decode each request's last token; return what gives the next. # int64 [requests] -> [requests, hidden]"""
 
     @property
     @abstractmethod
@@ -202,7 +202,7 @@ class _CausalRows(Rows):
             hidden = self._forward(_batch(self._token_ids[slots], self._positions[slots]), attend)
             here = (self._slot >= slots.start) & (self._slot < slots.stop)
             ends.append(hidden[(self._slot[here] - slots.start) * num_tokens + self._end[here]])
-        return self._model.head(torch.cat(ends))
+        return torch.cat(ends)
 
     def next(self, tokens: Tensor) -> Tensor:
         # A request that has ended is computed with its slot, even beyond the model's context.
@@ -212,7 +212,7 @@ class _CausalRows(Rows):
         allowed = torch.cat((self._sees_prompt, own), dim=2)
 
         see = partial(self._attend_requests, allowed=allowed, bias=None)
-        return self._model.head(self._forward(batch, see))
+        return self._forward(batch, see)
 
     def keep(self, stay: np.ndarray) -> None:
         self._length = self._length[self._tensor(stay)]
@@ -269,7 +269,7 @@ class _EncoderDecoderRows(Rows):
         return self._model.encoder.final_norm(hidden)
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
-        """Run one step; with what the encoder has read, if it is the first. # int64 [requests] -> [requests, vocab]"""
+        """Run one step; with what the encoder has read, if it is the first. # int64 [requests] -> [requests, hidden]"""
         slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most
@@ -287,7 +287,7 @@ class _EncoderDecoderRows(Rows):
         for layer, own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
             attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias)
             hidden = layer(hidden, memory, batch, attend, partial(cross_attend, cache=prompts))
-        return self._model.head(hidden)
+        return hidden
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int) -> Rows:

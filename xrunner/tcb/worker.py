@@ -87,12 +87,14 @@ class RowWorker(OneAtATime):
             return {}
         with torch.inference_mode():
             if step.encode:
-                logits = self._begin(step).first()
+                hidden = self._begin(step).first()
             else:
                 assert self._rows is not None
-                logits = self._rows.next(torch.from_numpy(self._last_token).to(self._device))
+                hidden = self._rows.next(torch.from_numpy(self._last_token).to(self._device))
                 self._context += 1
-            if self._sampler.is_idle:
+            is_plain = self._sampler.is_idle
+            logits = self.model.head(hidden, highest_only=is_plain)
+            if is_plain:
                 tokens = highest(logits).cpu().numpy()
             else:
                 tokens, logprobs = self._sampler(logits, self._lines, self._context)

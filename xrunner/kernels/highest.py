@@ -1,0 +1,159 @@
+"""The highest of very many sums, exactly, from a product in eight bits.
+
+Greedy choice needs one logit of a vocabulary, and a head over 150,000 tokens is a quarter of a small model's weights.
+Its product in eight bits reads a fourth of the bytes and is off by no more than a bound that is known for each output;
+what can be the highest within that bound, some tens of outputs, is multiplied in float32. So the token is that of
+float32, whatever is rounded on the way.
+
+Source: the bound is Cauchy and Schwarz's; screening before exact products, Teflioudi et al., LEMP (SIGMOD 2015).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from xgpt.schema import HEAD
+from xrunner.kernels.packed import LAYOUTS, TIE, PackedLinear, Shape, in_eight_bits, layouts_of, mean_times, pack
+from xrunner.kernels.quantised import OPTIONS, quantise
+from xrunner.kernels.threads import compiled, run
+
+MOST_CANDIDATES = 32
+"""One output in as many may be multiplied in float32; with more, reading them one by one takes as long as all."""
+MOST_REST = 63
+"""Calls without screening after it has failed again and again: it then costs next to nothing."""
+_AT_ONCE = 4096
+"""Outputs whose errors are measured at once."""
+_BLOCK = 256
+"""Outputs that are passed over at once where none is a candidate."""
+_ROUNDING = 2.0**-20
+"""Of the product of two norms: what float32 itself may round away, of sums of thousands."""
+
+
+class Screen:
+    """The product of a weight, of which only each row's highest sum is wanted.
+
+    The weight is read where it lies, besides the copy in eight bits; nothing of it is kept twice.
+
+    Args:
+        weight: float32 [out, in].
+        layout: of the copy in eight bits, one of `packed.LAYOUTS`.
+        whole: the product in float32, for rows of which too many outputs can be the highest.
+    """
+
+    def __init__(self, weight: Tensor, layout: str, whole: PackedLinear) -> None:
+        self._weight, self._whole = weight, whole
+        self._product = LAYOUTS[layout].pack(weight, "none")
+        errors, norms = zip(*map(_errors, weight.split(_AT_ONCE)), strict=True)
+        self._errors, self._norms = torch.cat(errors), torch.cat(norms)
+        self._is_bounded = bool(torch.isfinite(self._errors + self._norms).all())
+        self._most = len(weight) // MOST_CANDIDATES
+        self._rest = self._left = 0
+
+    def __call__(self, x: Tensor, bias: None = None) -> Tensor:
+        """Return sums of which the highest of each row is that of float32, and no other one is above it.
+
+        # float32 [rows, in] -> [rows, out]
+        """
+        if self._left or not self._is_bounded:
+            self._left = max(self._left - 1, 0)
+            return self._whole(x, None)
+        x = x.contiguous()
+        sums = self._product(x, None)
+        rounded, scale = quantise(x)
+        norms, lost = x.norm(dim=1), (x - rounded * scale[:, None]).norm(dim=1)
+        is_right = torch.empty(len(x), dtype=torch.bool)
+        of_x = x.numpy(), norms.numpy(), lost.numpy()
+        of_weight = self._weight.numpy(), self._errors.numpy(), self._norms.numpy()
+        run(_KERNEL, sums.numel(), sums.numpy(), *of_x, *of_weight, self._most, is_right.numpy())
+        if is_right.all():
+            self._rest = 0
+        else:
+            sums[~is_right] = self._whole(x[~is_right], None)
+            self._left = self._rest = min(2 * self._rest + 1, MOST_REST)
+        return sums
+
+
+def fastest_screen(shape: Shape, layouts: dict[str, str]) -> dict[str, str]:
+    """The layout in eight bits with which the highest sum is found soonest, as `HEAD`; {} where float32 is as fast.
+
+    Args:
+        layouts: of the products in float32, as `packed.pack` takes them.
+    """
+    weight = torch.randn(shape)
+    whole = pack(weight, "none", "float32", layouts)
+    if whole is None:
+        return {}
+    ways: dict[str, Any] = {"": whole}
+    for name in layouts_of("int8"):
+        ways[name] = Screen(weight, name, whole)
+    mean = mean_times(ways, shape)
+    best = min(mean, key=mean.__getitem__)
+    return {HEAD: best} if TIE * mean[best] < mean.get("", math.inf) else {}
+
+
+def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each output: the norm of what eight bits lose of its weights, and that of what they keep. # float32 [out]"""
+    rounded, scales = in_eight_bits(weight)
+    kept = rounded * scales[:, None]
+    norms = kept.norm(dim=1)
+    return (weight - kept).norm(dim=1) + _ROUNDING * norms, norms
+
+
+@njit(**(OPTIONS | {"fastmath": True}))
+def _highest_certain(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
+    """What the highest sum is at least."""
+    highest = sums[0] - (norm * errors[0] + lost * norms[0])
+    for i in range(len(sums)):
+        highest = max(highest, sums[i] - (norm * errors[i] + lost * norms[i]))
+    return highest
+
+
+@njit(**(OPTIONS | {"fastmath": True}))
+def _highest_possible(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
+    highest = sums[0] + (norm * errors[0] + lost * norms[0])
+    for i in range(len(sums)):
+        highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))
+    return highest
+
+
+@njit(**(OPTIONS | {"fastmath": True}))
+def _dot(a: Any, b: Any) -> Any:
+    total = np.float32(0.0)
+    for i in range(len(a)):
+        total += a[i] * b[i]
+    return total
+
+
+@njit(**OPTIONS)
+def _rescore(sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any) -> Any:
+    """Replace a row's candidates by their sums in float32; whether there were no more than `most` of them."""
+    if not np.isfinite(norm * norm):
+        return False  # the bound would be none, and fastmath reckons without what is not finite
+    certain, count = _highest_certain(sums, norm, lost, errors, norms), 0
+    for first in range(0, len(sums), _BLOCK):
+        block = slice(first, min(first + _BLOCK, len(sums)))
+        if _highest_possible(sums[block], norm, lost, errors[block], norms[block]) < certain:
+            continue
+        for i in range(block.start, block.stop):
+            if sums[i] + (norm * errors[i] + lost * norms[i]) >= certain:
+                count += 1
+                if count > most:
+                    return False
+                sums[i] = _dot(x, weight[i])
+    return True
+
+
+def _rescore_all(
+    sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, is_right: Any
+) -> None:
+    for i in prange(len(x)):
+        is_right[i] = _rescore(sums[i], x[i], norm[i], lost[i], weight, errors, norms, most)
+
+
+_KERNEL = compiled(_rescore_all)
