@@ -197,7 +197,8 @@ def matrix_bytes(spec: ModelSpec, dtype: RunDType) -> float:
 
 def kv_bytes(worker: Worker) -> float:
     """Of one token, over all layers, as the cache keeps them."""
-    return worker.model.spec.num_layers * worker.model.spec.kv_elements_per_layer * worker.cache.layers[0].itemsize
+    cache = worker.cache
+    return sum(layer.nbytes for layer in cache.layers) / (cache.num_blocks * cache.block_size)
 
 
 def attention_flops(spec: ModelSpec, context: float) -> float:

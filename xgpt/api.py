@@ -62,6 +62,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         config: config.json of an id; None: the one in huggingface_hub's cache. Nothing is downloaded.
         cluster: a name, a YAML file, or devices; None: this machine.
         dtype: type that the model runs in; None: its own; float32 on a CPU.
+        kv_dtype: type of K/V; None: that of a given profile, or of the dtype.
         workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths. By default summarization.
         profile: step times, or their file; None: the cached ones; without them this machine is measured, or the
             datasheet of the devices is used.
@@ -146,8 +147,8 @@ def fleet(
         least_replicas: least number of replicas at any time, by default 1.
         seed: seed of the requests that are drawn from rates, by default 0.
 
-    `model`, `cluster`, `dtype`, `profile`, `engine`, `price`, `ttft_s`, `tpot_s`, `headroom` and `policy` are those of
-    `plan`.
+    `model`, `cluster`, `dtype`, `kv_dtype`, `profile`, `engine`, `price`, `ttft_s`, `tpot_s`, `headroom` and `policy`
+    are those of `plan`.
 
     Raises:
         InputError: an argument is not accepted, or the trace is malformed.
@@ -261,7 +262,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
         config: config.json of an id; None: the one in huggingface_hub's cache.
         cluster: "local", the default, is measured; for others the datasheet is used.
         dtype: type that the model runs in; None: its own; float32 on a CPU.
-        kv_dtype: type of K/V on devices other than this machine's; None: the dtype.
+        kv_dtype: type of K/V; None: that of the dtype.
         engine: engine whose steps are measured, by default "native", xgpt's own.
         import_from: "aiconfigurator", or a folder of its tables.
         framework: engine whose kernels are imported; None: vLLM.

@@ -186,7 +186,7 @@ class Kernels:
         self.efficiency = efficiency.model_copy(update={k: value for k, value in own.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
         self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
-        self.size, self._kv_size = BYTES_PER_ELEMENT[dtype], BYTES_PER_ELEMENT[kv_dtype or dtype]
+        self.size, self.kv_dtype = BYTES_PER_ELEMENT[dtype], kv_dtype or dtype
         self._link = cluster.intra_node
 
     def matrix(
@@ -219,15 +219,15 @@ class Kernels:
         flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
-    def decode_attention(self, batch: int, context: int, kv_heads_dim: float) -> float:
-        read = 2 * batch * context * kv_heads_dim * self._kv_size
-        return read / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
+    def decode_attention(self, batch: int, context: int, kept_bytes: float) -> float:
+        """Return the seconds of reading `kept_bytes` of each token."""
+        return batch * context * kept_bytes / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, spec: ModelSpec) -> float:
         """Return the seconds of a decode on latent K/V, which all heads share."""
         assert spec.latent is not None
         kept = spec.latent.kept_per_token
-        read = batch * context * kept * self._kv_size / (self._bandwidth * self.efficiency.kv)
+        read = batch * context * spec.kv_bytes_per_layer(self.kv_dtype) / (self._bandwidth * self.efficiency.kv)
         flops = 2 * batch * context * heads * (kept + spec.latent.kv_rank)
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
@@ -255,15 +255,16 @@ class Kernels:
 
 
 def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
-    kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
+    kv_heads = max(1.0, spec.num_kv_heads / t)
+    kept_bytes = spec.kv_bytes_per_layer(kernels.kv_dtype, kv_heads)
     num_all_reduces = 2
     cross, cross_kv_params = None, 0.0
     if spec.is_encoder_decoder:
-        cross_kv_params = 2 * spec.hidden_size * kv_heads_dim
+        cross_kv_params = 2 * spec.hidden_size * kv_heads * spec.head_dim
         num_all_reduces = 3
         cross = CrossTimes(
             keys_values=curve(lambda n: kernels.matrix(n, cross_kv_params), TOKENS),
-            attention=surface(lambda b, length: kernels.decode_attention(b, length, kv_heads_dim)),
+            attention=surface(lambda b, length: kernels.decode_attention(b, length, kept_bytes)),
         )
     products = _products(spec, kernels, t, ep, cross_kv_params)
 
@@ -319,7 +320,7 @@ def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surf
     """Return attention of prompts and of decode: the mean over layers with a window and without."""
     heads = spec.num_heads / t
     width = spec.head_dim if spec.latent is None else (spec.head_dim + spec.latent.value_head_dim) / 2
-    kv_heads_dim = max(1, spec.num_kv_heads / t) * spec.head_dim
+    kept_bytes = spec.kv_bytes_per_layer(kernels.kv_dtype, max(1.0, spec.num_kv_heads / t))
 
     def prompt(batch: int, length: int, window: int | None) -> float:
         if window is None or length <= window:
@@ -333,7 +334,7 @@ def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surf
         context = context if window is None else min(context, window)
         if spec.latent is not None:
             return kernels.latent_attention(batch, context, heads, spec)
-        return kernels.decode_attention(batch, context, kv_heads_dim)
+        return kernels.decode_attention(batch, context, kept_bytes)
 
     window, full = spec.sliding_window, 1.0
     if window is not None:

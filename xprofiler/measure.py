@@ -60,23 +60,26 @@ def profile(
     cluster: ClusterSpec,
     dtype: DType,
     *,
+    kv_dtype: DType | None = None,
     checkpoint: Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measure a model on this machine: on one device, or on all of them at the same time.
 
     Args:
+        kv_dtype: type of K/V; None: that of the dtype.
         progress: is called with the numbers of measured points and of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or (lambda done, total, what: None)
     if cluster.num_devices > 1:
-        return _together(spec, cluster, dtype, checkpoint, device, progress)
+        return _together(spec, cluster, dtype, kv_dtype, checkpoint, device, progress)
     layouts = fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
     worker = build_worker(
         WorkerSettings(
             spec=spec,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             checkpoint=checkpoint,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -92,6 +95,7 @@ def profile(
         measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
     found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured})
+    found = found.model_copy(update={"kv_dtype": kv_dtype})
     return _with_loading(found, spec, dtype, checkpoint, device)
 
 
@@ -144,7 +148,13 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> di
 
 
 def _together(
-    spec: ModelSpec, cluster: ClusterSpec, dtype: DType, checkpoint: Path | None, device: str, progress: Progress
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    kv_dtype: DType | None,
+    checkpoint: Path | None,
+    device: str,
+    progress: Progress,
 ) -> Profile:
     """Measure each tensor-parallel degree, hops and transfers, with a process for each device."""
     from xprofiler import ranks
@@ -158,6 +168,7 @@ def _together(
     settings = WorkerSettings(
         spec=spec,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         checkpoint=checkpoint,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -167,7 +178,7 @@ def _together(
     )
     found = ranks.measure(settings, cluster.num_devices, progress)
     profile = assembled(spec, cluster, dtype, found.threads, layouts, found.by_group)
-    profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
+    profile = profile.model_copy(update={"kv_dtype": kv_dtype, "hop": found.hop, "kv_transfer": found.kv_transfer})
     return _with_loading(profile, spec, dtype, checkpoint, device)
 
 

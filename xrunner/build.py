@@ -25,7 +25,7 @@ from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, StageModel
 from xrunner.tcb.worker import RowWorker
-from xrunner.weights import Checkpoint, SeededWeights, kv_dtype, load_prepacked, state_dtype
+from xrunner.weights import Checkpoint, SeededWeights, kept_dtype, load_prepacked, state_dtype
 from xrunner.worker import Worker
 
 
@@ -34,6 +34,7 @@ class WorkerSettings:
     """What a worker loads, and where.
 
     Attributes:
+        kv_dtype: type of K/V; None: that of the dtype.
         checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
         num_blocks: of the K/V cache.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
@@ -43,6 +44,7 @@ class WorkerSettings:
 
     spec: ModelSpec
     dtype: DType
+    kv_dtype: DType | None = None
     checkpoint: Path | None = None
     seed: int = 0
     num_blocks: int
@@ -75,7 +77,7 @@ def build_worker(
         raise InputError(
             "backend", name, f"on {settings.device} in {settings.dtype}: {', '.join(usable_backends(place, kind))}"
         )
-    kept = kv_dtype(settings.dtype, settings.device)
+    kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     try:
         model = _load(settings, part)
         if part is None:
@@ -111,6 +113,9 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
         MachineError: the device is not here, or its memory does not hold the weights.
     """
     place, _ = _place(settings)
+    if settings.kv_dtype is not None:
+        accepted = "rows keep keys and values as they are computed: take flat, or a plan without kv_dtype"
+        raise InputError("plan.kv_dtype", settings.kv_dtype, accepted)
     if (field := settings.spec.special_attention) is not None:
         accepted = "rows have a plain softmax over all tokens: take flat"
         raise InputError(f"model.{field}", getattr(settings.spec, field), accepted)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xgpt.schema import ModelSpec
+from xgpt.schema import SCALE_BYTES, ModelSpec
 from xrunner.kernels import huge_pages
+from xrunner.kernels.quantised import quantise
 
 
 class KvCache:
@@ -22,6 +23,7 @@ class KvCache:
         device: where they are; known, too, where a stage has no decoder layer.
         layers: one tensor a layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
             Of latent attention one vector a token, which is key and value in one: [1, num_blocks, 1, block_size, kept].
+            In eight bits head_dim is SCALE_BYTES larger: behind a block's numbers are their scales (`numbers_of`).
     """
 
     def __init__(
@@ -33,6 +35,8 @@ class KvCache:
         shape = (2, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
         if spec.latent is not None:
             shape = (1, num_blocks, 1, block_size, spec.latent.kept_per_token)
+        if dtype == torch.int8:
+            shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
         if device.type == "cpu":
             self.layers = [huge_pages.zeros(shape, dtype, huge=False) for _ in range(spec.num_layers)]
         else:
@@ -49,6 +53,30 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
     """
     block_size = cache.shape[3]
     block, offset = slots // block_size, slots % block_size
-    cache[0][block, :, offset] = keys.to(cache.dtype)
-    if len(cache) == 2:
-        cache[1][block, :, offset] = values.to(cache.dtype)
+    for kept, x in zip(cache, (keys, values), strict=False):
+        if cache.dtype == torch.int8:
+            numbers, scales = numbers_of(kept)
+            rounded, scale = quantise(x.flatten(0, 1))
+            numbers[block, :, offset], scales[block, :, offset] = rounded.view(x.shape), scale.view(x.shape[:2])
+        else:
+            kept[block, :, offset] = x.to(cache.dtype)
+
+
+def read_kv(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Whole blocks of a layer. # int64 [blocks] -> [2 or 1, blocks, num_kv_heads, block_size, head_dim]"""
+    kept = cache[:, blocks]
+    if cache.dtype != torch.int8:
+        return kept
+    numbers, scales = numbers_of(kept)
+    return numbers * scales[..., None]
+
+
+def numbers_of(kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks in eight bits: views of their numbers, and of each token's scale.
+
+    # int8 [.., block_size, head_dim + SCALE_BYTES] -> int8 [.., block_size, head_dim], float32 [.., block_size]
+    """
+    block_size, head_dim = kept.shape[-2], kept.shape[-1] - SCALE_BYTES
+    flat = kept.flatten(-2)
+    numbers = flat[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))
+    return numbers, flat[..., block_size * head_dim :].view(torch.float32)

@@ -41,13 +41,21 @@ def state_dtype(dtype: DType, device: str) -> torch.dtype:
     return DTYPES[state]
 
 
-def kv_dtype(dtype: DType, device: str) -> torch.dtype:
-    """Return what a model's keys and values are kept in on a device, its products in `dtype`."""
-    return DTYPES[_precision(dtype, device).kv]
+def kept_dtype(dtype: DType, device: str, kv_dtype: DType | None = None) -> torch.dtype:
+    """Return what a model's keys and values are kept in on a device, its products in `dtype`.
+
+    Raises:
+        InputError: they cannot be kept in it there.
+    """
+    kept = _precision(dtype, device, kv_dtype).kv
+    known = DTYPES | ({"int8": torch.int8} if torch.device(device).type == "cpu" else {})
+    if kept not in known:
+        raise InputError("kv_dtype", kept, f"on {device} keys and values are kept in {', '.join(known)}")
+    return known[kept]
 
 
-def _precision(dtype: DType, device: str) -> Precision:
-    return Precision.of(dtype, "cpu" if torch.device(device).type == "cpu" else "gpu")
+def _precision(dtype: DType, device: str, kv_dtype: DType | None = None) -> Precision:
+    return Precision.of(dtype, "cpu" if torch.device(device).type == "cpu" else "gpu", None, kv_dtype)
 
 
 BASE_PREFIXES = ("model.", "transformer.")

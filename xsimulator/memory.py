@@ -85,10 +85,8 @@ class LaneMemory:
         shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
         self.weight_bytes: Array = (shared + tables * table) / tp + unshared
         """Of one device of each stage."""
-        kept = np.maximum(spec.num_kv_heads / tp, 1.0) * 2 * spec.head_dim
-        if spec.latent is not None:
-            kept = np.full_like(tp, spec.latent.kept_per_token)
-        self._block_bytes: Array = block_size * decoder * kept * BYTES_PER_ELEMENT[precision.kv]
+        kept = [spec.kv_bytes_per_layer(precision.kv, max(spec.num_kv_heads / of, 1.0)) for of in tp]
+        self._block_bytes: Array = block_size * decoder * np.asarray(kept)
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._activation_bytes = activation_bytes_per_token(spec, precision.state)

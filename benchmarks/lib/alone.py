@@ -27,6 +27,7 @@ def run_alone(plan: Plan, load: Load, seed: int) -> list[StepRecord]:
         WorkerSettings(
             spec=plan.model,
             dtype=plan.dtype,
+            kv_dtype=plan.kv_dtype,
             checkpoint=None,
             num_blocks=plan.stages[0].kv_blocks,
             block_size=plan.block_size,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import roofline
-from xgpt.schema import BYTES_PER_ELEMENT, ModelSpec, Precision, RunDType
+from xgpt.schema import ModelSpec, Precision, RunDType
 
 SECONDS = 4.0
 """For which rates are measured, of each dtype."""
@@ -44,7 +44,7 @@ def floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], dtype: RunDType
     head = 2 * roofline.head_params(spec)
     flops = sum(n * (per_row + roofline.attention_flops(spec, (n + 1) / 2)) + head for n, _ in lengths)
     seconds = flops / rates.flops_per_s
-    kept = spec.num_layers * spec.kv_elements_per_layer * BYTES_PER_ELEMENT[Precision.of(dtype, "cpu").kv]
+    kept = spec.kv_bytes_per_token(Precision.of(dtype, "cpu").kv)
     reading_s = roofline.matrix_bytes(spec, dtype) / rates.bytes_per_s
     for step in range(1, max(num_output for _, num_output in lengths)):
         contexts = [num_input + step for num_input, num_output in lengths if num_output > step]

@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from tests.numerics.steps import random_batch, random_bias
+from xgpt.schema import SCALE_BYTES
 from xrunner.attention import BACKENDS, PositionBias, Scoring, amx, default_backend, usable_backends
 from xrunner.attention.numba_cpu import suits_matrices
+from xrunner.kernels.quantised import quantise
+from xrunner.kv_cache import numbers_of
 
 HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim
 HERE = sorted(usable_backends(torch.device("cpu"), torch.float32))
@@ -24,17 +27,28 @@ RAGGED = {
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("shape", RAGGED)
 @pytest.mark.parametrize("block_size", [4, 16, 32])
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_agrees_with_reference(backend, heads, shape, block_size, kept_as):
     contexts, chunks = RAGGED[shape]
     rng = np.random.default_rng(len(shape))
     (q, k, v), cache, batch = random_batch(contexts, chunks, heads, block_size, rng)
-    cache = cache.to(kept_as)
+    cache = kept_in(cache, kept_as)
     expected_cache = cache.clone()
     expected = BACKENDS["reference"]().forward(q, k, v, expected_cache, batch)
     actual = BACKENDS[backend]().forward(q, k, v, cache, batch)
     assert_near(actual, expected, cache)
     torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0)
+
+
+def kept_in(cache, dtype):
+    """A layer's keys and values in fewer bits; those without a scale yet get one that is none."""
+    if dtype != torch.int8:
+        return cache.to(dtype)
+    numbers, scales = quantise(cache.flatten(0, 3))
+    kept = torch.empty(*cache.shape[:-1], cache.shape[-1] + SCALE_BYTES, dtype=torch.int8)
+    for place, values in zip(numbers_of(kept), (numbers, scales), strict=True):
+        place.copy_(values.view(place.shape))
+    return kept
 
 
 def assert_near(actual, expected, cache, rtol=1e-5, atol=2e-6):
@@ -57,12 +71,12 @@ LONG = {
 @pytest.mark.parametrize("heads", [(2, 2, 64), (14, 2, 64), (4, 1, 96), (2, 1, 128), (2, 2, 80), (2, 1, 256)], ids=str)
 @pytest.mark.parametrize("shape", LONG)
 @pytest.mark.parametrize("block_size", [8, 16, 48])
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("window", [None, 3, 150])
 def test_long_ones_agree_with_reference(backend, heads, shape, block_size, kept_as, window):
     contexts, chunks = LONG[shape]
     (q, k, v), cache, batch = random_batch(contexts, chunks, heads, block_size, np.random.default_rng(len(shape)))
-    cache = cache.to(kept_as)
+    cache = kept_in(cache, kept_as)
     scoring = Scoring(window=window, softcap=5.0 if window == 3 else None, sinks=torch.randn(heads[0]))
     expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scoring)
     actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scoring)

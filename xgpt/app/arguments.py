@@ -37,6 +37,7 @@ class ProblemArguments(TypedDict, total=False):
     config: PathLike | None
     cluster: PathLike | ClusterSpec | None
     dtype: DType | None
+    kv_dtype: DType | None
     workload: PathLike | Workload
     profile: PathLike | Profile | None
     engine: PathLike | EngineSpec | None
@@ -85,6 +86,7 @@ class FleetArguments(TypedDict, total=False):
     config: PathLike | None
     cluster: PathLike | ClusterSpec | None
     dtype: DType | None
+    kv_dtype: DType | None
     profile: PathLike | Profile | None
     engine: PathLike | EngineSpec | None
     price: float | None

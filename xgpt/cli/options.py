@@ -65,6 +65,12 @@ dtype_option = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Number type to run in. Default: the model's own; float32 on a CPU."
 )
 
+kv_dtype_option = click.option(
+    "--kv-dtype",
+    type=click.Choice(DTYPES),
+    help="Number type of keys and values: int8 on CPUs, float8 on GPUs that are planned for. Default: that of --dtype.",
+)
+
 plan_profile_option = click.option(
     "--profile", metavar="FILE", help="Profile that the plan was made from. Default: the copy kept on this machine."
 )
@@ -93,6 +99,7 @@ def _planned_for(command: F, *lengths: Callable[[F], F]) -> F:
             config_option,
             cluster_option,
             dtype_option,
+            kv_dtype_option,
             *lengths,
             click.option(
                 "--price",

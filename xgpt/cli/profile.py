@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import cluster_option, config_option, dtype_option, json_option, model_option
+from xgpt.cli.options import cluster_option, config_option, dtype_option, json_option, kv_dtype_option, model_option
 
 
 @click.command("profile")
@@ -14,11 +14,7 @@ from xgpt.cli.options import cluster_option, config_option, dtype_option, json_o
 @config_option
 @cluster_option
 @dtype_option
-@click.option(
-    "--kv-dtype",
-    type=click.Choice(["float16", "bfloat16", "float8"]),
-    help="Number type of keys and values, for devices other than this machine's. Default: that of --dtype.",
-)
+@kv_dtype_option
 @click.option(
     "--engine",
     type=click.Choice(["native", "vllm"]),

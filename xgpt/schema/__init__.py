@@ -8,6 +8,7 @@ from xgpt.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, R
 from xgpt.schema.model import (
     BYTES_PER_ELEMENT,
     HEAD,
+    SCALE_BYTES,
     DType,
     ModelShape,
     ModelSpec,
@@ -54,6 +55,7 @@ __all__ = [
     "LEAST_HEADROOM",
     "RESTLESS",
     "ROW_ORDERS",
+    "SCALE_BYTES",
     "SLICE_TOKENS",
     "Account",
     "Admission",

@@ -43,6 +43,10 @@ HEAD = "head"
 """What profiles and plans call the layout of a head that also lies in eight bits, to find the highest logits."""
 
 
+SCALE_BYTES = 4
+"""Of the scale that each token's key, and each token's value, of each head has in eight bits."""
+
+
 class Precision(NamedTuple):
     """Types of a model's parts in memory.
 
@@ -310,14 +314,20 @@ class ModelSpec(ModelShape):
         """Token embedding and output head (one matrix when tied)."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
 
-    @property
-    def kv_elements_per_layer(self) -> int:
-        """Elements that a decoder layer keeps of a token: keys and values, or the latent vector."""
-        return 2 * self.num_kv_heads * self.head_dim if self.latent is None else self.latent.kept_per_token
+    def kv_bytes_per_layer(self, dtype: DType, num_kv_heads: float | None = None) -> float:
+        """Return the bytes that a decoder layer keeps of a token.
+
+        Args:
+            num_kv_heads: of which keys and values are kept; None: all. Of latent attention they do not matter.
+        """
+        vectors, size = 2 * (num_kv_heads or self.num_kv_heads), self.head_dim
+        if self.latent is not None:
+            vectors, size = 1, self.latent.kept_per_token
+        return vectors * (size * BYTES_PER_ELEMENT[dtype] + (SCALE_BYTES if dtype == "int8" else 0))
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the bytes of a decoder layer's weights that each device of a tensor-parallel group holds whole."""
-        return self.num_layers * self.kv_elements_per_layer * BYTES_PER_ELEMENT[dtype]
+        """Return the bytes that all decoder layers keep of a token."""
+        return self.num_layers * int(self.kv_bytes_per_layer(dtype))
 
     @property
     def unpacked(self) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Attention on a CPU, compiled by numba; reads K/V blocks (float32 or bfloat16) where they are.
+"""Attention on a CPU, compiled by numba; reads K/V blocks (float32, bfloat16 or eight bits) where they are.
 
 Rows of a sequence that read the same K/V head make spans (`numba_prompts`), which go to whichever thread is free; one
 costs what its context says, whether its prompt is whole or a later piece. Decodes whose heads share too few K/V heads
@@ -16,6 +16,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
+from xgpt.schema import SCALE_BYTES
 from xrunner.attention import amx
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.numba_decode import LINE, LOG2_E, Keys, Scored, decode
@@ -34,6 +35,7 @@ from xrunner.attention.numba_prompts import (
     tile_floats,
 )
 from xrunner.attention.simd import address, at, take_next
+from xrunner.kernels.quantised import INFINITE, LARGEST, MAGNITUDE, TINIEST
 from xrunner.kernels.threads import num_threads
 
 # Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
@@ -50,6 +52,7 @@ SPAN_FLOATS = 1 << 16
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
 _NO_SINKS = np.zeros(0, dtype=np.float32)
+_NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 class _Places(NamedTuple):
@@ -76,7 +79,7 @@ class _Rows(NamedTuple):
 
 
 class NumbaAttention(AttentionBackend):
-    """Online softmax over paged blocks, on a CPU only: float32, with keys and values in float32 or bfloat16.
+    """Online softmax over paged blocks, on a CPU only: float32, with keys and values in float32, bfloat16 or int8.
 
     Runs on as many threads as torch does.
     """
@@ -120,10 +123,11 @@ class NumbaAttention(AttentionBackend):
             0 if scoring.window is None else scoring.window,
             _NO_SINKS if sinks is None else sinks.contiguous().numpy(),
         )
-        kept = cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache
+        kept = (cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache).numpy()
+        scales = cache.view(-1).view(torch.float32).numpy() if cache.dtype == torch.int8 else _NO_SCALES
         way = Matrices() if suits_matrices(cache) else Vectors()
-        _write(_rows(k), _rows(v), kept.numpy(), batch.cache_slots.numpy())
-        _attend(_rows(q), kept.numpy(), places, scored, way, count, out.numpy())
+        _write(_rows(k), _rows(v), kept, scales, batch.cache_slots.numpy(), q.shape[2])
+        _attend(_rows(q), kept, scales, places, scored, way, count, q.shape[2], out.numpy())
         return out.flatten(1)
 
 
@@ -161,32 +165,72 @@ def _(cache: Any, x: Any) -> Any:
     return rounded
 
 
+def _keep(x: Any, cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
+    """Store a token's key or value, and its scale, if there is one, `scale_place` bytes behind the start."""
+
+
+@overload(_keep, strict=False)
+def _(x: Any, cache: Any, scales: Any, place: Any, scale_place: Any, head_dim: Any) -> Any:
+    def stored(x, cache, scales, place, scale_place, head_dim):
+        row = at(cache, place)
+        for d in range(head_dim):
+            row[d] = _stored(cache, x[d])
+
+    def rounded(x, cache, scales, place, scale_place, head_dim):
+        row, highest = at(cache, place), np.int32(0)
+        for d in range(head_dim):
+            highest = max(highest, np.int32(np.float32(x[d]).view(np.int32) & MAGNITUDE))
+        is_finite = highest < INFINITE
+        scale = max(np.int32(highest).view(np.float32) / LARGEST, TINIEST) if is_finite else np.float32(np.nan)
+        factor = np.float32(1.0) / scale if is_finite else np.float32(0.0)
+        for d in range(head_dim):
+            row[d] = np.int8(np.int32(np.rint(x[d] * factor))) if is_finite else np.int8(0)
+        scales[scale_place // SCALE_BYTES] = scale
+
+    return rounded if cache.dtype == types.int8 else stored
+
+
+def _lose(cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
+    """Make a value none that is a number."""
+
+
+@overload(_lose, strict=False)
+def _(cache: Any, scales: Any, place: Any, scale_place: Any, head_dim: Any) -> Any:
+    def stored(cache, scales, place, scale_place, head_dim):
+        row = at(cache, place)
+        for d in range(head_dim):
+            row[d] = _stored(cache, np.float32(np.nan))
+
+    def rounded(cache, scales, place, scale_place, head_dim):
+        scales[scale_place // SCALE_BYTES] = np.float32(np.nan)
+
+    return rounded if cache.dtype == types.int8 else stored
+
+
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _write(k, v, cache, slots):
-    head_dim, num_kv_heads, block_size = cache.shape[4], cache.shape[2], cache.shape[3]
-    size = block_size * head_dim
+def _write(k, v, cache, scales, slots, head_dim):
+    num_kv_heads, block_size = cache.shape[2], cache.shape[3]
+    size = block_size * cache.shape[4]
     to_values = (cache.shape[0] - 1) * cache.shape[1] * num_kv_heads * size  # 0 where keys are the values
     for i in prange(len(slots)):
-        first = slots[i] // block_size * num_kv_heads * size + slots[i] % block_size * head_dim
+        offset = slots[i] % block_size
         for h in range(num_kv_heads):
-            keys = at(cache, first + h * size)
-            values = at(cache, first + h * size + to_values)
+            first = (slots[i] // block_size * num_kv_heads + h) * size
+            place, scale_place = first + offset * head_dim, first + block_size * head_dim + offset * SCALE_BYTES
             new_keys = at(k.values, i * k.token_stride + h * k.head_stride)
             new_values = at(v.values, i * v.token_stride + h * v.head_stride)
-            for d in range(head_dim):
-                values[d] = _stored(cache, new_values[d])
-            for d in range(head_dim):
-                keys[d] = _stored(cache, new_keys[d])
+            _keep(new_values, cache, scales, place + to_values, scale_place + to_values, head_dim)
+            _keep(new_keys, cache, scales, place, scale_place, head_dim)
             if not _all_finite(new_keys, head_dim):  # softmax would lose that, a sum of values does not
-                for d in range(head_dim):
-                    values[d] = _stored(cache, np.float32(np.nan))
+                _lose(cache, scales, place + to_values, scale_place + to_values, head_dim)
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _attend(q, cache, places, scored, way, num_threads, out):
+def _attend(q, cache, scales, places, scored, way, num_threads, head_dim, out):
     query_start, context_len, first_key, tables, num_decodes, both_ways = places
-    num_heads, head_dim, num_kv_heads, block_size = q.num_heads, cache.shape[4], cache.shape[2], cache.shape[3]
-    group, stride = num_heads // num_kv_heads, num_kv_heads * block_size * head_dim
+    num_heads, num_kv_heads, block_size = q.num_heads, cache.shape[2], cache.shape[3]
+    size = block_size * cache.shape[4]
+    group, stride = num_heads // num_kv_heads, num_kv_heads * size
     to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
 
     is_alone = group < LEAST_GROUP and head_dim % LINE == 0 and block_size % LINE == 0
@@ -211,7 +255,7 @@ def _attend(q, cache, places, scored, way, num_threads, out):
             if scored.window:
                 earliest = max(earliest, context_len[i] - scored.window)
             first_head, behind = num_kv_heads * part // parts, num_kv_heads * (part + 1) // parts
-            keys = Keys(cache, first_head, tables[i], earliest, context_len[i], both_ways)
+            keys = Keys(cache, scales, first_head, tables[i], earliest, context_len[i], both_ways)
             heads = slice(first_head * group, behind * group)
             begin, end = i * q.token_stride + heads.start * head_dim, i * q.token_stride + heads.stop * head_dim
             rows = q.values[begin:end].reshape(-1, head_dim)
@@ -234,7 +278,8 @@ def _attend(q, cache, places, scored, way, num_threads, out):
                 min(num_tokens * group - first, room * WIDE),
             )
             context = Context(
-                at(cache, h * block_size * head_dim),
+                at(cache, h * size),
+                at(scales, h * size // SCALE_BYTES),
                 at(tables, i * tables.shape[1]),
                 block_size,
                 stride,

@@ -5,11 +5,13 @@ Also holds what every kernel on a CPU takes: keys, scores and the constants of t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
+from xgpt.schema import SCALE_BYTES
 from xrunner.attention.simd import add_rows, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
@@ -23,9 +25,14 @@ LINE_BYTES = 64
 
 
 class Keys(NamedTuple):
-    """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them."""
+    """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them.
+
+    Attributes:
+        scales: of a cache in eight bits, the same memory as float32; else of no use.
+    """
 
     cache: np.ndarray
+    scales: np.ndarray
     head: int
     table: np.ndarray
     earliest: int
@@ -81,14 +88,15 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
         keys: of the first of the heads; blocks of whole lines.
         floats: room for the weights of a line of keys, and sums of them. # [(1 + num_kv_heads * group) * LINE]
     """
-    cache, first_head, table, earliest, context, _ = keys
+    cache, scales, first_head, table, earliest, context, _ = keys
     num_heads, head_dim = q.shape
     group, block_size = num_heads // num_kv_heads, cache.shape[3]
     highest = np.full(num_heads, NEVER, dtype=np.float32)
     totals = floats[LINE : (1 + num_heads) * LINE]
     totals[:] = np.float32(0.0)
     acc[:] = np.float32(0.0)
-    size, stride = block_size * head_dim, cache.shape[2] * block_size * head_dim
+    size = block_size * cache.shape[4]
+    stride = cache.shape[2] * size
     per_line = LINE_BYTES // cache.itemsize
     # Of a line of keys, and of values, what is asked for at a time: more at once would wait until memory has answered.
     share = (LINE * head_dim // (2 * group) + per_line - 1) // per_line * per_line
@@ -102,14 +110,16 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
                 before = b * block_size + t
                 begin, end = max(earliest - before, 0), min(context - before, LINE)
                 if begin < LINE and end > 0:
-                    place = start + t * head_dim
+                    place, scale_place = start + t * head_dim, start + block_size * head_dim + t * SCALE_BYTES
                     asked = soon + t * head_dim
                     for g in range(h * group, (h + 1) * group):
                         _fetch(cache, asked, share)
                         dot_keys(q, cache, floats, g * head_dim, place, head_dim, LINE)
+                        _scale_line(cache, scales, floats, scale_place)
                         _fetch(cache, asked + share, share)
                         _adjust(floats, scored, first_head + h, context - 1 - before)
                         highest[g], shrink = soften_keys(floats, totals, g * LINE, highest[g], begin, end, LINE)
+                        _scale_line(cache, scales, floats, scale_place + to_values)
                         _fetch(cache, asked + to_values, share)
                         _add(floats, cache, acc, place + to_values, g * head_dim, shrink, begin, end, head_dim)
                         _fetch(cache, asked + to_values + share, share)
@@ -121,6 +131,20 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
             total += np.float32(2.0) ** (further - highest[g])  # infinite where it takes all
         for d in range(head_dim):
             acc[g, d] /= total
+
+
+def _scale_line(cache: np.ndarray, scales: np.ndarray, numbers: np.ndarray, place: int) -> None:
+    """Multiply a line of numbers with the scales of keys or values, if there are any, `place` bytes from the start."""
+
+
+@overload(_scale_line, strict=False)
+def _(cache: Any, scales: Any, numbers: Any, place: Any) -> Any:
+    def scaled(cache, scales, numbers, place):
+        first = place // SCALE_BYTES
+        for i in range(LINE):
+            numbers[i] *= scales[first + i]
+
+    return scaled if cache.dtype == types.int8 else lambda cache, scales, numbers, place: None
 
 
 @njit(nogil=True, error_model="numpy")

@@ -16,6 +16,7 @@ import numpy as np
 from numba import literally, njit, types
 from numba.extending import overload, register_jitable
 
+from xgpt.schema import SCALE_BYTES
 from xrunner.attention import amx
 from xrunner.attention.lanes import SQUARE, lanes_to_rows, rows_to_lanes
 from xrunner.attention.numba_decode import LINE, LOG2_E, NEVER, limit
@@ -68,10 +69,12 @@ class Context(NamedTuple):
 
     Attributes:
         cache: of the K/V head in the first block; values lie `to_values` elements behind their keys.
+        scales: of a cache in eight bits, the same place as float32.
         stride: elements from block to block.
     """
 
     cache: Any
+    scales: Any
     table: Any
     block_size: int
     stride: int
@@ -207,7 +210,7 @@ def attend(way, span, context, rules, space):
         for t in range(held):
             block, offset = (before + t) // block_size, (before + t) % block_size
             key_places[t] = context.table[block] * context.stride + offset * context.head_dim
-        _prepare(way, context, space, held, max(earliest - before, 0), visible - before)
+        _prepare(way, context, space, before, held, max(earliest - before, 0), visible - before)
         for tile in range(num_tiles):
             if num_rows - tile * WIDE > NARROW:
                 _pass(way, context, rules, space, span, tile, before, held, WIDE)
@@ -314,33 +317,33 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
     return paired if way.instance_class is Matrices else kept
 
 
-def _prepare(way: Any, context: Context, space: Space, held: int, begin: int, end: int) -> None:
+def _prepare(way: Any, context: Context, space: Space, before: int, held: int, begin: int, end: int) -> None:
     """Make of a piece's keys and values what the products take; those not from `begin` to `end` may be anything."""
 
 
 @overload(_prepare, strict=False)
-def _(way: Any, context: Any, space: Any, held: Any, begin: Any, end: Any) -> Any:
-    def found(way, context, space, held, begin, end):
+def _(way: Any, context: Any, space: Any, before: Any, held: Any, begin: Any, end: Any) -> Any:
+    def found(way, context, space, before, held, begin, end):
         values = at(space.key_places, way.piece)
         for t in range(held):
             values[t] = space.key_places[t] + context.to_values
 
-    def widened(way, context, space, held, begin, end):
+    def widened(way, context, space, before, held, begin, end):
         head_dim = context.head_dim
         vectors = head_dim // LINE
         for half in range(2):
-            places = at(space.key_places, half * way.piece)
             for t in range(held):
                 room = (half * way.piece + t) * head_dim
                 start = space.key_places[t] + half * context.to_values - room
                 widen(context.cache, space.keys, start, room, vectors, LINE)
                 widen(context.cache, space.keys, start, room + vectors * LINE, head_dim - vectors * LINE, 1)
+        _scale(context, space, way.piece, before, held)
         for half in range(2):
             places = at(space.key_places, half * way.piece)
             for t in range(held):
                 places[t] = (half * way.piece + t) * head_dim
 
-    def turned(way, context, space, held, begin, end):
+    def turned(way, context, space, before, held, begin, end):
         keys, values = space.key_places, at(space.key_places, way.piece)
         for t in range(held):
             values[t] = keys[t] + context.to_values
@@ -354,13 +357,36 @@ def _(way: Any, context: Any, space: Any, held: Any, begin: Any, end: Any) -> An
     return found if _is_wide(context) else widened
 
 
+def _scale(context: Context, space: Space, piece: int, before: int, held: int) -> None:
+    """Multiply a piece's widened keys and values with their scales, if there are any."""
+
+
+@overload(_scale, strict=False)
+def _(context: Any, space: Any, piece: Any, before: Any, held: Any) -> Any:
+    def scaled(context, space, piece, before, held):
+        block_size, head_dim = context.block_size, context.head_dim
+        for half in range(2):
+            for t in range(held):
+                block, offset = (before + t) // block_size, (before + t) % block_size
+                start = context.table[block] * context.stride + half * context.to_values + block_size * head_dim
+                factor, room = context.scales[start // SCALE_BYTES + offset], (half * piece + t) * head_dim
+                for d in range(room, room + head_dim):
+                    space.keys[d] *= factor
+
+    return scaled if _kept_as(context) == types.int8 else lambda context, space, piece, before, held: None
+
+
 def _multiplies_halves(way: Any) -> bool:
     return way.instance_class is Matrices
 
 
 def _is_wide(context: Any) -> bool:
     """Whether its keys and values are float32 already."""
-    return context.types[Context._fields.index("cache")].dtype == types.float32
+    return _kept_as(context) == types.float32
+
+
+def _kept_as(context: Any) -> Any:
+    return context.types[Context._fields.index("cache")].dtype
 
 
 def _score(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, held: int, lanes: int) -> None:

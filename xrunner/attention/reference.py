@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring
-from xrunner.kv_cache import write_kv
+from xrunner.kv_cache import read_kv, write_kv
 
 
 class ReferenceAttention(AttentionBackend):
@@ -43,7 +43,7 @@ def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
     """A sequence's keys and values out of its blocks. # [2 or 1, context, kv_heads, head_dim]"""
     block_size = cache.shape[3]
     blocks = table[: -(-context // block_size)].long()
-    return cache[:, blocks].transpose(2, 3).flatten(1, 2)[:, :context]
+    return read_kv(cache, blocks).transpose(2, 3).flatten(1, 2)[:, :context]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scoring: Scoring) -> Tensor:

@@ -1,7 +1,7 @@
 """Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
 Here are those of a query that is alone with its keys, whose lanes are its dimensions, and what all of them are made of;
-`tiles` has those whose lanes are queries. Keys and values may be bfloat16, as uint16: a load widens them.
+`tiles` has those whose lanes are queries. Keys and values may be bfloat16, as uint16, or int8: a load widens them.
 
 LLVM's own vectoriser keeps to half an AVX-512 register and its accumulators to memory; written out, each accumulator
 stays in registers. For narrower registers LLVM splits a vector into several.
@@ -183,7 +183,7 @@ def add_rows(
 def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
-    """Copy whole vectors of bfloat16 into float32, `offset` elements behind the places where both begin."""
+    """Copy whole vectors of fewer bits into float32, `offset` elements behind the places where both begin."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         halves, wide = pointers(context, builder, signature, values, 2)
@@ -280,12 +280,16 @@ class Emit:
         return self.builder.bitcast(first, self.type.as_pointer())
 
     def load(self, array: ir.Value, index: ir.Value) -> ir.Value:
-        """A whole vector of an array of float32 or, widened, bfloat16."""
-        if array.type.pointee != ir.IntType(16):
+        """A whole vector of an array of float32 or, widened, of bfloat16 or of eight bits."""
+        kept = array.type.pointee
+        if not isinstance(kept, ir.IntType):
             return self.builder.load(self._place(array, index), align=4)
         first = self.builder.gep(array, [self.builder.mul(index, int64(self.lanes))])
-        halves = ir.VectorType(ir.IntType(16), self.lanes).as_pointer()
-        upper = self.builder.zext(self.builder.load(self.builder.bitcast(first, halves), align=2), self.integers)
+        narrow = self.builder.bitcast(first, ir.VectorType(kept, self.lanes).as_pointer())
+        numbers = self.builder.load(narrow, align=kept.width // 8)
+        if kept.width == 8:
+            return self.builder.sitofp(self.builder.sext(numbers, self.integers), self.type)
+        upper = self.builder.zext(numbers, self.integers)
         shifted = self.builder.shl(upper, ir.Constant(self.integers, [16] * self.lanes))
         return self.builder.bitcast(shifted, self.type)
 

@@ -16,6 +16,8 @@ class Deployment(Frozen):
 
     model: ModelSpec
     dtype: DType
+    kv_dtype: DType | None = None
+    """Type of keys and values; None: that of the dtype."""
     checkpoint: str | None = None
     seed: int = 0
     block_size: PositiveInt = 16
@@ -33,6 +35,7 @@ class Deployment(Frozen):
         return cls(
             model=plan.model,
             dtype=plan.dtype,
+            kv_dtype=plan.kv_dtype,
             checkpoint=plan.checkpoint,
             seed=plan.seed,
             block_size=plan.block_size,

@@ -215,6 +215,7 @@ class Executing:
             WorkerSettings(
                 spec=deployment.model,
                 dtype=deployment.dtype,
+                kv_dtype=deployment.kv_dtype,
                 checkpoint=None if deployment.checkpoint is None else Path(deployment.checkpoint),
                 seed=deployment.seed,
                 num_blocks=role.kv_blocks,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from xgpt import hub
-from xgpt.app.plan.profiles import Progress, check_belongs, dtype_of, given_profile, keep, obtain_profile
+from xgpt.app.plan.profiles import Progress, check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xgpt.app.plan.request import PlanRequest
 from xgpt.errors import InputError
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
@@ -106,11 +106,17 @@ def _profile(
 ) -> Profile:
     given = request.profile
     if given is None:
-        return obtain_profile(spec, checkpoint, cluster, progress, dtype=request.dtype, engine=engine)
+        types = {"dtype": request.dtype, "kv_dtype": request.kv_dtype}
+        return obtain_profile(spec, checkpoint, cluster, progress, engine=engine, **types)
     if isinstance(given, Profile):
         check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))
     else:
         given = given_profile(given, spec, cluster, request.dtype)
+    if request.kv_dtype is not None:
+        wanted = kv_dtype_of(cluster, given.dtype, request.kv_dtype)
+        if wanted != given.kv_dtype:
+            accepted = f"{request.kv_dtype} is planned for: make one with `xgpt profile --kv-dtype`, or leave one out"
+            raise InputError("profile.kv_dtype", given.kv_dtype, accepted)
     if engine is not None and given.engine not in (None, engine.framework):
         accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave `engine` out"
         raise InputError("engine", engine.name, accepted)

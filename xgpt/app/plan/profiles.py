@@ -13,7 +13,7 @@ from xgpt.app.arguments import ProfileArguments
 from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
 from xgpt.resolve import load_cluster, load_engine, load_model
-from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Profile
+from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xprofiler import NATIVE_VERSION, analytic, imported
 
 Progress = Callable[[int, int, str], None]
@@ -42,6 +42,23 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     return dtype
 
 
+def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
+    """Return the type in which K/V are kept on a cluster's devices; None: that of the dtype.
+
+    Raises:
+        InputError: xgpt's engine does not keep them in it there.
+    """
+    kind = cluster.device.type
+    if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
+        return None
+    if kind == "gpu" and cluster.is_local:
+        raise InputError("kv_dtype", kv_dtype, "on this machine's GPUs K/V have the type of the dtype: leave it out")
+    known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
+    if kv_dtype not in known:
+        raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()} keys and values are kept in {', '.join(known)}")
+    return kv_dtype
+
+
 def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
 
@@ -57,10 +74,8 @@ def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Pr
     import_from, framework = asked.get("import_from"), asked.get("framework")
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with `import_from`")
-    if kv_dtype is not None and (engine == "vllm" or (devices.is_local and import_from is None)):
-        raise InputError(
-            "kv_dtype", kv_dtype, "this machine's steps are measured with the K/V type of the dtype: leave it out"
-        )
+    if kv_dtype is not None and engine == "vllm":
+        raise InputError("kv_dtype", kv_dtype, "vLLM's steps are measured with the K/V type of the dtype: leave it out")
     if engine == "vllm":
         if import_from is not None:
             raise InputError(
@@ -70,7 +85,7 @@ def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Pr
     if import_from is not None:
         return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
     if devices.is_local:
-        return measured_profile(spec, checkpoint, devices, progress, dtype=dtype)
+        return measured_profile(spec, checkpoint, devices, progress, dtype=dtype, kv_dtype=kv_dtype)
     return obtain_profile(spec, checkpoint, devices, dtype=dtype, kv_dtype=kv_dtype)
 
 
@@ -89,18 +104,19 @@ def obtain_profile(
     Args:
         dtype: None: the model's own; on a CPU, the one that it runs in.
         engine: whose loop goes around a datasheet's kernels.
-        kv_dtype: of a datasheet's profile, the type of K/V; None: the dtype.
+        kv_dtype: type of K/V; None: that of the dtype.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
     """
     dtype = dtype_of(spec, cluster, dtype)
+    kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
     if not cluster.is_local:
         return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
-    latest = _latest(spec, cluster, dtype)
+    latest = _latest(spec, cluster, dtype, kv_dtype)
     if latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
         return found
-    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype)
+    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def measured_profile(
@@ -110,25 +126,27 @@ def measured_profile(
     progress: Progress | None = None,
     *,
     dtype: DType | None = None,
+    kv_dtype: DType | None = None,
 ) -> Profile:
     """Measure step times on this machine; `obtain_profile` finds them from now on.
 
     Raises:
-        InputError: the model does not run in that dtype here.
+        InputError: the model does not run in that dtype here, or does not keep K/V in that type.
         MachineError: this machine cannot be measured.
     """
     from xprofiler import measure
 
     dtype = dtype_of(spec, cluster, dtype)
-    profile = measure.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+    kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
+    profile = measure.profile(spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress)
     keep(profile)
-    write_atomic(_latest(spec, cluster, dtype), sha256(profile) + "\n")
+    write_atomic(_latest(spec, cluster, dtype, kv_dtype), sha256(profile) + "\n")
     return profile
 
 
-def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> Path:
+def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> Path:
     """Return the path of the file that names the profile measured last."""
-    return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype)}.sha256"
+    return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype, kv_dtype)}.sha256"
 
 
 def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
@@ -282,10 +300,10 @@ def _kept(content: str) -> Profile | None:
     return profile if sha256(profile) == content else None
 
 
-def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> str:
+def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
     """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
     shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
     versions = [NATIVE_VERSION, *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy"))]
     device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"
-    key = "\n".join([shape, dtype, device, *versions])
+    key = "\n".join([shape, dtype, kv_dtype or "", device, *versions])
     return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

@@ -44,6 +44,7 @@ class PlanRequest(Frozen):
         model: a name, a path, a Hugging Face id, or the model's shape.
         config: config.json of an id; None: the one in huggingface_hub's cache.
         dtype: type that the model runs in; None: its own; float32 on a CPU.
+        kv_dtype: type of K/V; None: that of a given profile, or of the dtype.
         profile: a file or its content; None: the cached one, a measurement, or the datasheet's.
         engine: the engine that runs the plan, by name or file; None: the profile's.
         price: price of one device for an hour; None: the cluster's.
@@ -57,6 +58,7 @@ class PlanRequest(Frozen):
     config: Name | None = None
     cluster: Name | ClusterSpec = "local"
     dtype: DType | None = None
+    kv_dtype: DType | None = None
     workload: Name | Workload = "summarization"
     profile: Name | Profile | None = None
     engine: Name | EngineSpec | None = None

@@ -161,6 +161,7 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
     return WorkerSettings(
         spec=plan.model,
         dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
         checkpoint=None if plan.checkpoint is None else Path(plan.checkpoint),
         seed=plan.seed,
         num_blocks=num_blocks,
