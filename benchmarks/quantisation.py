@@ -38,7 +38,14 @@ KEPT = 10
 """Steps of training after which it could go on from a file."""
 HELD_OUT = 20
 """One file of this number is not trained on."""
-PRECISIONS: tuple[RunDType, ...] = ("float32", "bfloat16", "int8")
+PRECISIONS: tuple[tuple[RunDType, RunDType | None], ...] = (
+    ("float32", None),
+    ("float32", "int8"),
+    ("bfloat16", None),
+    ("int8", None),
+    ("int8", "int8"),
+)
+"""Of products, and of keys and values where they have another one than usual."""
 
 
 @click.command()
@@ -138,12 +145,13 @@ def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
     reference: tuple[Tensor, Tensor] | None = None
     rows: list[dict[str, Any]] = []
     targets = torch.from_numpy(windows[:, 1:].astype(np.int64)).flatten()
-    for precision in PRECISIONS:
+    for dtype, kv_dtype in PRECISIONS:
         spec = read_spec(checkpoint)
         worker = build_worker(
             WorkerSettings(
                 spec=spec,
-                dtype=precision,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
                 checkpoint=checkpoint,
                 num_blocks=windows.shape[1] // BLOCK_SIZE,
                 block_size=BLOCK_SIZE,
@@ -156,7 +164,7 @@ def compare(checkpoint: Path, windows: np.ndarray) -> list[dict[str, Any]]:
         perplexity = float(F.nll_loss(log_p, targets).exp())
         rows.append(
             {
-                "precision": precision,
+                "precision": dtype if kv_dtype is None else f"{dtype}, K/V in {kv_dtype}",
                 "perplexity": perplexity,
                 "over_float32": perplexity / (rows[0]["perplexity"] if rows else perplexity) - 1,
                 "kl": float(F.kl_div(log_p, reference[0], log_target=True, reduction="batchmean")),
