@@ -246,7 +246,7 @@ def _attend(q, cache, scales, places, scored, way, num_threads, head_dim, out):
     num_spans = len(sequence)
     counter = np.zeros(1, dtype=np.int64)
     for _ in prange(num_threads):
-        floats, memory = _aligned((1 + num_heads) * LINE), _aligned(space_floats(way, room, head_dim))
+        floats, memory = _aligned(2 * num_heads * LINE), _aligned(space_floats(way, room, head_dim))
         space = make_space(way, room, head_dim, memory)
         task = take_next(counter)
         while task < num_alone * parts:

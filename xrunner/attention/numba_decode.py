@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from xgpt.schema import SCALE_BYTES
-from xrunner.attention.simd import add_rows, dot_keys, fetch, soften_keys
+from xrunner.attention.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
 """Below any score. Not -inf, which fastmath may assume away."""
@@ -86,13 +86,14 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     Args:
         q, acc: in whole vectors of a cache line. # [num_kv_heads * group, head_dim]
         keys: of the first of the heads; blocks of whole lines.
-        floats: room for the weights of a line of keys, and sums of them. # [(1 + num_kv_heads * group) * LINE]
+        floats: room for each head's weights of a line of keys, and sums of them. # [2 * num_kv_heads * group * LINE]
     """
     cache, scales, first_head, table, earliest, context, _ = keys
     num_heads, head_dim = q.shape
     group, block_size = num_heads // num_kv_heads, cache.shape[3]
     highest = np.full(num_heads, NEVER, dtype=np.float32)
-    totals = floats[LINE : (1 + num_heads) * LINE]
+    shrink = np.empty(num_heads, dtype=np.float32)
+    scores, totals = floats[: num_heads * LINE], floats[num_heads * LINE : 2 * num_heads * LINE]
     totals[:] = np.float32(0.0)
     acc[:] = np.float32(0.0)
     size = block_size * cache.shape[4]
@@ -101,29 +102,40 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     # Of a line of keys, and of values, what is asked for at a time: more at once would wait until memory has answered.
     share = (LINE * head_dim // (2 * group) + per_line - 1) // per_line * per_line
     to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
+    to_scales = block_size * head_dim
+    together = _heads_at_once(cache, num_kv_heads)
+    passes = 1 if together == 1 else 3  # scores, softmax, values: each of all these heads
     for b in range(earliest // block_size, (context + block_size - 1) // block_size):
-        following = min(b + 1, (context - 1) // block_size)
-        for h in range(num_kv_heads):
-            start = table[b] * stride + (first_head + h) * size
-            soon = start + size if h + 1 < num_kv_heads else table[following] * stride + first_head * size
+        start = table[b] * stride + first_head * size
+        following = table[min(b + 1, (context - 1) // block_size)] * stride + first_head * size
+        for first in range(0, num_kv_heads, together):
+            here = start + first * size
+            soon = here + together * size if first + together < num_kv_heads else following
             for t in range(0, block_size, LINE):
                 before = b * block_size + t
                 begin, end = max(earliest - before, 0), min(context - before, LINE)
-                if begin < LINE and end > 0:
-                    place, scale_place = start + t * head_dim, start + block_size * head_dim + t * SCALE_BYTES
-                    asked = soon + t * head_dim
-                    for g in range(h * group, (h + 1) * group):
-                        _fetch(cache, asked, share)
-                        dot_keys(q, cache, floats, g * head_dim, place, head_dim, LINE)
-                        _scale_line(cache, scales, floats, scale_place)
-                        _fetch(cache, asked + share, share)
-                        _adjust(floats, scored, first_head + h, context - 1 - before)
-                        highest[g], shrink = soften_keys(floats, totals, g * LINE, highest[g], begin, end, LINE)
-                        _scale_line(cache, scales, floats, scale_place + to_values)
-                        _fetch(cache, asked + to_values, share)
-                        _add(floats, cache, acc, place + to_values, g * head_dim, shrink, begin, end, head_dim)
-                        _fetch(cache, asked + to_values + share, share)
-                        asked += 2 * share
+                if begin >= LINE or end <= 0:
+                    continue
+                for number in range(passes):
+                    for g in range(first * group, (first + together) * group):
+                        head = (g // group - first) * size
+                        place, scale_place = head + t * head_dim, here + head + to_scales + t * SCALE_BYTES
+                        asked = soon + place + g % group * 2 * share
+                        line = at(scores, g * LINE)
+                        if passes == 1 or number == 0:
+                            _fetch(cache, asked, share)
+                            dot_keys(q, cache, line, g * head_dim, here + place, head_dim, LINE)
+                            _fetch(cache, asked + share, share)
+                            _scale_line(cache, scales, line, scale_place)
+                        if passes == 1 or number == 1:
+                            _adjust(line, scored, first_head + g // group, context - 1 - before)
+                            highest[g], shrink[g] = soften_keys(line, totals, g * LINE, highest[g], begin, end, LINE)
+                        if passes == 1 or number == 2:
+                            _scale_line(cache, scales, line, scale_place + to_values)
+                            _fetch(cache, asked + to_values, share)
+                            values = here + place + to_values
+                            _add(line, cache, acc, values, g * head_dim, shrink[g], begin, end, head_dim)
+                            _fetch(cache, asked + to_values + share, share)
     for g in range(num_heads):
         total = np.sum(totals[g * LINE : (g + 1) * LINE])
         if len(scored.sinks):
@@ -131,6 +143,16 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
             total += np.float32(2.0) ** (further - highest[g])  # infinite where it takes all
         for d in range(head_dim):
             acc[g, d] /= total
+
+
+def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
+    """K/V heads whose products are made one after the other before the first one's softmax, which would wait for its
+    own; one in float32, where memory is waited for."""
+
+
+@overload(_heads_at_once, strict=False)
+def _(cache: Any, num_kv_heads: Any) -> Any:
+    return (lambda cache, num_kv_heads: 1) if cache.dtype == types.float32 else lambda cache, num_kv_heads: num_kv_heads
 
 
 def _scale_line(cache: np.ndarray, scales: np.ndarray, numbers: np.ndarray, place: int) -> None:

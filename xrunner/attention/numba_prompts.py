@@ -19,8 +19,8 @@ from numba.extending import overload, register_jitable
 from xgpt.schema import SCALE_BYTES
 from xrunner.attention import amx
 from xrunner.attention.lanes import SQUARE, lanes_to_rows, rows_to_lanes
-from xrunner.attention.numba_decode import LINE, LOG2_E, NEVER, limit
-from xrunner.attention.simd import at, widen
+from xrunner.attention.numba_decode import LINE, LINE_BYTES, LOG2_E, NEVER, limit
+from xrunner.attention.simd import at, fetch, widen
 from xrunner.attention.tiles import add_values, hide, rescale, score_keys, soften
 
 NARROW, WIDE = 16, 32
@@ -210,6 +210,7 @@ def attend(way, span, context, rules, space):
         for t in range(held):
             block, offset = (before + t) // block_size, (before + t) % block_size
             key_places[t] = context.table[block] * context.stride + offset * context.head_dim
+        _ask(context, before + way.piece, min(before + 2 * way.piece, visible))
         _prepare(way, context, space, before, held, max(earliest - before, 0), visible - before)
         for tile in range(num_tiles):
             if num_rows - tile * WIDE > NARROW:
@@ -222,6 +223,25 @@ def attend(way, span, context, rules, space):
             _end_tile(way, span, context.head_dim, rules, space, tile, WIDE)
         else:
             _end_tile(way, span, context.head_dim, rules, space, tile, NARROW)
+
+
+def _ask(context: Context, begin: int, end: int) -> None:
+    """Ask for the lines of keys and values from `begin` to `end`: no processor reads ahead from block to block."""
+
+
+@overload(_ask, strict=False)
+def _(context: Any, begin: Any, end: Any) -> Any:
+    per_line = LINE_BYTES * 8 // _kept_as(context).bitwidth
+
+    def ask(context, begin, end):
+        block_size, head_dim = context.block_size, context.head_dim
+        for first in range(begin, end, block_size):
+            start = context.table[first // block_size] * context.stride
+            for line in range(start, start + min(block_size, end - first) * head_dim, per_line):
+                fetch(context.cache, line)
+                fetch(context.cache, line + context.to_values)
+
+    return ask
 
 
 @njit(nogil=True, error_model="numpy")
