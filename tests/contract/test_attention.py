@@ -59,6 +59,8 @@ def assert_near(actual, expected, cache, rtol=1e-5, atol=2e-6):
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
+BLOCKS = [(size, torch.float32) for size in (8, 16, 48)]
+BLOCKS += [(8, torch.bfloat16), (16, torch.bfloat16), (16, torch.int8), (48, torch.int8)]
 # Pieces of several hundred keys, and more rows than a tile and than a span has; the last tile narrow.
 LONG = {
     "prompt": ([], [(0, 300)]),
@@ -70,8 +72,7 @@ LONG = {
 @pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
 @pytest.mark.parametrize("heads", [(2, 2, 64), (14, 2, 64), (4, 1, 96), (2, 1, 128), (2, 2, 80), (2, 1, 256)], ids=str)
 @pytest.mark.parametrize("shape", LONG)
-@pytest.mark.parametrize("block_size", [8, 16, 48])
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(("block_size", "kept_as"), BLOCKS, ids=str)
 @pytest.mark.parametrize("window", [None, 3, 150])
 def test_long_ones_agree_with_reference(backend, heads, shape, block_size, kept_as, window):
     contexts, chunks = LONG[shape]
