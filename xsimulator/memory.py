@@ -73,9 +73,9 @@ class LaneMemory:
         shared = spec.tie_embeddings and not precision.packs
         embeds, heads = (np.asarray([getattr(stage, end) for stage in lane], float) for end in ("embeds", "heads"))
         tables = embeds * state + heads * (1 - shared * embeds) * size
-        if precision.screens:  # in eight bits, with two norms of each token, and as it was read: the embedding, if here
+        if precision.screens:  # in eight bits, with two norms of each token, and as it was read: a tied embedding's
             of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
-            tables += heads * (of_screen + (1 - embeds) * state)
+            tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
         last = np.cumsum(decoder)
         of_decoder = [
             spec.layer_weight_bytes(precision.weights, int(end - count), int(end))

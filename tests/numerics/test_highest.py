@@ -192,3 +192,9 @@ def test_memory_counts_the_copy_in_eight_bits(checkpoint):
     more = table + 8 * spec.vocab_size
     assert bytes_[1] == [bytes_[0][0] + more]
     assert bytes_[3] == [bytes_[2][0], bytes_[2][1] + more + 4 * table], "a last stage has no embedding to read from"
+    untied = spec.model_copy(update={"tie_embeddings": False})  # of a profile that a model of the same shape shares
+    own, both = (
+        LaneMemory(untied, plan.cluster, plan.precision, whole(spec), plan.block_size).weight_bytes.tolist()
+        for plan in (without, screened)
+    )
+    assert both == [own[0] + more + 4 * table]
