@@ -175,6 +175,27 @@ def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
     assert ((found - expected).norm(dim=0) < 5e-6 * expected.norm(dim=0)).all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("threads", [2, 4])
+def test_products_of_several_threads_are_those_of_one(layout, threads):
+    """Again and again: a thread may find rows that another one has not rounded yet only now and then."""
+    if not LAYOUTS[layout].is_available():
+        pytest.skip("not on this processor")
+    torch.manual_seed(0)
+    weight, before = torch.randn(600, 500), torch.get_num_threads()
+    product = pack(weight, "none", LAYOUTS[layout].dtype, {shape_name(weight.shape): layout})
+    try:
+        for rows in (*range(1, 40), 70, 150):
+            x = torch.randn(rows, 500)
+            torch.set_num_threads(1)
+            alone = product(x, None)
+            torch.set_num_threads(threads)
+            for _ in range(5):
+                torch.testing.assert_close(product(x, None), alone, rtol=1e-4, atol=1e-3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("rows", [3, 100])
 def test_a_row_that_is_no_number_stays_none_and_touches_no_other(dtype, rows):

@@ -210,11 +210,23 @@ def _round_and_multiply(inputs: Any, of: Any, sums: Any, block: Any, how: Any) -
     _multiply_and_scale(inputs, of, sums, block, how, 0, len(of[2]) // WIDTH)
 
 
-@njit(cache=True, parallel=True, **OPTIONS)
+@njit(cache=True, **OPTIONS)
 def _round_and_multiply_shared(inputs: Any, of: Any, sums: Any, block: Any, how: Any, num_threads: Any) -> None:
-    num_rows, count = len(inputs[0]), len(of[2]) // WIDTH
+    # Each a function of its own: of two loops in one numba makes one, in which no thread waits for the others' rows.
+    _round_shared(inputs, how[1], num_threads)
+    _multiply_and_scale_shared(inputs, of, sums, block, how, num_threads)
+
+
+@njit(parallel=True, **OPTIONS)
+def _round_shared(inputs: Any, size: Any, num_threads: Any) -> None:
+    num_rows = len(inputs[0])
     for thread in prange(num_threads):
-        _round(inputs, how[1], num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
+        _round(inputs, size, num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
+
+
+@njit(parallel=True, **OPTIONS)
+def _multiply_and_scale_shared(inputs: Any, of: Any, sums: Any, block: Any, how: Any, num_threads: Any) -> None:
+    count = len(of[2]) // WIDTH
     for thread in prange(num_threads):
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
         _multiply_and_scale(inputs, of, sums, block, how, first, last)
