@@ -94,8 +94,7 @@ def profile(
             torch.set_num_threads(min(seconds, key=seconds.__getitem__))
         measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
-    found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured})
-    found = found.model_copy(update={"kv_dtype": kv_dtype})
+    found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured}, kv_dtype)
     return _with_loading(found, spec, dtype, checkpoint, device)
 
 
@@ -177,8 +176,8 @@ def _together(
         layouts=layouts,
     )
     found = ranks.measure(settings, cluster.num_devices, progress)
-    profile = assembled(spec, cluster, dtype, found.threads, layouts, found.by_group)
-    profile = profile.model_copy(update={"kv_dtype": kv_dtype, "hop": found.hop, "kv_transfer": found.kv_transfer})
+    profile = assembled(spec, cluster, dtype, found.threads, layouts, found.by_group, kv_dtype)
+    profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
     return _with_loading(profile, spec, dtype, checkpoint, device)
 
 
@@ -189,6 +188,7 @@ def assembled(
     threads: int | None,
     layouts: dict[str, str],
     by_group: dict[tuple[int, int], Timings],
+    kv_dtype: DType | None = None,
 ) -> Profile:
     alone = by_group[1, 1]
     layers: tuple[LayerTimes, ...]
@@ -203,6 +203,7 @@ def assembled(
         source="measured",
         model=spec.shape,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
         engine="native",

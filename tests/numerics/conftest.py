@@ -1,8 +1,9 @@
-"""Checkpoints that several tests share, each saved once a session."""
+"""Checkpoints that several tests share, each saved once a session, and the workers of a test's plans."""
 
 import pytest
 
 from tests.numerics.checkpoints import save
+from xrunner.cluster.workers import Workers
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,9 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small_opt(checkpoint):
     return checkpoint("opt-tied")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers(2) as started:
+        yield started

@@ -12,7 +12,6 @@ from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run, served_here,
 from tests.planned import placements_of, planned, problem_of
 from xgpt.app.serve.engines import build_engine
 from xgpt.schema import HEAD
-from xrunner.cluster.workers import Workers
 from xrunner.generation import Generation, SamplingParams
 from xrunner.kernels import highest
 from xrunner.kernels.highest import MOST_REST, Screen, fastest_screen
@@ -146,12 +145,6 @@ def test_tokens_of_rows_are_those_of_transformers(checkpoint, screened_rows, nam
     directory, model = checkpoint(name)
     assert run(build_engine(planned(screening(directory, 1), "static"), batching=batching)) == greedy(model)
     assert screened_rows
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(2) as started:
-        yield started
 
 
 @pytest.mark.parametrize("kind", ["static", "waa"])

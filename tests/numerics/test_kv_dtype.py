@@ -18,7 +18,6 @@ from xgpt.policies import Chunk, Step
 from xprofiler import analytic
 from xrunner.attention import Sequences, make_batch
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cluster.workers import Workers
 from xrunner.generation import Generation
 from xrunner.vllm.command import launch
 
@@ -34,12 +33,6 @@ def problem_in(directory, num_devices, kv_dtype="int8"):
 
 def num_same(outputs, expected):
     return sum(mine == other for mine, other in zip(outputs, expected, strict=True))
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(2) as started:
-        yield started
 
 
 def logits_of(directory, kv_dtype, backend):

@@ -10,7 +10,6 @@ from xgpt import policies
 from xgpt.app.serve.engines import build_engine
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
-from xrunner.cluster.workers import Workers
 from xrunner.engine import Engine
 from xrunner.generation import GREEDY, NO_TOKEN, Generation, SamplingParams
 
@@ -32,12 +31,6 @@ def directory(tmp_path_factory):
     row[::2], row[1::2] = 3e38, -3e38
     save_file(tensors, path, {"format": "pt"})
     return directory
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(2) as started:
-        yield started
 
 
 def run(engine, sampling, poisoned):

@@ -14,16 +14,9 @@ from tests.planned import placements_of, planned, problem_of, scored
 from xgpt.app.serve.engines import build_engine
 from xgpt.app.simulating import simulate
 from xgpt.checkpoint import read_spec
-from xrunner.cluster.workers import Workers
 from xrunner.generation import Generation
 
 POLICIES = ("rra", "waa", "chunked", "orca", "static")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with Workers(2) as started:
-        yield started
 
 
 @pytest.mark.parametrize("name", ["t5-gated-untied", "t5-tied"])

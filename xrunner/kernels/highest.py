@@ -106,16 +106,8 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @njit(**(OPTIONS | {"fastmath": True}))
-def _highest_certain(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
-    """What the highest sum is at least."""
-    highest = sums[0] - (norm * errors[0] + lost * norms[0])
-    for i in range(len(sums)):
-        highest = max(highest, sums[i] - (norm * errors[i] + lost * norms[i]))
-    return highest
-
-
-@njit(**(OPTIONS | {"fastmath": True}))
-def _highest_possible(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
+def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
+    """What the highest sum may be at most; with the negative of both norms of x, what it is at least."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
     for i in range(len(sums)):
         highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))
@@ -135,10 +127,10 @@ def _rescore(sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, 
     """Replace a row's candidates by their sums in float32; whether there were no more than `most` of them."""
     if not np.isfinite(norm * norm):
         return False  # the bound would be none, and fastmath reckons without what is not finite
-    certain, count = _highest_certain(sums, norm, lost, errors, norms), 0
+    certain, count = _highest(sums, -norm, -lost, errors, norms), 0
     for first in range(0, len(sums), _BLOCK):
         block = slice(first, min(first + _BLOCK, len(sums)))
-        if _highest_possible(sums[block], norm, lost, errors[block], norms[block]) < certain:
+        if _highest(sums[block], norm, lost, errors[block], norms[block]) < certain:
             continue
         for i in range(block.start, block.stop):
             if sums[i] + (norm * errors[i] + lost * norms[i]) >= certain:

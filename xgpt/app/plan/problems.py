@@ -106,8 +106,9 @@ def _profile(
 ) -> Profile:
     given = request.profile
     if given is None:
-        types = {"dtype": request.dtype, "kv_dtype": request.kv_dtype}
-        return obtain_profile(spec, checkpoint, cluster, progress, engine=engine, **types)
+        return obtain_profile(
+            spec, checkpoint, cluster, progress, dtype=request.dtype, engine=engine, kv_dtype=request.kv_dtype
+        )
     if isinstance(given, Profile):
         check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))
     else:
