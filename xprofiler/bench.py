@@ -24,7 +24,7 @@ from xgpt.policies import LaneSettings, OneLane, Pool
 from xgpt.schema import RESTLESS, Curve, ModelSpec
 from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
-from xrunner.attention import Batch, Sequences, make_batch
+from xrunner.attention import Batch, Scoring, Sequences, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.graphs import CudaCapture
@@ -208,7 +208,8 @@ class Bench:
         points = Points.of(self.spec)
         jobs: Jobs = {}
         for n, sequences in points.steps.items():
-            jobs["step", n] = partial(self.step, sequences)
+            jobs["step", n] = partial(self.step if n <= max(BATCHES) else self.all_layers, sequences)
+            jobs["last layer", n] = partial(self.last_layer, sequences)
             jobs["embedding", n] = partial(self.embedding_of, sequences)
         batches = {*BATCHES, *(len(sequences) for sequences in points.steps.values())}
         for n in sorted(batches):
@@ -245,6 +246,36 @@ class Bench:
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
         return self.seconds(lambda: model.embed(batch))
+
+    def all_layers(self, sequences: Sizes) -> float:
+        """Return the seconds of embedding and layers, of which the last is like the others."""
+        model, batch = self.worker.model, self.batch(sequences)
+        assert isinstance(model, DecoderModel)
+        cache, backend = self.worker.cache, self.worker.backend
+
+        def run() -> None:
+            attends = [partial(backend.forward, cache=layer_cache, batch=batch) for layer_cache in cache.layers]
+            model.run_layers(model.embed(batch), batch, attends, None)
+
+        return self.seconds(run)
+
+    def last_layer(self, sequences: Sizes) -> float:
+        """Return the seconds of what the last layer does for tokens whose logits are not wanted, attention apart.
+
+        It is the mean of all layers, so that weights come from memory.
+        """
+        model, batch = self.worker.model, self.batch(sequences)
+        assert isinstance(model, DecoderModel)
+        hidden, rows = self.random(len(batch.token_ids), self.spec.hidden_size), batch.logit_rows[:0]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
+            return q.flatten(1)
+
+        def run() -> None:
+            for layer in model.layers:
+                layer(hidden, batch, attend, rows)
+
+        return self.seconds(run) / len(model.layers)
 
     def head(self, num_rows: int) -> float:
         """Return the seconds of final norm, logits and choice of tokens."""

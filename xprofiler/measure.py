@@ -22,6 +22,7 @@ from xgpt.machine import num_cores
 from xgpt.schema import (
     BYTES_PER_ELEMENT,
     ClusterSpec,
+    Curve,
     DType,
     EncoderLayerTimes,
     LayerTimes,
@@ -190,7 +191,7 @@ def assembled(
     by_group: dict[tuple[int, int], Timings],
     kv_dtype: DType | None = None,
 ) -> Profile:
-    alone = by_group[1, 1]
+    alone, head = by_group[1, 1], curve(by_group[1, 1], "head", BATCHES)
     layers: tuple[LayerTimes, ...]
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     if spec.is_encoder_decoder:
@@ -199,6 +200,7 @@ def assembled(
     else:
         points = Points.of(spec)
         layers = tuple(_layer(spec, points, group, measured, alone) for group, measured in by_group.items())
+        head = _with_last_layer(head, layers[0])
     return Profile(
         source="measured",
         model=spec.shape,
@@ -213,7 +215,7 @@ def assembled(
         layers=layers,
         encoder_layers=encoder_layers,
         embedding=curve(alone, "embedding", TOKENS),
-        head=curve(alone, "head", BATCHES),
+        head=head,
         overhead=curve(alone, "overhead", BATCHES),
         spread=alone["spread", 0],
         environment=_environment(),
@@ -229,21 +231,33 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     for n, sequences in points.steps.items():
         before, length = sequences[0]
         attention = "decode attention" if before else "encode attention"
-        beside = spec.num_layers * measured[attention, len(sequences), before + length]
-        seconds = measured["step", n] - beside - measured["head", len(sequences)] - alone["embedding", n]
+        seconds = measured["step", n] - spec.num_layers * measured[attention, len(sequences), before + length]
+        seconds -= alone["embedding", n] + (measured["head", n] if before else 0.0)
         rest["rest", n] = max(seconds, 0.0) / spec.num_layers
-    return LayerTimes(
+        rest["last", n] = min(measured["last layer", n], rest["rest", n])
+    layer = LayerTimes(
         tp_degree=group[0],
         ep_degree=group[1],
         rest=curve(rest, "rest", TOKENS),
+        last=curve(rest, "last", TOKENS),
         encode_attention=Surface.filled(
             {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
         ),
         decode_attention=Surface.filled(
             {at: measured["decode attention", *at] for at in points.decode}, BATCHES, points.contexts
         ),
-        head=None if group[0] == 1 else curve(measured, "head", BATCHES),
     )
+    if group[0] == 1:
+        return layer
+    return layer.model_copy(update={"head": _with_last_layer(curve(measured, "head", BATCHES), layer)})
+
+
+def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
+    """Return the head's times with what the last layer does behind its attention for tokens that are sampled."""
+    assert layer.last is not None
+    whole, all_tokens = (dict(zip(of.points, of.seconds, strict=True)) for of in (layer.rest, layer.last))
+    seconds = (s + whole[n] - all_tokens[n] for n, s in zip(head.points, head.seconds, strict=True))
+    return Curve(points=head.points, seconds=tuple(seconds))
 
 
 def seconds_by_threads(bench: Bench) -> dict[int, float]:

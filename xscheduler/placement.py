@@ -132,7 +132,7 @@ class Placements:
         self._lengths = lengths
         self.num_devices = min(cluster.num_devices, max_devices or cluster.num_devices)
         self._shared: dict[tuple[int, int, bool, bool, int], tuple[LanePlacement, ...]] = {}
-        self._seconds: dict[tuple[tuple[int, int], bool, bool], float] = {}
+        self._seconds: dict[tuple[tuple[int, int], bool, bool, bool], float] = {}
         self._heads: dict[int, float] = {}
         self._spread: dict[tuple[tuple[int, ...], int, int, bool, bool], tuple[int, ...]] = {}
 
@@ -230,9 +230,11 @@ class Placements:
     def _spread_over(
         self, tps: tuple[int, ...], ep: int, num_layers: int, encode: bool, decode: bool
     ) -> tuple[int, ...]:
-        layer_s = [self._layer_seconds((tp, ep if tp > 1 else 1), encode, decode) for tp in tps]
+        groups = [(tp, ep if tp > 1 else 1) for tp in tps]
+        layer_s = [self._layer_seconds(group, encode, decode) for group in groups]
         fixed_s = [0.0] * len(tps)
         fixed_s[-1] = (encode + decode * self._lengths.mean_decodes) * self._head_seconds(tps[-1])
+        fixed_s[-1] += self._layer_seconds(groups[-1], encode, decode, is_last=True) - layer_s[-1]
         return spread(num_layers, layer_s, fixed_s)
 
     def _head_seconds(self, tp: int) -> float:
@@ -241,21 +243,22 @@ class Placements:
             self._heads[tp] = float(Line.of(self._profile.head_of(tp))(TYPICAL_BATCH)) / TYPICAL_BATCH
         return self._heads[tp]
 
-    def _layer_seconds(self, group: tuple[int, int], encode: bool, decode: bool) -> float:
-        """Return a layer's seconds for each request at a typical batch."""
-        key = (group, encode, decode)
+    def _layer_seconds(self, group: tuple[int, int], encode: bool, decode: bool, *, is_last: bool = False) -> float:
+        """Return the seconds of a layer, or of the model's last one, for each request at a typical batch."""
+        key = (group, encode, decode, is_last)
         if key not in self._seconds:
             lengths, layer, batch = self._lengths, self._profile.layer(*group), TYPICAL_BATCH
             seconds, tokens = 0.0, batch * lengths.mean_input
+            of_tokens = Line.of(layer.last if is_last and layer.last is not None else layer.rest)
             if encode:
-                rest, attention = Line.of(layer.rest), Grid(layer.encode_attention)
+                rest, attention = of_tokens, Grid(layer.encode_attention)
                 if self._profile.encoder_layers:
                     encoder = self._profile.encoder_layer(group[0])
                     rest, attention = Line.of(encoder.rest), Grid(encoder.attention)
                 seconds += float(rest(tokens) + attention(batch, lengths.mean_input)) / batch
             if decode:
                 attention = Grid(layer.decode_attention)
-                step = Line.of(layer.rest)(batch) + attention(batch, lengths.mean_decode_context)
+                step = of_tokens(batch) + attention(batch, lengths.mean_decode_context)
                 seconds += lengths.mean_decodes * float(step) / batch
             self._seconds[key] = seconds
         return self._seconds[key]

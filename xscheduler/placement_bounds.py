@@ -97,7 +97,9 @@ class PlacementBounds:
         """The values of m at which times are computed."""
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
-        self._degrees: dict[tuple[int, int], _Degree] = {}
+        self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
+        """By the group, and whether it is the model's last layer, where that takes another time."""
+        self._of_stages: dict[StageShape, _Degree] = {}
 
     @property
     def _tokens_per_decode(self) -> float:
@@ -164,28 +166,27 @@ class PlacementBounds:
         # The slowest kinds come first. More than MAX_KINDS are left out, which only loosens the bound.
         shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
         for k, shape in enumerate(shapes):
-            of = self._degree(shape.group)
-            own = shape.decoder_layers * of.decode_s + shape.heads * of.head_s + shape.embeds * self._embedding_s
+            of = self._of_stage(shape)
+            own = of.decode_s + shape.heads * of.head_s + shape.embeds * self._embedding_s
             passing += counts[shape] * own
-            every = shape.decoder_layers * of.steady_s + shape.heads * of.steady_head_s
+            every = of.steady_s + shape.heads * of.steady_head_s
             every = every + shape.embeds * self._tokens(self._profile.embedding)
             steady_passing += counts[shape] * every
             if k < MAX_KINDS:
                 decode[k], steady[k] = own, every
-                mixed[k] = shape.decoder_layers * of.mixed_s + shape.heads * of.head_s
-                met[k] = shape.decoder_layers * of.met_s + shape.heads * of.head_s
-                encode[k] = shape.decoder_layers * of.encode_s + shape.encoder_layers * of.encoder_s
+                mixed[k] = of.mixed_s + shape.heads * of.head_s
+                met[k] = of.met_s + shape.heads * of.head_s
+                encode[k] = of.encode_s + shape.encoder_layers * of.encoder_s
         near = sum(not stage.far for stage in lane[1:])
         for hop_s, hops in zip(self._hops, (near, len(lane) - 1 - near), strict=True):
             if hop_s is not None and hops:
                 passing += hops * hop_s
                 steady_passing += hops * hop_s
-        first = self._degree(lane[0].group)
         through = alone = 0.0
         for stage in lane:
-            of = self._degree(stage.group)
-            through += stage.decoder_layers * of.encode_s + stage.encoder_layers * of.encoder_s
-            alone += stage.decoder_layers * of.alone_s + stage.encoder_layers * of.encoder_alone_s
+            of = self._of_stage(stage)
+            through += of.encode_s + stage.encoder_layers * of.encoder_s
+            alone += of.alone_s + stage.encoder_layers * of.encoder_alone_s
         return _Stages(
             decode_s=decode,
             mixed_s=mixed,
@@ -195,7 +196,7 @@ class PlacementBounds:
             steady_s=steady,
             # A running micro-batch has at least one request.
             steady_passing_s=np.interp(np.maximum(self.batches, 1.0), self.batches, steady_passing),
-            first_s=lane[0].decoder_layers * first.decode_s,
+            first_s=self._of_stage(lane[0]).decode_s,
             through_s=through,
             alone_s=alone,
         )
@@ -217,15 +218,28 @@ class PlacementBounds:
         seconds: Array = Line.of(curve)(self.batches)
         return seconds
 
-    def _degree(self, group: tuple[int, int]) -> _Degree:
-        if group not in self._degrees:
-            self._degrees[group] = self._degree_of(group)
-        return self._degrees[group]
+    def _of_stage(self, stage: StageShape) -> _Degree:
+        """Return the times of all of a stage's decoder layers; those of the encoder and the head stay."""
+        if stage not in self._of_stages:
+            layer = self._degree(stage.group)
+            last = self._degree(stage.group, is_last=stage.heads)
+            of_all = {}
+            for name in OF_DECODER_LAYERS:
+                own = getattr(layer, name)
+                of_all[name] = stage.decoder_layers * own + (getattr(last, name) - own)
+            self._of_stages[stage] = layer._replace(**of_all)
+        return self._of_stages[stage]
 
-    def _degree_of(self, group: tuple[int, int]) -> _Degree:
+    def _degree(self, group: tuple[int, int], *, is_last: bool = False) -> _Degree:
+        is_last = is_last and self._profile.layer(*group).last is not None
+        if (group, is_last) not in self._degrees:
+            self._degrees[group, is_last] = self._degree_of(group, is_last)
+        return self._degrees[group, is_last]
+
+    def _degree_of(self, group: tuple[int, int], is_last: bool) -> _Degree:
         profile, lengths, m = self._profile, self._lengths, self.batches
         layer = profile.layer(*group)
-        rest = Line.of(layer.rest)
+        rest = Line.of(layer.last if is_last and layer.last is not None else layer.rest)
         context = lengths.mean_decode_context
         encoder_s = encoder_alone_s = 0.0
         if layer.cross is not None:
@@ -348,7 +362,10 @@ class PolicyBounds:
 
 
 class _Degree(NamedTuple):
-    """A layer's times at one tensor-parallel degree, named as in `_Stages`. # [m]; of one prompt where a number"""
+    """Times of a layer, or of a stage's, in one kind of group, named as in `_Stages`.
+
+    # [m]; of one prompt where a number
+    """
 
     decode_s: Array
     steady_s: Array
@@ -362,6 +379,9 @@ class _Degree(NamedTuple):
     alone_s: float
     """One prompt in a step of its own; `encode_s` is its share of the largest step."""
     encoder_alone_s: float
+
+
+OF_DECODER_LAYERS = ("decode_s", "steady_s", "mixed_s", "met_s", "encode_s", "alone_s")
 
 
 def _convex_floor(x: Array, y: Array) -> Array:

@@ -144,6 +144,7 @@ def corrected(profile: Profile, calibration: Calibration) -> Profile:
         layer.model_copy(
             update={
                 "rest": layer.rest.times(by["tokens"]),
+                "last": None if layer.last is None else layer.last.times(by["tokens"]),
                 "encode_attention": layer.encode_attention.times(by["encode_attention"]),
                 "decode_attention": layer.decode_attention.times(by["decode_attention"]),
                 "cross": None if layer.cross is None else _crossed(layer.cross, by),

@@ -112,7 +112,10 @@ def random_settings(kind: str, rng: np.random.Generator) -> PolicySettings:
 
 
 def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[int, ...] = (1,)) -> Profile:
-    """Piecewise linear tables; uneven ones rise and fall by up to 40% around a trend, as noisy measurements do."""
+    """Piecewise linear tables; uneven ones rise and fall by up to 40% around a trend, as noisy measurements do.
+
+    In one of two the model's last layer takes less for tokens whose logits are not wanted.
+    """
 
     def noise(shape: int | tuple[int, int]) -> np.ndarray:
         return np.ones(shape) if monotone else rng.uniform(0.6, 1.4, shape)
@@ -135,7 +138,7 @@ def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[i
         for tp in degrees
     )
     hops: dict[str, Curve] = {"hop": curve(tokens), "kv_transfer": curve(tokens)} if len(degrees) > 1 else {}
-    return Profile(
+    profile = Profile(
         source="analytic",
         model=RANDOM,
         dtype="float32",
@@ -146,3 +149,9 @@ def random_profile(rng: np.random.Generator, *, monotone: bool, degrees: tuple[i
         head=curve(batches),
         overhead=curve(batches),
     )
+    (of_last,) = rng.spawn(1)  # what is drawn next stays what it is
+    if of_last.random() < 0.5:
+        return profile
+    share = of_last.random()
+    layers = tuple(layer.model_copy(update={"last": layer.rest.times(share)}) for layer in layers)
+    return profile.model_copy(update={"layers": layers})

@@ -65,6 +65,22 @@ def test_a_step_that_samples_nothing(spec):
     assert worker.execute(Step((Chunk(0, 0, 10),), ())) == {}
 
 
+def test_the_last_layer_keeps_tokens_alone_whose_logits_are_wanted(spec):
+    worker = build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=12, block_size=8))
+    seen = []
+    for layer in (worker.model.layers[0], worker.model.layers[-1]):
+        layer.mlp.register_forward_pre_hook(lambda mlp, inputs: seen.append(len(inputs[0])))
+    start(worker, [Generation(0, tuple(range(20)), 4), Generation(1, tuple(range(5)), 4)])
+    for step, expected in (
+        (Step((Chunk(0, 0, 10),), ()), [10]),  # none is wanted
+        (Step((Chunk(0, 10, 10), Chunk(1, 0, 5)), ()), [15, 2]),
+        (Step((), (0, 1)), [2, 2]),
+    ):
+        worker.execute(step)
+        assert seen == expected
+        seen.clear()
+
+
 def test_options_that_cannot_take_effect_are_refused(spec):
     with pytest.raises(InputError, match="known backends: numba, reference, triton"):
         build_worker(WorkerSettings(spec=spec, dtype="float32", num_blocks=8, backend="cuda-magic"))

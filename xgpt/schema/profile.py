@@ -122,6 +122,9 @@ class LayerTimes(Frozen):
     """Parts into which a layer's experts are divided; the devices of each part hold slices of its experts."""
     rest: Curve
     """Everything but attention, against tokens."""
+    last: Curve | None = None
+    """The same of the model's last layer, for tokens whose logits are not wanted: keys and values alone. What it does
+    for those that are wanted is part of `head` then. None: it is like all others."""
     encode_attention: Surface
     """Causal attention of whole prompts, against (batch, prompt length)."""
     decode_attention: Surface
@@ -129,7 +132,7 @@ class LayerTimes(Frozen):
     cross: CrossTimes | None = None
     """For an encoder-decoder only."""
     head: Curve | None = None
-    """Output head shared by the group, against sampled tokens; None: the profile's `head`, as on one device."""
+    """As the profile's `head`, shared by the group; None: that one, as on one device."""
 
 
 class EncoderLayerTimes(Frozen):
@@ -180,7 +183,8 @@ class Profile(Frozen):
     embedding: Curve
     """Embedding of a step's tokens."""
     head: Curve
-    """Final norm, output head and sampling, against sampled tokens."""
+    """Final norm, output head and sampling, against sampled tokens; where layers have a `last`, also the last layer
+    behind its attention."""
     overhead: Curve
     """The loop's own time for each step (scheduling, batch assembly, bookkeeping), against requests in the step."""
     hop: Curve | None = None

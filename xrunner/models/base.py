@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -36,10 +36,26 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
         self.mlp_result_norm = norm() if norms_results else nn.Identity()
 
-    def forward(self, hidden: Tensor, batch: Batch, attend: Attend) -> Tensor:  # [tokens, hidden] -> same
+    def forward(self, hidden: Tensor, batch: Batch, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """# [tokens, hidden], int64 [wanted] -> [wanted, hidden]
+
+        Args:
+            rows: tokens that are wanted behind the layer; of the others it makes keys and values alone. None: all.
+        """
+        if rows is not None:
+            attend = partial(_attend_of, attend, rows)
         attended = self.attention(self.attention_norm(hidden), batch.positions, attend)
+        if rows is not None:
+            hidden = hidden[rows]
+            if not len(rows):
+                return hidden
         hidden = self.attention_result_norm(attended).add_(hidden)
         return self.mlp_result_norm(self.mlp(self.mlp_norm(hidden))).add_(hidden)
+
+
+def _attend_of(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
+    """What tokens of these rows have attended to."""
+    return attend(q, k, v, scoring=scoring)[rows]
 
 
 class Model(nn.Module):
@@ -164,7 +180,8 @@ class Model(nn.Module):
 class DecoderModel(Model):
     """Embedding, layers, head.
 
-    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same; `attend` is any `layers.Attend`.
+    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same; `attend` is any `layers.Attend`. Behind the
+    attention of the model's last layer only tokens are left whose logits are wanted: of a prompt its last.
     """
 
     last_modules = ("final_norm", "lm_head")
@@ -190,8 +207,17 @@ class DecoderModel(Model):
         hidden = self.embed(batch) if received is None else received
         for rotary in self._rotaries.values():
             rotary.begin_step()
-        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
-            hidden = layer(hidden, batch, partial(backend.forward, cache=layer_cache, batch=batch))
-        if not self.has_head:
-            return hidden
-        return self.head(hidden[batch.logit_rows], highest_only=batch.highest_only)
+        attends = [partial(backend.forward, cache=layer_cache, batch=batch) for layer_cache in cache.layers]
+        hidden = self.run_layers(hidden, batch, attends, batch.logit_rows if self.has_head else None)
+        return self.head(hidden, highest_only=batch.highest_only) if self.has_head else hidden
+
+    def run_layers(self, hidden: Tensor, batch: Batch, attends: Sequence[Attend], rows: Tensor | None) -> Tensor:
+        """All layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
+
+        Args:
+            rows: tokens that are wanted behind the last layer; None: all.
+        """
+        is_cut = rows is not None and len(rows) < len(hidden)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            hidden = layer(hidden, batch, attend, rows if is_cut and layer is self.layers[-1] else None)
+        return hidden if rows is None or is_cut else hidden[rows]

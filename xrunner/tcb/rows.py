@@ -199,9 +199,9 @@ class _CausalRows(Rows):
                 cache.fill(k, v, slots.start, len(self._owner))
                 return _by_token(attend_slots(q, k, v, allowed, None, scoring.scale_of(q.shape[-1])))
 
-            hidden = self._forward(_batch(self._token_ids[slots], self._positions[slots]), attend)
             here = (self._slot >= slots.start) & (self._slot < slots.stop)
-            ends.append(hidden[(self._slot[here] - slots.start) * num_tokens + self._end[here]])
+            last = (self._slot[here] - slots.start) * num_tokens + self._end[here]
+            ends.append(self._forward(_batch(self._token_ids[slots], self._positions[slots]), attend, last))
         return torch.cat(ends)
 
     def next(self, tokens: Tensor) -> Tensor:
@@ -218,12 +218,10 @@ class _CausalRows(Rows):
         self._length = self._length[self._tensor(stay)]
         super().keep(stay)
 
-    def _forward(self, batch: Batch, attend: Callable[..., Tensor]) -> Tensor:
-        """# [tokens, hidden]"""
-        hidden = self._model.embed(batch)
-        for layer, cache in zip(self._model.layers, self._kept, strict=True):
-            hidden = layer(hidden, batch, partial(attend, cache=cache))
-        return hidden
+    def _forward(self, batch: Batch, attend: Callable[..., Tensor], rows: Tensor | None = None) -> Tensor:
+        """Hidden states of these rows; None: of all. # [tokens, hidden]"""
+        attends = [partial(attend, cache=cache) for cache in self._kept]
+        return self._model.run_layers(self._model.embed(batch), batch, attends, rows)
 
 
 class _EncoderDecoderRows(Rows):

@@ -26,6 +26,7 @@ class GroupTables:
             raise InputError("ep_degree", ep, f"{of} {held} where tp_degree is {degree}")
         layer = profile.layer(*group)
         self.rest = Line.of(layer.rest)
+        self.last = self.rest if layer.last is None else Line.of(layer.last)
         self.encode = Grid(layer.encode_attention)
         self.decode = Grid(layer.decode_attention)
         self.head = Line.of(profile.head_of(degree))
@@ -36,6 +37,11 @@ class GroupTables:
             self.encoder_rest = Line.of(encoder.rest)
             self.encoder = Grid(encoder.attention)
         self._of_prompts: dict[Lengths, Table] = {}
+
+    def layers(self, number: int, *, with_last: bool) -> Line:
+        """Return what a stage's layers do but attention, by tokens."""
+        is_cut = with_last and self.last is not self.rest
+        return self.rest.scaled(number - 1) + self.last if is_cut else self.rest.scaled(number)
 
     def of_prompts(self, lengths: Lengths) -> Table:
         """Return a layer's attention for encoding prompts, by the number of prompts."""

@@ -7,7 +7,8 @@ A stage with d decoder and e encoder layers takes, for a step with n tokens of w
 
     d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
 
-with the tables of its tensor-parallel degree; embedding on the first stage, head on the last. Every stage pays the
+with the tables of its tensor-parallel degree; embedding on the first stage, head on the last. There one of the d layers
+makes keys and values alone of n tokens (`last`), and what it does with the k counts as head. Every stage pays the
 overhead: each worker assembles its own batch. An encoder-decoder's prompts pass its encoder layers, and in the step
 that encodes them also the decoder, with the token that it starts with. Source: ExeGPT sec. 3, 6.
 """
@@ -102,7 +103,7 @@ class LaneCost:
         """Seconds of token-wise work by decoder tokens. # [kinds]"""
         lines = []
         for stage, _ in self.kinds:
-            line = self._degrees[stage.group].rest.scaled(stage.decoder_layers)
+            line = self._degrees[stage.group].layers(stage.decoder_layers, with_last=stage.heads)
             lines.append(line + self._embedding if stage.embeds else line)
         return Table.of(lines)
 
@@ -242,6 +243,7 @@ class LaneCost:
         layers = {
             group: (
                 degree.rest.at(num_tokens),
+                degree.last.at(num_tokens),
                 _ragged(degree.encode, step.encode) if step.encode else 0.0,
                 degree.decode.at(decodes, context) if decodes else 0.0,
                 degree.head.at(step.sampled),
@@ -252,8 +254,9 @@ class LaneCost:
         overhead_s = self._overhead.at(decodes + len(step.encode))
         found = []
         for stage, _ in self.kinds:
-            (rest_s, encode_s, decode_s, head_s), number = layers[stage.group], stage.decoder_layers
-            tokens_s = number * rest_s + (embedding_s if stage.embeds else 0.0)
+            (rest_s, last_s, encode_s, decode_s, head_s), number = layers[stage.group], stage.decoder_layers
+            tokens_s = number * rest_s + (last_s - rest_s if stage.heads else 0.0)
+            tokens_s += embedding_s if stage.embeds else 0.0
             found.append(
                 StepParts(tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s)
             )

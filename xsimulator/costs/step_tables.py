@@ -13,12 +13,14 @@ from xsimulator.counts.compiled import helper
 
 Ints = npt.NDArray[np.int64]
 
-REST, HEAD, CROSS_KV, ENCODER_REST = range(4)
-NUM_LINES = 4
+REST, LAST, HEAD, CROSS_KV, ENCODER_REST = range(5)
+NUM_LINES = 5
 """Lines of a group; all groups' lines come first, then embedding, overhead and the two hops."""
 ENCODE, DECODE, CROSS, ENCODER = range(4)
 NUM_GRIDS = 4
 
+NUM_PARTS = 7
+"""Parts of a layer's seconds, and the head's, see `layer_of`."""
 NUM_FIELDS = 6
 """Fields of a kind of stage: group, decoder layers, encoder layers, has embedding, has head, is on another node."""
 
@@ -60,7 +62,7 @@ def step_tables(cost: LaneCost) -> StepTables:
     grids: list[Grid | None] = []
     for group in groups:
         of = cost._degrees[group]
-        lines += [of.rest, of.head, of.cross_kv or none, of.encoder_rest if cost.has_encoder else none]
+        lines += [of.rest, of.last, of.head, of.cross_kv or none, of.encoder_rest if cost.has_encoder else none]
         grids += [of.encode, of.decode, of.cross, of.encoder if cost.has_encoder else nothing]
     lines += [cost._embedding, cost._overhead, cost._near or none, cost._far or none]
     empty = np.zeros(0)
@@ -135,7 +137,7 @@ def step_ns(t, step, pieces, scratch, found):
 
     Args:
         step: its counts, see `arrivals.STEP`.
-        scratch: # [groups, 6]
+        scratch: # [groups, NUM_PARTS]
         found: # [kinds]
     """
     count, decodes, others = step.last_piece - step.first_piece, step.decodes, NUM_LINES * t.num_groups
@@ -149,10 +151,10 @@ def step_ns(t, step, pieces, scratch, found):
         alone_s = line_at(t, others + 1, decodes)
     for kind in range(len(t.kinds)):
         group, layers, encoder_layers, embeds, heads, _ = t.kinds[kind]
-        rest_s, decode_s, encode_s, head_s, cross_s, joining_s = scratch[group]
+        rest_s, decode_s, encode_s, head_s, cross_s, joining_s, last_s = scratch[group]
         seconds = overhead_s + layers * (rest_s + decode_s)
         if heads:
-            seconds += head_s
+            seconds += last_s - rest_s + head_s
         if t.has_encoder:
             passing = decodes + (step.num_ended if layers else 0)
             seconds += layers * joining_s + encoder_layers * encode_s
@@ -165,10 +167,12 @@ def step_ns(t, step, pieces, scratch, found):
             if embeds:
                 seconds += line_at(t, others, step.num_tokens)
         if mixes:
-            alone = alone_s + layers * (line_at(t, NUM_LINES * group + REST, decodes) + decode_s)
+            of_rest_s = line_at(t, NUM_LINES * group + REST, decodes)
+            alone = alone_s + layers * (of_rest_s + decode_s)
             if embeds:
                 alone += line_at(t, others, decodes)
             if heads:
+                alone += line_at(t, NUM_LINES * group + LAST, decodes) - of_rest_s
                 alone += line_at(t, NUM_LINES * group + HEAD, decodes)
             seconds += t.mixing * alone
         found[kind] = max(1, np.int64(np.rint(seconds * 1e9)))
@@ -176,12 +180,14 @@ def step_ns(t, step, pieces, scratch, found):
 
 @helper
 def layer_of(t, group, step, pieces, found):
-    """Write a layer's seconds into `found`: tokens, decodes, prompts, head, cross-attention, its keys and values."""
+    """Write a layer's seconds into `found`: tokens, decodes, prompts, head, cross-attention, its keys and values, and
+    tokens in the last layer."""
     lines, grids = NUM_LINES * group, NUM_GRIDS * group
     count, decodes = step.last_piece - step.first_piece, step.decodes
     prompt_tokens, passing = step.num_tokens - decodes, decodes + step.num_ended
     found[:] = 0.0
-    found[0] = line_at(t, lines + REST, passing if t.has_encoder else step.num_tokens)
+    decoder_tokens = passing if t.has_encoder else step.num_tokens
+    found[0], found[6] = line_at(t, lines + REST, decoder_tokens), line_at(t, lines + LAST, decoder_tokens)
     found[1] = grid_at(t, grids + DECODE, decodes, step.context / decodes) if decodes else 0.0
     found[3] = line_at(t, lines + HEAD, step.sampled)
     if not t.has_encoder:

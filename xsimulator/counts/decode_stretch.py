@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xsimulator.costs.step_tables import DECODE, HEAD, NUM_LINES, REST, line_at, stretch_of
+from xsimulator.costs.step_tables import DECODE, HEAD, LAST, NUM_LINES, REST, line_at, stretch_of
 from xsimulator.counts.arrivals import NONE
 from xsimulator.counts.compiled import helper
 from xsimulator.counts.counting import can_admit
@@ -39,7 +39,7 @@ def decode_on(s, lane, tables, free_ns):
     _, layers, _, embeds, heads, _ = tables.kinds[0]
     others = NUM_LINES * tables.num_groups
     overhead_s, rest_s = line_at(tables, others + 1, decodes), line_at(tables, REST, decodes)
-    head_s = line_at(tables, HEAD, decodes) if heads else 0.0
+    head_s = line_at(tables, LAST, decodes) - rest_s + line_at(tables, HEAD, decodes) if heads else 0.0
     embedding_s = line_at(tables, others, decodes) if embeds else 0.0
     # The grid of decode attention, between the two batches that these requests lie between.
     first_batch, first_length, first = tables.grid_at[DECODE]

@@ -9,7 +9,7 @@ import numpy as np
 from xgpt.policies.lane_settings import LaneSettings
 from xgpt.policies.rule import ADJUSTMENT
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_tables import pass_stages, step_ns, step_tables
+from xsimulator.costs.step_tables import NUM_PARTS, pass_stages, step_ns, step_tables
 from xsimulator.counts.arrivals import BOTH, NONE, Kv, Run, Stream
 from xsimulator.counts.compiled import borrowed, helper, kept
 from xsimulator.counts.counting import (
@@ -68,7 +68,7 @@ def run(s, tables, free_ns):
 @helper
 def go_on(s, tables, free_ns):
     """Run on; False: the log is full."""
-    lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, 6)), np.zeros(len(tables.kinds), np.int64)
+    lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, NUM_PARTS)), np.zeros(len(tables.kinds), np.int64)
     while lane.num_left and not lane.is_given_up:
         if lane.is_logged and lane.num_settled == len(s.log):
             return False

@@ -6,7 +6,7 @@ import numpy as np
 
 from xgpt.policies.waa import TwoLaneSettings
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_tables import line_value, pass_stages, step_ns, step_tables
+from xsimulator.costs.step_tables import NUM_PARTS, line_value, pass_stages, step_ns, step_tables
 from xsimulator.costs.transfer import TransferCost
 from xsimulator.counts.arrivals import DECODE, ENCODE, NONE, TRANSFER, Kv, Run, Stream
 from xsimulator.counts.compiled import borrowed, helper, kept
@@ -61,7 +61,7 @@ def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s
 def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
     """Run on; False: the log is full."""
     lane = s.lane[0]
-    scratch = np.zeros((max(encode.num_groups, decode.num_groups), 6))
+    scratch = np.zeros((max(encode.num_groups, decode.num_groups), NUM_PARTS))
     costs_ns = np.zeros(max(len(encode.kinds), len(decode.kinds)), np.int64)
     while lane.num_left and not lane.is_given_up:
         if lane.is_logged and lane.num_settled == len(s.log):

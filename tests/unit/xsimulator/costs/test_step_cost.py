@@ -11,7 +11,7 @@ from xprofiler import analytic
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
-from xsimulator.stages import whole
+from xsimulator.stages import lane, whole
 
 UNEVEN = Line([1, 4, 16, 64, 100], [1.0, 1.5, 7.0, 8.0, 20.0])
 
@@ -73,6 +73,18 @@ def test_grid_goes_on_beyond_its_ends_but_not_below_zero() -> None:
     assert float(grid(1, 60)) == pytest.approx(4.0)
     steep = Grid(Surface(batches=(1,), lengths=(10, 20), seconds=((1.0, 3.0),)))
     assert float(steep(1, 1)) == 0.0
+
+
+def test_the_last_layer_makes_keys_and_values_alone_of_tokens_that_are_not_sampled() -> None:
+    spec, _ = load_model("opt-125m")
+    profile = analytic.profile(spec, load_cluster("h200x8"), "float32")
+    layer = profile.layer(1)
+    cut = profile.model_copy(update={"layers": (layer.model_copy(update={"last": layer.rest.times(0.25)}),)})
+    saved = 0.75 * Line.of(layer.rest).at(130)
+    step = StepCounts.of([(0, 64, 0), (64, 128, 1)], [100, 300])
+    for of_stages in (whole(spec), lane([1, 1], (4, 8))):
+        times = [LaneCost(spec, of, of_stages).step(step) for of in (profile, cut)]
+        assert np.subtract(*times).tolist() == pytest.approx([0.0] * (len(of_stages) - 1) + [saved])
 
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:

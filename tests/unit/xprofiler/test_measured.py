@@ -1,0 +1,46 @@
+"""Tables of a decoder-only model from times of parts and of whole steps, whatever these were."""
+
+import numpy as np
+import pytest
+
+from xgpt.machine import detect
+from xgpt.resolve import load_model
+from xprofiler import measure
+from xprofiler.bench import Points
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
+from xsimulator.stages import whole
+
+
+def test_parts_add_up_to_the_steps_that_were_measured() -> None:
+    spec, _ = load_model("opt-125m")
+    points = Points.of(spec)
+    rng = np.random.default_rng(4)
+    measured: dict[tuple[str | int, ...], float] = {("spread", 0): 0.0}
+    sizes = {
+        "encode attention": points.encode,
+        "decode attention": points.decode,
+        "head": [(n,) for n in range(1, 129)],
+        "overhead": [(n,) for n in measure.BATCHES],
+        "last layer": [(n,) for n in measure.TOKENS],
+    }
+    for name, at in sizes.items():
+        measured |= {(name, *size): rng.uniform(1e-4, 2e-4) for size in at}
+    measured |= {("embedding", n): 1e-6 * n for n in measure.TOKENS}
+    measured |= {("step", n): rng.uniform(0.05, 0.06) for n in points.steps}
+    profile = measure.assembled(spec, detect(1), "float32", 1, {}, {(1, 1): measured})
+    cost = LaneCost(spec, profile, whole(spec))
+
+    def predicted(step: StepCounts) -> float:
+        (parts,) = cost.parts(step)
+        return sum(parts) - parts.overhead
+
+    context = sum(points.steps[1][0])
+    for n in measure.BATCHES:
+        assert predicted(StepCounts((), n, n * context, n, n)) == pytest.approx(measured["step", n])
+    (layer,) = profile.layers
+    for n in (512, 2048):  # batches of the table; such a step was measured without a head, all its layers alike
+        prompts = StepCounts([(0, 128, 1)] * (n // 128), 0, 0, n // 128, n)
+        cut = dict(zip(layer.rest.points, np.subtract(layer.rest.seconds, layer.last.seconds), strict=True))
+        expected = measured["step", n] - cut[n] + measured["head", n // 128] + cut[n // 128]
+        assert predicted(prompts) == pytest.approx(expected, rel=0.01)
