@@ -73,7 +73,8 @@ class GraphedModel:
         size = size_of(count, self.sizes)
         self._inputs.fill(batch, size)
         self._replays[size]()
-        return self._logits[:count]
+        logits = self._logits[:count]
+        return logits if batch.added is None else logits + batch.added
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:

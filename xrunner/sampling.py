@@ -10,7 +10,7 @@ candidates differ by no more than that rounding, just as another logit may becom
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ _GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, 1, -1, -1), _SETTINGS)
 class Sampler:
     """Chooses the next tokens of a batch by the sampling parameters of each row's request.
 
-    If all rows are greedy and ask for nothing else, `is_idle` holds, and the caller may use `highest` instead.
+    If all rows are greedy and ask for nothing else, `is_idle` holds, and the caller may use `highest` instead; where
+    `takes_highest` holds, `highest` of logits and `clocks` together.
 
     Attributes:
         failed: why the last call has chosen no token, by index into its rows; rows of logits that are not finite are
@@ -83,6 +84,42 @@ class Sampler:
     def is_idle(self) -> bool:
         """Whether every row is greedy, without penalties, biases, grammars and log probabilities."""
         return not self._active
+
+    def takes_highest(self, rows: np.ndarray) -> bool:
+        """Whether the highest of logits plus `clocks` is the token of each row: none has a rule but a temperature.
+
+        # int64 [sampled]
+        """
+        if self.is_idle:
+            return True
+        settings = self._settings_of(rows)
+        ruled = (settings["temperature"] > 0) & _is_cut(settings, self._vocab_size)
+        ruled |= (settings["counts"] >= 0) | (settings["num_logprobs"] >= 0)
+        constrained = self._states.keys() | self._biases.keys()
+        return not ruled.any() and constrained.isdisjoint(rows.tolist())
+
+    def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
+        """What decides draws at a temperature alone, to be added to logits; None where all rows are greedy.
+
+        Args: as in `__call__`.
+
+        Returns:
+            # float32 [sampled, vocab]
+        """
+        settings = self._settings_of(rows)
+        drawn = np.flatnonzero(settings["temperature"])
+        if not drawn.size:
+            return None
+        added = torch.zeros(len(rows), self._vocab_size, device=self._counts.device)
+        for index, clocks in zip(drawn, self._clocks_of(settings[drawn], positions[drawn]), strict=True):
+            torch.mul(clocks, float(settings["temperature"][index]), out=added[index])
+        return added
+
+    def _clocks_of(self, settings: np.ndarray, positions: np.ndarray) -> Iterator[Tensor]:
+        if self._noise is None:
+            self._noise = token_noise(self._vocab_size).to(self._counts.device)
+        for at_once in clocks_of(keys_of(settings["seed"], positions), self._noise):
+            yield from at_once
 
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
         """Store the sampling parameters of a row's request; `output`: what it had generated before a preemption."""
@@ -267,12 +304,20 @@ def _draw(scores: Tensor, settings: np.ndarray, positions: np.ndarray, noise: Te
     """
     # With the highest score at 0, dividing by a low temperature can only send the others to -inf.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / _column(settings["temperature"], scores)
-    vocab = scores.shape[-1]
-    cut = np.flatnonzero((settings["top_k"] < vocab) | (settings["top_p"] < 1) | (settings["min_p"] > 0))
+    cut = np.flatnonzero(_is_cut(settings, scores.shape[-1]))
     if cut.size:
         kept = scores[cut]
         scores[cut] = kept.masked_fill(kept < _lowest_kept(kept, settings[cut]), -torch.inf)
-    return _race(scores.softmax(dim=-1), keys_of(settings["seed"], positions), noise)
+    first, tokens = 0, []
+    for clocks in clocks_of(keys_of(settings["seed"], positions), noise):
+        tokens.append(clocks.add_(scores[first : first + len(clocks)]).argmax(dim=-1))
+        first += len(clocks)
+    return torch.cat(tokens)
+
+
+def _is_cut(settings: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Whether top-k, top-p or min-p leaves tokens out. # bool [rows]"""
+    return (settings["top_k"] < vocab_size) | (settings["top_p"] < 1) | (settings["min_p"] > 0)
 
 
 def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) -> Tensor:
@@ -302,34 +347,28 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
     return torch.maximum(lowest, min_p.log())
 
 
-def _race(weights: Tensor, keys: np.ndarray, noise: Tensor) -> Tensor:
-    """Draw one token a row with these weights: that of the first of exponential clocks with these rates.
+def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
+    """Return numbers of which the highest, each added to a token's logarithmic weight, is at a token drawn by weight.
 
-    A token's clock depends only on the row's key and the token. So if weights differ by rounding, another token is
-    drawn only if two clocks were that close. Inverting the cumulative distribution would add up the rounding of all
-    tokens.
+    They are negative logarithms of exponential clocks: the first of clocks with these rates wins. A token's clock
+    depends only on the row's key and the token. So if weights differ by rounding, another token is drawn only if two
+    clocks were that close. Inverting the cumulative distribution would add up the rounding of all tokens.
 
     Args:
-        weights: of any scale, at least one above 0. # float32 [rows, vocab]
         keys: each row's. # uint64 [rows]
         noise: random bits of each token. # int32 [vocab]
 
     Returns:
-        # int64 [rows]
+        Some rows at a time, in order. # float32 [rows, vocab]
     """
     halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2)).to(noise.device)
-    at_once = max(1, RACERS // weights.shape[-1])
-    tokens = []
-    for rates, half in zip(weights.split(at_once), halves.split(at_once), strict=True):
+    for half in halves.split(max(1, RACERS // len(noise))):
         bits = (noise ^ half[:, :1]).mul_(half[:, 1:] | 1)
         for shift, mask, factor in HASH:
             bits ^= (bits >> shift).bitwise_and_(mask)
             bits *= factor
         uniform = bits.bitwise_and_(2**31 - 1).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-        tokens.append(
-            rates.div(uniform.neg_().log1p_()).argmin(dim=-1)
-        )  # the logarithm is below 0, so the least quotient is the first clock
-    return torch.cat(tokens)
+        yield uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def token_noise(vocab_size: int) -> Tensor:

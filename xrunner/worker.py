@@ -240,7 +240,10 @@ class Worker(OneAtATime):
         scored = _Scored.at(step, self._prompts, self._num_top)
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat([batch.logit_rows, scored.rows.to(self._device)]))
-        is_plain = self._sampler.is_idle
+        takes_highest = scored is None and self._vocabulary is None and self._sampler.takes_highest(sampled_rows)
+        if takes_highest:
+            batch = replace(batch, added=self._sampler.clocks(sampled_rows, self._context[sampled_rows]))
+        is_plain = takes_highest or self._sampler.is_idle
         tokens = self.next_tokens(batch) if is_plain else self._chosen(batch, sampled, sampled_rows, scored)
         if tokens is None:
             return {}
@@ -248,7 +251,10 @@ class Worker(OneAtATime):
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
-        """Run the model; return its greedy choices, or None if this is not the last stage. # int64 [sampled]"""
+        """Run the model; return the tokens of the highest logits, with what the batch adds to them.
+
+        None if this is not the last stage. # int64 [sampled]
+        """
         with torch.inference_mode():
             logits = self.logits(replace(batch, highest_only=True))
             return None if logits is None else self.sample(logits).cpu().numpy()

@@ -57,9 +57,10 @@ def test_the_highest_is_that_of_float32(layout, shape):
     st.integers(1, 9),
     st.floats(0.0, 1.5),
     st.booleans(),
+    st.sampled_from((None, 0.1, 10.0)),
 )
-def test_the_highest_of_any_weights(seed, num_outputs, depth, rows, spread, alike):
-    """Of several sizes, inputs with outliers, or outputs that are nearly or wholly the same."""
+def test_the_highest_of_any_weights(seed, num_outputs, depth, rows, spread, alike, more):
+    """Of several sizes, inputs with outliers, outputs nearly or wholly the same, or with more added to each."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape):
@@ -70,8 +71,11 @@ def test_the_highest_of_any_weights(seed, num_outputs, depth, rows, spread, alik
         weight[num_outputs // 2 :] = weight[: num_outputs - num_outputs // 2] * (1 + 1e-4)
     screen = Screen(weight, LAYOUTS[0], lambda x, bias: linear(x, weight, bias))
     exact = linear(x.double(), weight.double())
-    chosen = exact.gather(1, screen(x).argmax(dim=1, keepdim=True))[:, 0]
-    slack = 1e-5 * x.norm(dim=1) * weight.norm(dim=1).amax()  # what float32 itself may confuse
+    added = None if more is None else more * torch.randn(rows, num_outputs, generator=generator)
+    if added is not None:
+        exact += added
+    chosen = exact.gather(1, screen(x, added).argmax(dim=1, keepdim=True))[:, 0]
+    slack = 1e-5 * (x.norm(dim=1) * weight.norm(dim=1).amax() + (more or 0))  # what float32 itself may confuse
     assert (chosen >= exact.amax(dim=1) - slack).all()
 
 
@@ -127,7 +131,9 @@ def screening(directory, num_devices):
 def screened_rows(monkeypatch):
     """Rows that a screen has been asked for."""
     rows, call = [], Screen.__call__
-    monkeypatch.setattr(Screen, "__call__", lambda screen, x, bias=None: (rows.append(len(x)), call(screen, x))[1])
+    monkeypatch.setattr(
+        Screen, "__call__", lambda screen, x, added=None: (rows.append(len(x)), call(screen, x, added))[1]
+    )
     return rows
 
 
@@ -156,18 +162,24 @@ def test_tokens_on_two_devices_are_those_of_transformers(checkpoint, workers, ki
         assert served_on(workers, planned(problem, kind, placement)) == expected
 
 
-def test_requests_that_draw_get_all_logits(checkpoint):
-    directory, _ = checkpoint("opt-tied")
+@pytest.mark.parametrize(
+    ("rules", "is_screened"),
+    [({}, True), ({"logprobs": 2}, False), ({"top_p": 0.8}, False), ({"frequency_penalty": 0.5}, False)],
+)
+@pytest.mark.parametrize(("name", "batching"), [("opt-tied", "flat"), ("opt-tied", "rows"), ("gemma2-grouped", "flat")])
+def test_requests_that_draw_get_the_tokens_of_all_logits(checkpoint, screened_rows, name, batching, rules, is_screened):
+    directory, _ = checkpoint(name)
     outputs = []
     for problem in (problem_of(directory, 1), screening(directory, 1)):
-        engine, tokens = build_engine(planned(problem, "chunked")), []
+        engine, tokens = build_engine(planned(problem, "static"), batching=batching), []
         for id_, prompt in enumerate(PROMPTS):
-            sampling = SamplingParams(temperature=0.8, seed=id_, logprobs=2) if id_ % 2 else SamplingParams()
+            sampling = SamplingParams(temperature=0.8, seed=id_, **rules) if id_ % 2 else SamplingParams()
             engine.submit(Generation(id_, prompt, MAX_OUTPUT, sampling=sampling))
         while (step := engine.step()) is not None:
             tokens += [(t.id, t.token, t.logprobs) for t in step]
         outputs.append(tokens)
     assert outputs[0] == outputs[1]
+    assert name != "opt-tied" or (sum(screened_rows) >= MAX_OUTPUT * len(PROMPTS)) == is_screened
 
 
 def test_memory_counts_the_copy_in_eight_bits(checkpoint):

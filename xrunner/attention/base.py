@@ -33,6 +33,7 @@ class Batch:
         first_key: the first token that each sequence attends to; None: of all, the first. # int32 [sequences]
         both_ways: each token attends to all of its sequence, not only up to itself.
         highest_only: of the logits of a token only the highest is wanted, and need be right.
+        added: to logits, before the highest is looked for; None: nothing. # float32 [sampled, vocab]
     """
 
     token_ids: Tensor
@@ -48,6 +49,7 @@ class Batch:
     first_key: Tensor | None = None
     both_ways: bool = False
     highest_only: bool = False
+    added: Tensor | None = None
 
 
 class PositionBias(NamedTuple):

@@ -55,28 +55,39 @@ class Screen:
         self._most = len(weight) // MOST_CANDIDATES
         self._rest = self._left = 0
 
-    def __call__(self, x: Tensor, bias: None = None) -> Tensor:
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Return sums of which the highest of each row is that of float32, and no other one is above it.
 
         # float32 [rows, in] -> [rows, out]
+
+        Args:
+            added: to the sums, before the highest is looked for. # float32 [rows, out]
         """
         if self._left or not self._is_bounded:
             self._left = max(self._left - 1, 0)
-            return self._whole(x, None)
+            return self._exact(x, added)
         x = x.contiguous()
         sums = self._product(x, None)
+        if added is None:
+            added = sums[:, :0]
+        else:
+            sums += added
         rounded, scale = quantise(x)
         norms, lost = x.norm(dim=1), (x - rounded * scale[:, None]).norm(dim=1)
         is_right = torch.empty(len(x), dtype=torch.bool)
         of_x = x.numpy(), norms.numpy(), lost.numpy()
         of_weight = self._weight.numpy(), self._errors.numpy(), self._norms.numpy()
-        run(_KERNEL, sums.numel(), sums.numpy(), *of_x, *of_weight, self._most, is_right.numpy())
+        run(_KERNEL, sums.numel(), sums.numpy(), *of_x, *of_weight, self._most, added.numpy(), is_right.numpy())
         if is_right.all():
             self._rest = 0
         else:
-            sums[~is_right] = self._whole(x[~is_right], None)
+            sums[~is_right] = self._exact(x[~is_right], added[~is_right] if added.shape[1] else None)
             self._left = self._rest = min(2 * self._rest + 1, MOST_REST)
         return sums
+
+    def _exact(self, x: Tensor, added: Tensor | None) -> Tensor:
+        sums = self._whole(x, None)
+        return sums if added is None else sums.add_(added)
 
 
 def fastest_screen(shape: Shape, layouts: dict[str, str]) -> dict[str, str]:
@@ -123,8 +134,14 @@ def _dot(a: Any, b: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _rescore(sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any) -> Any:
-    """Replace a row's candidates by their sums in float32; whether there were no more than `most` of them."""
+def _rescore(
+    sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, added: Any
+) -> Any:
+    """Replace a row's candidates by their sums in float32; whether there were no more than `most` of them.
+
+    Args:
+        added: what sums have been added to; of no length: nothing.
+    """
     if not np.isfinite(norm * norm):
         return False  # the bound would be none, and fastmath reckons without what is not finite
     certain, count = _highest(sums, -norm, -lost, errors, norms), 0
@@ -137,15 +154,15 @@ def _rescore(sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, 
                 count += 1
                 if count > most:
                     return False
-                sums[i] = _dot(x, weight[i])
+                sums[i] = _dot(x, weight[i]) + (added[i] if len(added) else np.float32(0.0))
     return True
 
 
 def _rescore_all(
-    sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, is_right: Any
+    sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, added: Any, is_right: Any
 ) -> None:
     for i in prange(len(x)):
-        is_right[i] = _rescore(sums[i], x[i], norm[i], lost[i], weight, errors, norms, most)
+        is_right[i] = _rescore(sums[i], x[i], norm[i], lost[i], weight, errors, norms, most, added[i])
 
 
 _KERNEL = compiled(_rescore_all)

@@ -132,7 +132,7 @@ class Model(nn.Module):
         """The feed-forward block of one layer."""
 
     @abstractmethod
-    def head(self, hidden: Tensor, *, highest_only: bool = False) -> Tensor:
+    def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
         """Logits of the rows that are wanted (see `layers.Head`). # [rows, hidden] -> [rows, vocab]"""
 
     @abstractmethod
@@ -195,11 +195,12 @@ class DecoderModel(Model):
         """# [tokens, hidden]"""
         return self.token_embedding(batch.token_ids)
 
-    def head(self, hidden: Tensor, *, highest_only: bool = False) -> Tensor:
-        logits = self.lm_head(self.final_norm(hidden), highest_only=highest_only)
-        if (cap := self.spec.logit_softcap) is not None:
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+    def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
+        hidden, cap = self.final_norm(hidden), self.spec.logit_softcap
+        if cap is None:
+            return self.lm_head(hidden, highest_only=highest_only, added=added)
+        logits = cap * torch.tanh(self.lm_head(hidden, highest_only=highest_only and added is None) / cap)
+        return logits if added is None else logits + added
 
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
@@ -209,7 +210,7 @@ class DecoderModel(Model):
             rotary.begin_step()
         attends = [partial(backend.forward, cache=layer_cache, batch=batch) for layer_cache in cache.layers]
         hidden = self.run_layers(hidden, batch, attends, batch.logit_rows if self.has_head else None)
-        return self.head(hidden, highest_only=batch.highest_only) if self.has_head else hidden
+        return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
     def run_layers(self, hidden: Tensor, batch: Batch, attends: Sequence[Attend], rows: Tensor | None) -> Tensor:
         """All layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]

@@ -160,15 +160,16 @@ class EncoderDecoderModel(Model):
             attend = biased(backend, layer_cache, own, bias)
             cross_attend = partial(backend.forward, cache=layer_cache, batch=cross_batch)
             hidden = layer(hidden, memory, own, attend, cross_attend)
-        return self.head(hidden, highest_only=batch.highest_only) if self.has_head else hidden
+        return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
     def own_bias(self, own: Batch) -> PositionBias:
         """What the decoder's self-attention adds, the same in all layers."""
         assert own.prompt_len is not None
         return self.decoder.position_bias.of_places(int((own.context_len - own.prompt_len).max()))
 
-    def head(self, hidden: Tensor, *, highest_only: bool = False) -> Tensor:
-        return self.lm_head(self.decoder.final_norm(hidden) * self.spec.head_scale, highest_only=highest_only)
+    def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
+        hidden = self.decoder.final_norm(hidden) * self.spec.head_scale
+        return self.lm_head(hidden, highest_only=highest_only, added=added)
 
 
 def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: PositionBias) -> Attend:

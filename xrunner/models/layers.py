@@ -91,11 +91,17 @@ class Head(Linear):
         if weight is not None and self._packed is not None and dtype == "float32" and layout in layouts_of("int8"):
             self._screen = Screen(weight.data, layout, self._packed)
 
-    def forward(self, x: Tensor, *, highest_only: bool = False) -> Tensor:  # [rows, in] -> [rows, vocab]
-        """With `highest_only`, of each row the highest logit alone is right, and no other one is above it."""
+    def forward(self, x: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
+        """# [rows, in] -> [rows, vocab]
+
+        Args:
+            highest_only: of each row the highest sum alone need be right, and no other one is above it.
+            added: to logits. # [rows, vocab]
+        """
         if highest_only and self._screen is not None:
-            return self._screen(x)
-        return super().forward(x)
+            return self._screen(x, added)
+        logits = super().forward(x)
+        return logits if added is None else logits + added
 
 
 class LayerNorm(nn.Module):

@@ -92,9 +92,10 @@ class RowWorker(OneAtATime):
                 assert self._rows is not None
                 hidden = self._rows.next(torch.from_numpy(self._last_token).to(self._device))
                 self._context += 1
-            is_plain = self._sampler.is_idle
-            logits = self.model.head(hidden, highest_only=is_plain)
-            if is_plain:
+            takes_highest = self._sampler.takes_highest(self._lines)
+            added = self._sampler.clocks(self._lines, self._context) if takes_highest else None
+            logits = self.model.head(hidden, highest_only=takes_highest, added=added)
+            if takes_highest:
                 tokens = highest(logits).cpu().numpy()
             else:
                 tokens, logprobs = self._sampler(logits, self._lines, self._context)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from xgpt.schema import ModelSpec
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
-from xrunner.sampling import Sampler, _draw, token_noise
+from xrunner.sampling import Sampler, _draw, highest, token_noise
 
 VOCAB = 40
 NUM_DRAWS = 20_000
@@ -193,6 +194,37 @@ def test_logprobs_are_the_models_own() -> None:
     assert [token for token, _ in logprobs[0].top] == ids.tolist()
     assert [value for _, value in logprobs[0].top] == pytest.approx(values.tolist(), abs=1e-5)
     assert logprobs[1].top == ()
+
+
+def test_a_temperature_alone_takes_the_highest_of_logits_and_clocks() -> None:
+    sampler, rows, positions = Sampler(VOCAB, CPU), np.arange(400), np.arange(400, dtype=np.int32)
+    assert sampler.takes_highest(rows) and sampler.clocks(rows, positions) is None
+    for row in rows[::2]:
+        sampler.start(int(row), SamplingParams(temperature=0.01 + row / 300, seed=int(row)))
+    logits = LOGITS.expand(400, -1)
+    clocks = sampler.clocks(rows, positions)
+    assert clocks is not None and sampler.takes_highest(rows)
+    assert highest(logits + clocks).numpy().tolist() == sampler(logits, rows, positions)[0].tolist()
+    assert sampler.clocks(rows[1::2], positions[1::2]) is None
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"top_k": 3},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"logprobs": 0},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((3, 1.0),)},
+    ],
+)
+def test_what_a_temperature_alone_does_not_decide(rule: dict[str, Any]) -> None:
+    sampler = Sampler(VOCAB, CPU)
+    sampler.start(1, SamplingParams(temperature=1.0, **rule))
+    assert not sampler.takes_highest(np.array([0, 1]))
+    assert sampler.takes_highest(np.array([0, 2])), "requests of other steps do not matter"
 
 
 SPEC = ModelSpec(
