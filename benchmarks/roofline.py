@@ -178,8 +178,7 @@ def prompt(worker: Worker, dtype: RunDType, length: int) -> Point:
     spec = worker.model.spec
     step = Bench(worker, no_progress).batch([(0, length)])
     num_bytes = matrix_bytes(spec, dtype) + length * kv_bytes(worker)
-    flops = 2 * length * layer_params(spec) + 2 * head_params(spec) + length * attention_flops(spec, (length + 1) / 2)
-    return Point("prompt", 1, length, num_bytes, flops, partial(worker.next_tokens, step))
+    return Point("prompt", 1, length, num_bytes, prompt_flops(spec, length), partial(worker.next_tokens, step))
 
 
 def layer_params(spec: ModelSpec) -> int:
@@ -199,6 +198,14 @@ def kv_bytes(worker: Worker) -> float:
     """Of one token, over all layers, as the cache keeps them."""
     cache = worker.cache
     return sum(layer.nbytes for layer in cache.layers) / (cache.num_blocks * cache.block_size)
+
+
+def prompt_flops(spec: ModelSpec, length: int) -> float:
+    """Of a prompt with the logits of its last token: of others the last layer's keys and values are all it needs."""
+    of_token = 2 * layer_params(spec) + attention_flops(spec, (length + 1) / 2)
+    keys_and_values = 2 * spec.hidden_size * spec.kv_bytes_per_layer("float32") / BYTES_PER_ELEMENT["float32"]
+    saved = of_token / spec.num_layers - keys_and_values
+    return length * of_token - (length - 1) * saved + 2 * head_params(spec)
 
 
 def attention_flops(spec: ModelSpec, context: float) -> float:

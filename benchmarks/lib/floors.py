@@ -40,14 +40,12 @@ def floor_s(spec: ModelSpec, lengths: Sequence[tuple[int, int]], dtype: RunDType
     Args:
         lengths: input and output of each request.
     """
-    per_row = 2 * roofline.layer_params(spec)
-    head = 2 * roofline.head_params(spec)
-    flops = sum(n * (per_row + roofline.attention_flops(spec, (n + 1) / 2)) + head for n, _ in lengths)
-    seconds = flops / rates.flops_per_s
+    seconds = sum(roofline.prompt_flops(spec, n) for n, _ in lengths) / rates.flops_per_s
+    of_row = 2 * (roofline.layer_params(spec) + roofline.head_params(spec))
     kept = spec.kv_bytes_per_token(Precision.of(dtype, "cpu").kv)
     reading_s = roofline.matrix_bytes(spec, dtype) / rates.bytes_per_s
     for step in range(1, max(num_output for _, num_output in lengths)):
         contexts = [num_input + step for num_input, num_output in lengths if num_output > step]
-        multiplying_s = len(contexts) * (per_row + head) / rates.flops_per_s
+        multiplying_s = len(contexts) * of_row / rates.flops_per_s
         seconds += max(reading_s, multiplying_s) + sum(contexts) * kept / rates.bytes_per_s
     return seconds
