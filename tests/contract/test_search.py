@@ -21,6 +21,9 @@ from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
 from xscheduler.space import Wish
 
+ROUNDING = 1e-9
+"""A point's prediction differs in its last bit with how many others are predicted along with it."""
+
 
 @EVERY_KIND
 @pytest.mark.parametrize("seed", SEEDS)
@@ -63,7 +66,7 @@ def test_branch_and_bound_agrees_with_exhaustive(kind: str, seed: int) -> None:
         best = exhaustive.search(spaces.spaces(bound))
         found = branch_and_bound.search(spaces.spaces(bound))
         assert (found.settings is None) == (best.settings is None)
-        assert found.throughput <= best.throughput
+        assert found.throughput <= best.throughput * (1 + ROUNDING)
         assert found.throughput >= best.throughput / (1 + THROUGHPUT_TOLERANCE), (found.settings, best.settings)
 
 
@@ -79,13 +82,13 @@ def test_certificate_holds(kind: str, seed: int, monotone: bool) -> None:
         if found.settings is None or found.space is None:
             continue
         assert found.gap is not None
-        assert best.throughput <= found.throughput * (1 + found.gap) * (1 + 1e-9)
+        assert best.throughput <= found.throughput * (1 + found.gap) * (1 + ROUNDING)
         chosen = found.space.evaluate(
             {v.name: np.asarray([getattr(found.settings, v.name)]) for v in found.settings.variables}
         )
         assert chosen.fits.all()
         # To within rounding: a bound that is some point's own latency is met or missed by the last bit.
-        assert chosen.excess.max() <= 1e-9
+        assert chosen.excess.max() <= ROUNDING
 
 
 @EVERY_KIND
@@ -135,7 +138,7 @@ def test_optuna_is_repeatable_and_never_beats_exhaustive(kind: str) -> None:
     best = exhaustive.search(spaces.spaces(bound))
     assert first == second
     assert first.gap is None
-    assert 0 < first.throughput <= best.throughput
+    assert 0 < first.throughput <= best.throughput * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS if kind != "waa")])
