@@ -112,6 +112,7 @@ class Space(NamedTuple):
         limits: how many keys each row sees. # int32 [tiles * WIDE]
         places: of the rows of queries, and of results. # int64 [2, tiles * WIDE]
         key_places: of the piece's keys and of its values, where they are read. # int64 [2, piece]
+        soon: of the next piece's keys, in the cache. # int64 [piece]
     """
 
     tiles: Any
@@ -120,6 +121,7 @@ class Space(NamedTuple):
     limits: Any
     places: Any
     key_places: Any
+    soon: Any
     num_tiles: int
 
 
@@ -161,7 +163,7 @@ def score_floats(way):
 def space_floats(way, num_tiles, head_dim):
     """Room of a `Space`, counted in float32."""
     keys = 2 * way.piece * head_dim
-    integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 2 * way.piece)
+    integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 3 * way.piece)
     return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
 
 
@@ -179,6 +181,7 @@ def make_space(way, num_tiles, head_dim, memory):
         at(memory.view(np.int32), limits),
         at(memory.view(np.int64), places),
         at(memory.view(np.int64), places + 2 * num_tiles * WIDE),
+        at(memory.view(np.int64), places + 2 * num_tiles * WIDE + 2 * way.piece),
         num_tiles,
     )
 
@@ -204,19 +207,20 @@ def attend(way, span, context, rules, space):
     visible, earliest = limits[num_rows - 1], context.earliest
     if rules.window:
         earliest = max(earliest, limits[0] - rules.window)
-    block_size, key_places = context.block_size, space.key_places
-    for before in range(earliest // block_size * block_size, visible, way.piece):
-        held = min(way.piece, (visible + block_size - 1) // block_size * block_size - before)
+    begin = earliest // context.block_size * context.block_size
+    num_soon = place_keys(context, begin, visible, way.piece, space.soon)
+    for before in range(begin, visible, way.piece):
+        held = num_soon
         for t in range(held):
-            block, offset = (before + t) // block_size, (before + t) % block_size
-            key_places[t] = context.table[block] * context.stride + offset * context.head_dim
-        _ask(context, before + way.piece, min(before + 2 * way.piece, visible))
+            space.key_places[t] = space.soon[t]
+        num_soon = place_keys(context, before + way.piece, visible, way.piece, space.soon)
         _prepare(way, context, space, before, held, max(earliest - before, 0), visible - before)
         for tile in range(num_tiles):
+            asks_for = num_soon if tile == num_tiles - 1 else 0  # the last sees as much as any
             if num_rows - tile * WIDE > NARROW:
-                _pass(way, context, rules, space, span, tile, before, held, WIDE)
+                _pass(way, context, rules, space, span, (tile, before, held, asks_for), WIDE)
             else:
-                _pass(way, context, rules, space, span, tile, before, held, NARROW)
+                _pass(way, context, rules, space, span, (tile, before, held, asks_for), NARROW)
 
     for tile in range(num_tiles):
         if num_rows - tile * WIDE > NARROW:
@@ -225,23 +229,36 @@ def attend(way, span, context, rules, space):
             _end_tile(way, span, context.head_dim, rules, space, tile, NARROW)
 
 
-def _ask(context: Context, begin: int, end: int) -> None:
-    """Ask for the lines of keys and values from `begin` to `end`: no processor reads ahead from block to block."""
+@njit(nogil=True, error_model="numpy")
+def place_keys(context, begin, end, most, places):
+    """Write where keys from `begin` on lie in the cache, whole blocks up to `end`; return how many, `most` at most."""
+    block_size = context.block_size
+    count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
+    t, block, offset = 0, begin // block_size, begin % block_size
+    while t < count:
+        start = context.table[block] * context.stride
+        for _ in range(min(block_size - offset, count - t)):
+            places[t] = start + offset * context.head_dim
+            t, offset = t + 1, offset + 1
+        block, offset = block + 1, 0
+    return count
 
 
-@overload(_ask, strict=False)
-def _(context: Any, begin: Any, end: Any) -> Any:
+def ask(context: Context, places: np.ndarray, begin: int, end: int, behind: int) -> None:
+    """Ask for the lines `behind` the places from `begin` to `end`: no processor reads ahead from block to block."""
+
+
+@overload(ask, strict=False)
+def _(context: Any, places: Any, begin: Any, end: Any, behind: Any) -> Any:
     per_line = LINE_BYTES * 8 // _kept_as(context).bitwidth
 
-    def ask(context, begin, end):
-        block_size, head_dim = context.block_size, context.head_dim
-        for first in range(begin, end, block_size):
-            start = context.table[first // block_size] * context.stride
-            for line in range(start, start + min(block_size, end - first) * head_dim, per_line):
+    def asked(context, places, begin, end, behind):
+        for t in range(begin, end):
+            start = places[t] + behind
+            for line in range(start, start + context.head_dim, per_line):
                 fetch(context.cache, line)
-                fetch(context.cache, line + context.to_values)
 
-    return ask
+    return asked
 
 
 @njit(nogil=True, error_model="numpy")
@@ -289,9 +306,15 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
 
 
 @njit(nogil=True, error_model="numpy")
-def _pass(way, context, rules, space, span, tile, before, held, lanes):
-    """A tile's queries over a piece of `held` keys, the first of which is the sequence's `before`-th."""
+def _pass(way, context, rules, space, span, piece, lanes):
+    """A tile's queries over a piece of keys.
+
+    Args:
+        piece: the tile, the place of the piece's first key in the sequence, the number of its keys, and how many keys
+            of the next piece, and their values, are asked for on the way.
+    """
     literally(lanes)
+    tile, before, held, asks_for = piece
     limits, scores, window = at(space.limits, tile * WIDE), space.scores, rules.window
     visible, earliest = limits[lanes - 1], context.earliest
     if window:
@@ -299,7 +322,7 @@ def _pass(way, context, rules, space, span, tile, before, held, lanes):
     begin, end = max(earliest - before, 0), min(visible - before, held)
     if begin >= end:
         return
-    _score(way, context, space, tile, begin, end, held, lanes)
+    _score(way, context, space, tile, begin, end, (held, asks_for), lanes)
     if rules.softcap:
         limit(at(scores, begin * lanes), (end - begin) * lanes, rules.softcap)
     if rules.has_bias:  # rows are tokens
@@ -313,7 +336,7 @@ def _pass(way, context, rules, space, span, tile, before, held, lanes):
         hide(scores, limits, before, begin, end, window, lanes)
     elif before + end > limits[0]:
         hide(scores, limits, before, max(begin, limits[0] - before), end, visible, lanes)
-    _add(way, context, space, tile, begin, end, lanes)
+    _add(way, context, space, tile, begin, end, asks_for, lanes)
 
 
 def _pair_queries(way: Any, queries: np.ndarray, scratch: np.ndarray, head_dim: int, lanes: int) -> None:
@@ -409,8 +432,14 @@ def _kept_as(context: Any) -> Any:
     return context.types[Context._fields.index("cache")].dtype
 
 
-def _score(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, held: int, lanes: int) -> None:
-    """Products of a tile's queries with keys from `begin` to `end` of a piece; more of them may be made."""
+def _score(
+    way: Any, context: Context, space: Space, tile: int, begin: int, end: int, held: tuple[int, int], lanes: int
+) -> None:
+    """Products of a tile's queries with keys from `begin` to `end` of a piece; more of them may be made.
+
+    Args:
+        held: number of the piece's keys, and of the next piece's that are asked for.
+    """
 
 
 @overload(_score, strict=False, prefer_literal=True)
@@ -423,21 +452,29 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, held:
     def vectors(way, context, space, tile, begin, end, held, lanes):
         queries, head_dim = _tile(space, tile, context.head_dim, num_lanes)[0], context.head_dim
         keys, places, scores = _read(context, space), space.key_places, space.scores
-        t = begin // at_once * at_once
+        num_held, asks_for = held
+        t, asked = begin // at_once * at_once, 0
         while t < end:
-            if t + at_once <= held and _is_one_run(at(places, t), at_once, head_dim):
+            if t + at_once <= num_held and _is_one_run(at(places, t), at_once, head_dim):
                 score_keys(queries, keys, scores, places[t], t * num_lanes, head_dim, at_once, num_lanes)
                 t += at_once
             else:
                 score_keys(queries, keys, scores, places[t], t * num_lanes, head_dim, 1, num_lanes)
                 t += 1
+            ask(context, space.soon, asked, min(t, asks_for), 0)
+            asked = t
+        ask(context, space.soon, asked, asks_for, 0)
 
     def matrices(way, context, space, tile, begin, end, held, lanes):
         queries, places = _tile(space, tile, context.head_dim, num_lanes)[0], space.key_places
+        asks_for, asked = held[1], 0
         for t in range(begin // amx.DEPTH * amx.DEPTH, end, amx.DEPTH):
             first, later = places[t], places[t + SQUARE]
             scores = at(space.scores, t * num_lanes)
             amx.score_keys(queries, context.cache, scores, first, later, context.head_dim, num_lanes)
+            ask(context, space.soon, asked, min(t + amx.DEPTH, asks_for), 0)
+            asked = t + amx.DEPTH
+        ask(context, space.soon, asked, asks_for, 0)
 
     return matrices if _multiplies_halves(way) else vectors
 
@@ -460,18 +497,22 @@ def _(context: Any, space: Any) -> Any:
     return (lambda context, space: context.cache) if _is_wide(context) else (lambda context, space: space.keys)
 
 
-def _add(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, lanes: int) -> None:
-    """Add values from `begin` to `end` of a piece to a tile's sums, weighted by softmax of the scores."""
+def _add(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, asks_for: int, lanes: int) -> None:
+    """Add values from `begin` to `end` of a piece to a tile's sums, weighted by softmax of the scores.
+
+    Args:
+        asks_for: number of the next piece's values that are asked for.
+    """
 
 
 @overload(_add, strict=False, prefer_literal=True)
-def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, lanes: Any) -> Any:
+def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_for: Any, lanes: Any) -> Any:
     if not isinstance(lanes, types.IntegerLiteral):
-        return lambda way, context, space, tile, begin, end, lanes: literally(lanes)
+        return lambda way, context, space, tile, begin, end, asks_for, lanes: literally(lanes)
     num_lanes = lanes.literal_value
     at_once = KEYS_AT_ONCE[num_lanes]
 
-    def vectors(way, context, space, tile, begin, end, lanes):
+    def vectors(way, context, space, tile, begin, end, asks_for, lanes):
         _, sums, highest, total = _tile(space, tile, context.head_dim, num_lanes)
         values, places, scores = _read(context, space), at(space.key_places, way.piece), space.scores
         shrink = at(scores, way.piece * (WIDE + WIDE // 2))
@@ -480,12 +521,14 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, lanes
         d = 0
         while d + at_once <= context.head_dim:
             add_values(scores, shrink, values, places, sums, begin, d, d * num_lanes, n, at_once, num_lanes)
+            _ask_values(context, space, asks_for, d, d + at_once)
             d += at_once
         while d < context.head_dim:
             add_values(scores, shrink, values, places, sums, begin, d, d * num_lanes, n, 1, num_lanes)
+            _ask_values(context, space, asks_for, d, d + 1)
             d += 1
 
-    def matrices(way, context, space, tile, begin, end, lanes):
+    def matrices(way, context, space, tile, begin, end, asks_for, lanes):
         _, sums, highest, total = _tile(space, tile, context.head_dim, num_lanes)
         scores, pairs, head_dim = space.scores, at(space.scores, way.piece * WIDE), context.head_dim
         shrink = at(scores, way.piece * (WIDE + WIDE // 2))
@@ -501,5 +544,13 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, lanes
             place = 2 * first * head_dim + 2 * d * amx.DEPTH  # bytes
             steps = (behind - first) // amx.DEPTH
             amx.add_values(pairs, space.keys, at(sums, d * num_lanes), place, steps, head_dim, num_lanes)
+            _ask_values(context, space, asks_for, d, d + amx.DEPTH)
 
     return matrices if _multiplies_halves(way) else vectors
+
+
+@njit(nogil=True, error_model="numpy")
+def _ask_values(context, space, count, first, last):
+    """Ask for the share of the next piece's values that goes with these dimensions of a head."""
+    begin, end = count * first // context.head_dim, count * last // context.head_dim
+    ask(context, space.soon, begin, end, context.to_values)
