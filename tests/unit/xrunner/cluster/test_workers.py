@@ -228,5 +228,7 @@ def test_a_store_does_what_torch_expects_of_one(stores: Callable[[], EngineStore
     assert one.compare_set("c", "1", "3") == other.get("c") == b"3"
     assert one.compare_set("d", "1", "3") == b"1" and not one.check(["d"])
     assert one.delete_key("c") and not one.delete_key("c")
-    threading.Timer(0.1, lambda: other.set("late", b"\0\xff")).start()
+    late = threading.Timer(0.1, lambda: other.set("late", b"\0\xff"))
+    late.start()
     assert one.get("late") == b"\0\xff"
+    late.join()  # whose own answer may come after it; a store is closed when no thread uses it
