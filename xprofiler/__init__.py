@@ -5,7 +5,7 @@ A ModelSpec and a ClusterSpec enter, a Profile leaves. Only `xprofiler.measure` 
 
 from xgpt import __version__
 
-GENERATION = 10
+GENERATION = 11
 """Raise it whenever steps are executed, or measured, differently: older profiles are then not used for planning."""
 
 NATIVE_VERSION = f"{__version__}, steps of generation {GENERATION}"

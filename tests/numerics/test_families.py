@@ -16,7 +16,7 @@ from xrunner.attention import BACKENDS, usable_backends
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.kernels.packed import ACTIVATIONS, LAYOUTS, fastest, layouts_of, pack, shape_name
+from xrunner.kernels.packed import ACTIVATIONS, GATES, LAYOUTS, fastest, layouts_of, pack, shape_name
 from xrunner.kv_cache import KvCache
 from xrunner.models.layers import Rotary
 from xrunner.worker import Worker
@@ -148,17 +148,25 @@ def test_every_layout_multiplies_and_adds_and_activates(layout, activation, shap
     if not LAYOUTS[layout].is_available():
         pytest.skip("not on this processor")
     torch.manual_seed(0)
-    weight, bias = torch.randn(shape), torch.randn(shape[0])
-    product = pack(weight, activation, dtype, {shape_name(shape): layout})
+    is_gate = activation in GATES.values()
+    weight, bias = outputs_for(activation, torch.randn(shape), torch.randn(shape[0]))
+    product = pack(weight, activation, dtype, {shape_name(weight.shape): layout})
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 3e-2}[dtype]
     for rows in (0, 1, 3, 64, 513):
         x = torch.randn(rows, shape[1]) * torch.logspace(-3, 3, rows)[:, None]  # each row has a scale of its own
         for b in (bias, None):
-            expected = ACTIVATIONS[activation](linear(x, weight, b))
+            sums = linear(x, weight, b)
+            expected = ACTIVATIONS[activation](sums)
             found = product(x, b)
             assert found.shape == expected.shape and found.is_contiguous()
-            error = (found - expected).norm(dim=1)
-            assert (error <= tolerance * linear(x, weight, b).norm(dim=1)).all()
+            # What an error of the gates or of what they gate is multiplied by.
+            most = sums.norm(dim=1) if is_gate else 1.0
+            assert ((found - expected).norm(dim=1) <= tolerance * most * sums.norm(dim=1)).all()
+
+
+def outputs_for(activation, *of_outputs):
+    """As many outputs as they are; for gates an odd number of pairs. # each [out, ...]"""
+    return tuple(torch.cat((each, each.flip(-1))) if activation in GATES.values() else each for each in of_outputs)
 
 
 @pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.dtype == "float32"])
@@ -177,13 +185,14 @@ def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("threads", [2, 4])
-def test_products_of_several_threads_are_those_of_one(layout, threads):
+@pytest.mark.parametrize("activation", ["none", GATES["silu"]])
+def test_products_of_several_threads_are_those_of_one(layout, activation, threads):
     """Again and again: a thread may find rows that another one has not rounded yet only now and then."""
     if not LAYOUTS[layout].is_available():
         pytest.skip("not on this processor")
     torch.manual_seed(0)
-    weight, before = torch.randn(600, 500), torch.get_num_threads()
-    product = pack(weight, "none", LAYOUTS[layout].dtype, {shape_name(weight.shape): layout})
+    weight, before = torch.randn(600, 500) / 500**0.5, torch.get_num_threads()
+    product = pack(weight, activation, LAYOUTS[layout].dtype, {shape_name(weight.shape): layout})
     try:
         for rows in (*range(1, 40), 70, 150):
             x = torch.randn(rows, 500)
@@ -251,7 +260,7 @@ def test_logits_equal_on_processors_without_mkl(checkpoint, name, monkeypatch):
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.parametrize("shape", [(7, 5), (211, 32), (96, 770)])
 def test_a_packed_product_of_any_number_of_rows(shape, activation):
-    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    weight, bias = outputs_for(activation, torch.randn(shape) / shape[1] ** 0.5, torch.randn(shape[0]))
     product = pack(weight, activation)
     for rows in (0, 1, 2, 3, 8, 17, 64, 511, 513, 1000):
         x = torch.randn(rows, shape[1])

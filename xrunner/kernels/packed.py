@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.schema import DType
-from xrunner.kernels import matrix_panels, panels, split_panels
+from xrunner.kernels import fused, matrix_panels, panels, small, split_panels
+from xrunner.kernels.panels import Finish
 from xrunner.kernels.quantised import quantise, rescale
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,17 +29,39 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+
+def _gating(activate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gated(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate).mul_(up)
+
+    return gated
+
+
+def _silu_gate(x: Tensor) -> Tensor:
+    if fused.runs_on(x.device.type):
+        return fused.gate(x)
+    return small.gate(x) if small.runs_on(x) else _gating(F.silu)(x)
+
+
+GATES: dict[str, str] = {name: f"{name}_gate" for name in ACTIVATIONS if name != "none"}
+"""To each activation, what applies it to the first half of the outputs and multiplies the second by it.
+
+Source: GLU variants (arXiv 2002.05202).
+"""
+ACTIVATIONS |= {gate: _gating(ACTIVATIONS[name]) for name, gate in GATES.items()} | {GATES["silu"]: _silu_gate}
+
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = ACTIVATIONS | {
     "none": lambda x: x,
     "relu": torch.relu_,
     "gelu": torch.ops.aten.gelu_,
     "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
     "silu": lambda x: F.silu(x, inplace=True),
 }
-"""The same on a product's own result."""
+"""The same on a product's own result; gates write half of it elsewhere."""
 
 PackedLinear = Callable[[Tensor, Tensor | None], Tensor]
-"""activation(x W^T + b) of x and b. # float32 [rows, in], [out] -> [rows, out]"""
+"""activation(x W^T + b) of x and b, of which gates leave half. # float32 [rows, in], [out] -> [rows, out or out / 2]"""
 
 Shape = tuple[int, int]
 """Of a weight: (out, in)."""
@@ -93,8 +116,9 @@ def _with_mkl(weight: Tensor, activation: str) -> PackedLinear:
 
 def _with_onednn(weight: Tensor, activation: str) -> PackedLinear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    name, algorithm = _ONEDNN[activation]
-    return lambda x, bias: torch.ops.mkldnn._linear_pointwise(x, packed, bias, name, [], algorithm)
+    fuses = activation in _ONEDNN
+    (name, algorithm), activate = _ONEDNN[activation if fuses else "none"], _IN_PLACE["none" if fuses else activation]
+    return lambda x, bias: activate(torch.ops.mkldnn._linear_pointwise(x, packed, bias, name, [], algorithm))
 
 
 def _finished(pack: Callable[..., PackedLinear], activation: str) -> PackedLinear:
@@ -103,8 +127,19 @@ def _finished(pack: Callable[..., PackedLinear], activation: str) -> PackedLinea
     return product if activation == "relu" else lambda x, bias: activate(product(x, bias))
 
 
+_FINISHES = {"none": Finish.NOTHING, "relu": Finish.RELU, GATES["silu"]: Finish.GATE}
+"""What panels do by themselves."""
+
+
+def _in_panels(pack: Callable[[Finish], PackedLinear], activation: str) -> PackedLinear:
+    if activation in _FINISHES:
+        return pack(_FINISHES[activation])
+    product, activate = pack(Finish.NOTHING), _IN_PLACE[activation]
+    return lambda x, bias: activate(product(x, bias))
+
+
 def _with_panels(weight: Tensor, activation: str) -> PackedLinear:
-    return _finished(partial(panels.pack, weight), activation)
+    return _in_panels(partial(panels.pack, weight), activation)
 
 
 def _with_split_panels(weight: Tensor, activation: str) -> PackedLinear:
@@ -113,7 +148,7 @@ def _with_split_panels(weight: Tensor, activation: str) -> PackedLinear:
 
 def _with_bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
     """Weight and activations rounded to bfloat16; sums, bias and activation function in float32."""
-    return _finished(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
+    return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 
 def _with_bfloat16_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:
@@ -153,7 +188,7 @@ def _with_int8(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _with_int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    return _finished(partial(panels.pack_int8, *in_eight_bits(weight)), activation)
+    return _in_panels(partial(panels.pack_int8, *in_eight_bits(weight)), activation)
 
 
 def _with_int8_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:

@@ -8,7 +8,8 @@ in order. An input has four bytes: a number in float32, two in bfloat16, four in
 products take at once; in fewer bits one call rounds, multiplies and scales. Sums of up to GROUP rows by WIDTH outputs
 stay in registers, which a compiler does not manage: the inner loop is in assembly. A slice of a panel stays in a cache
 while all groups of rows pass it; a block of the rows' inputs stays in the second-level cache while all panels pass.
-Shares torch's OpenMP threads, as attention does.
+Panels of gates and of what they gate take turns: one is applied to the other before both leave the cache, and half as
+much is written. Shares torch's OpenMP threads, as attention does.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -29,10 +31,11 @@ from numba import njit, prange, types
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.attention.simd import address, inlined, pointers
+from xrunner.attention.simd import address, at, inlined, pointers
 from xrunner.kernels import assembly, huge_pages
 from xrunner.kernels.assembly import argument
-from xrunner.kernels.quantised import OPTIONS, round_row, scale_row
+from xrunner.kernels.quantised import OPTIONS, round_row
+from xrunner.kernels.small import gated
 from xrunner.kernels.threads import num_threads
 
 WIDTH = 32
@@ -63,7 +66,7 @@ FLOAT32, BFLOAT16, INT8 = range(3)
 """Kinds of numbers."""
 FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"}
 
-X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, RELU = range(12)
+X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, NO_NEGATIVES = range(12)
 """What the inner loop reads, by its place in an array of int64: addresses, and strides in bytes. Sums begin with
 what lies at BEGIN; each turn asks for SOON_LINES of what lies at SOON."""
 
@@ -84,75 +87,117 @@ Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, bool],
 """Of x, panels, bias and results, with the inputs of a block, and whether what is negative is left out."""
 
 
-def pack(weight: Tensor, *, relu: bool = False, least_rows: int = 0, multiply: Multiply | None = None) -> Product:
-    """The product x W^T + b of x and b, without what is negative on demand. # float32 [out, in]
+class Finish(IntEnum):
+    """What becomes of finished sums: they stay; what is negative is left out; or the first half of the outputs gates
+    the second (see `small.gate`), so that half as many are left."""
+
+    NOTHING = 0
+    RELU = 1
+    GATE = 2
+
+
+_RELU, _GATE = int(Finish.RELU), int(Finish.GATE)
+
+
+def pack(
+    weight: Tensor, finish: Finish = Finish.NOTHING, *, least_rows: int = 0, multiply: Multiply | None = None
+) -> Product:
+    """The product x W^T + b of x and b, finished. # float32 [out, in]
 
     Args:
-        multiply: what multiplies `least_rows` and more instead; it may write up to 15 rows behind them.
+        multiply: what multiplies `least_rows` and more instead, where nothing is gated; it may write up to 15 rows
+            behind them.
     """
-    num_outputs = len(weight)
-    panels, block = _laid_out(weight)
-    padded = num_outputs + -num_outputs % WIDTH
-    no_bias = np.zeros(padded, dtype=np.float32)
+    outputs = _Outputs(len(weight), finish)
+    panels, block = _laid_out(outputs.in_panels(weight))
+    own = _packed(outputs, (panels, block), torch.ones(len(weight)), None, FLOAT32)
+    if multiply is None:
+        return own
+    assert finish is not Finish.GATE
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        added = no_bias if bias is None else _filled(bias, padded).numpy()
-        if multiply is not None and len(x) >= least_rows:
-            y = torch.empty(len(x) + 15, padded)
-            multiply(x.contiguous().numpy(), panels, added, y.numpy(), block, relu)
-            return y[: len(x), :num_outputs].contiguous()
-        y = torch.empty(len(x), padded)
-        _run(x.contiguous().numpy(), panels, added, y.numpy(), block, relu)
-        return y[:, :num_outputs].contiguous()
+        if len(x) < least_rows:
+            return own(x, bias)
+        y = torch.empty(len(x) + 15, outputs.width)
+        multiply(x.contiguous().numpy(), panels, outputs.bias(bias), y.numpy(), block, finish is Finish.RELU)
+        return y[: len(x), : outputs.number].contiguous()
 
     return product
 
 
-def pack_bfloat16(weight: Tensor, *, relu: bool = False) -> Product:
+def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
     """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
-    return _packed(weight, torch.ones(len(weight)), None, relu=relu)
+    outputs = _Outputs(len(weight), finish)
+    return _packed(outputs, _laid_out(outputs.in_panels(weight)), torch.ones(len(weight)), None, BFLOAT16)
 
 
-def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
+def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -> Product:
     """The same in eight bits; x is rounded to them row by row.
 
     Args:
         weight: int8 [out, in].
         scales: of each output, float32 [out].
     """
+    outputs = _Outputs(len(weight), finish)
     # Rows have 128 added, and sums begin with what makes up for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
-    return _packed(weight, scales, begin.view(torch.float32), relu=relu)
+    return _packed(outputs, _laid_out(outputs.in_panels(weight)), scales, begin.view(torch.float32), INT8)
 
 
-def _packed(weight: Tensor, scales: Tensor, begin: Tensor | None, *, relu: bool) -> Product:
+class _Outputs:
+    """Where a product's outputs lie: in whole panels; gates and what they gate take turns by panels.
+
+    Attributes:
+        number, width: outputs that are left when sums are finished, and those with what fills up the last panel.
+    """
+
+    def __init__(self, number: int, finish: Finish) -> None:
+        self.finish = finish
+        self._parts = 2 if finish is Finish.GATE else 1
+        self.number = number // self._parts
+        self.width = self.number + -self.number % WIDTH
+        self._no_bias = np.zeros(self._parts * self.width, dtype=np.float32)
+
+    def in_panels(self, of_outputs: Tensor) -> Tensor:
+        """# [out, ...] -> [panels * WIDTH, ...]"""
+        if self._parts == 1 and self.number == self.width:
+            return of_outputs
+        rest = of_outputs.shape[1:]
+        filled = of_outputs.new_zeros(self._parts, self.width, *rest)
+        filled[:, : self.number] = of_outputs.view(self._parts, self.number, *rest)
+        return filled.view(self._parts, -1, WIDTH, *rest).transpose(0, 1).reshape(-1, *rest)
+
+    def bias(self, bias: Tensor | None) -> np.ndarray:
+        return self._no_bias if bias is None else self.in_panels(bias).numpy()
+
+
+def _packed(
+    outputs: _Outputs, laid_out: tuple[np.ndarray, int], scales: Tensor, begin: Tensor | None, kind: int
+) -> Product:
     """# begin: what sums begin with, bits of their own kind [out]; None: the bias"""
-    (num_outputs, _), size = weight.shape, weight.dtype.itemsize
-    panels, block = _laid_out(weight)
-    padded = num_outputs + -num_outputs % WIDTH
-    width = len(panels) // padded
-    of_outputs, no_bias = _filled(scales, padded).numpy(), np.zeros(padded, dtype=np.float32)
-    start = None if begin is None else _filled(begin, padded).numpy()
+    panels, block = laid_out
+    of_outputs = outputs.in_panels(scales).numpy()
+    start = None if begin is None else outputs.in_panels(begin).numpy()
+    how = int(outputs.finish), kind
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.empty(len(x), padded)
-        added = no_bias if bias is None else _filled(bias, padded).numpy()
+        y = torch.empty(len(x), outputs.width)
+        added = outputs.bias(bias)
         of = panels, added if start is None else start, of_outputs, added
-        _run_rounded(x.contiguous(), width, of, y, block, (relu, size))
-        return y[:, :num_outputs].contiguous()
+        if kind == FLOAT32:
+            _run(x.contiguous().numpy(), of, y.numpy(), block, how)
+        else:
+            _run_rounded(x.contiguous(), of, y.numpy(), block, how)
+        return y[:, : outputs.number].contiguous()
 
     return product
-
-
-def _filled(of_outputs: Tensor, size: int) -> Tensor:
-    return of_outputs if len(of_outputs) == size else F.pad(of_outputs, (0, size - len(of_outputs)))
 
 
 def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
     """The panels of a weight of any kind, and the inputs of a block."""
     assembly.enable()
     together = 4 // weight.dtype.itemsize
-    weight = F.pad(weight, (0, -weight.shape[1] % together, 0, -weight.shape[0] % WIDTH)).view(torch.float32)
+    weight = F.pad(weight, (0, -weight.shape[1] % together)).contiguous().view(torch.float32)
     padded, depth = weight.shape
     block = _block_depth(depth)
     panels = huge_pages.zeros((padded * depth,), torch.float32)
@@ -169,153 +214,175 @@ def _block_depth(depth: int) -> int:
     return -(-depth // (count * STEPS)) * STEPS
 
 
-def _run(x: np.ndarray, panels: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:
-    count = num_threads()
+def _run(x: np.ndarray, of: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
+    """# of: panels, what sums begin with, scales of outputs, bias; how: the finish, and the kind"""
+    inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
-        _multiply_all(x, panels, bias, y, block, (relu, FLOAT32))
+        _multiply_all(inputs, of, y, block, how)
         return
     numba.set_num_threads(count)
-    _multiply_shared(x, panels, bias, y, block, (relu, FLOAT32), count)
+    _multiply_shared(inputs, of, y, block, how, count)
+
+
+def _run_rounded(x: Tensor, of: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
+    width, count = len(of[0]) // len(of[2]), num_threads()
+    rounded = np.empty((len(x), width), dtype=np.float32), np.empty(len(x), dtype=np.float32)
+    rows = x.numpy(), x.view(torch.int32).numpy()
+    if count == 1:
+        _round_and_multiply(rows, rounded, of, y, block, how)
+        return
+    numba.set_num_threads(count)
+    _round_and_multiply_shared(rows, rounded, of, y, block, how, count)
+
+
+_NO_SCALES = np.zeros(0, dtype=np.float32)
+"""Of rows that are not rounded."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _multiply_all(x: Any, panels: Any, bias: Any, y: Any, block: Any, how: Any) -> None:
-    _multiply((x, panels, bias, y), block, how, 0, y.shape[1] // WIDTH)
+def _multiply_all(inputs: Any, of: Any, y: Any, block: Any, how: Any) -> None:
+    _multiply(inputs, of, y, block, how, 0, len(of[2]) // WIDTH)
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def _multiply_shared(x: Any, panels: Any, bias: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
-    count = y.shape[1] // WIDTH
+def _multiply_shared(inputs: Any, of: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
+    count = y.shape[1] // WIDTH  # of panels of results: gates stay with what they gate
     for thread in prange(num_threads):
+        together = len(of[2]) // y.shape[1]
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
-        _multiply((x, panels, bias, y), block, how, first, last)
-
-
-def _run_rounded(x: Tensor, width: int, of: Any, y: Tensor, block: int, how: tuple[bool, int]) -> None:
-    """# of: panels, what sums begin with, scales of outputs, bias; how: without what is negative, bytes of a number"""
-    count = num_threads()
-    rows, scale = np.empty((len(x), width), dtype=np.float32), np.empty(len(x), dtype=np.float32)
-    inputs = x.numpy(), x.view(torch.int32).numpy(), rows, scale
-    sums = y.numpy(), y.view(torch.int32).numpy()
-    if count == 1:
-        _round_and_multiply(inputs, of, sums, block, how)
-        return
-    numba.set_num_threads(count)
-    _round_and_multiply_shared(inputs, of, sums, block, how, count)
+        _multiply(inputs, of, y, block, how, first * together, last * together)
 
 
 @njit(cache=True, **OPTIONS)
-def _round_and_multiply(inputs: Any, of: Any, sums: Any, block: Any, how: Any) -> None:
-    _round(inputs, how[1], 0, len(inputs[0]))
-    _multiply_and_scale(inputs, of, sums, block, how, 0, len(of[2]) // WIDTH)
+def _round_and_multiply(rows: Any, rounded: Any, of: Any, y: Any, block: Any, how: Any) -> None:
+    _round(rows, rounded, how, 0, len(rows[0]))
+    _multiply(rounded, of, y, block, how, 0, len(of[2]) // WIDTH)
 
 
 @njit(cache=True, **OPTIONS)
-def _round_and_multiply_shared(inputs: Any, of: Any, sums: Any, block: Any, how: Any, num_threads: Any) -> None:
+def _round_and_multiply_shared(
+    rows: Any, rounded: Any, of: Any, y: Any, block: Any, how: Any, num_threads: Any
+) -> None:
     # Each a function of its own: of two loops in one numba makes one, in which no thread waits for the others' rows.
-    _round_shared(inputs, how[1], num_threads)
-    _multiply_and_scale_shared(inputs, of, sums, block, how, num_threads)
+    _round_shared(rows, rounded, how, num_threads)
+    _multiply_shared(rounded, of, y, block, how, num_threads)
 
 
 @njit(parallel=True, **OPTIONS)
-def _round_shared(inputs: Any, size: Any, num_threads: Any) -> None:
-    num_rows = len(inputs[0])
+def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
+    num_rows = len(rows[0])
     for thread in prange(num_threads):
-        _round(inputs, size, num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
-
-
-@njit(parallel=True, **OPTIONS)
-def _multiply_and_scale_shared(inputs: Any, of: Any, sums: Any, block: Any, how: Any, num_threads: Any) -> None:
-    count = len(of[2]) // WIDTH
-    for thread in prange(num_threads):
-        first, last = count * thread // num_threads, count * (thread + 1) // num_threads
-        _multiply_and_scale(inputs, of, sums, block, how, first, last)
+        _round(rows, rounded, how, num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
 
 
 @njit(**OPTIONS)
-def _round(inputs: Any, size: Any, first: Any, last: Any) -> None:
+def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
     """Rows from `first` to `last`; in eight bits without signs, as the instruction takes them."""
-    x, bits, rows, scale = inputs
+    x, bits = rows
+    numbers, scale = rounded
+    size = 1 if how[1] == INT8 else 2
     for i in range(first, last):
-        rounded = rows[i].view(np.uint8)
-        scale[i] = round_row(x[i], bits[i], rounded, size)
+        row = numbers[i].view(np.uint8)
+        scale[i] = round_row(x[i], bits[i], row, size)
         if size == 1:
-            for d in range(len(rounded)):
-                rounded[d] ^= np.uint8(128)
-
-
-@njit(**OPTIONS)
-def _multiply_and_scale(inputs: Any, of: Any, sums: Any, block: Any, how: Any, first: Any, last: Any) -> None:
-    """Those outputs that lie in panels from `first` to `last`."""
-    _, _, rows, scale = inputs
-    panels, begin, of_outputs, bias = of
-    y, y_bits = sums
-    relu, size = how
-    arrays = rows, panels, begin, y
-    if size == 2:
-        _multiply(arrays, block, (relu, BFLOAT16), first, last)
-        return
-    _multiply(arrays, block, (False, INT8), first, last)
-    columns = slice(first * WIDTH, last * WIDTH)
-    for i in range(len(y)):
-        scale_row(y_bits[i, columns], scale[i], of_outputs[columns], bias[columns], relu)
+            for d in range(len(row)):
+                row[d] ^= np.uint8(128)
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply(arrays: Any, block: Any, how: Any, first: Any, last: Any) -> None:
+def _multiply(inputs: Any, of: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
     """Those outputs that lie in panels from `first` to `last`.
 
     Args:
-        how: whether what is negative is left out, and the kind.
+        inputs: rows, and their scales.
     """
-    x, _, _, y = arrays
+    x, scale = inputs
+    panels, begin, of_outputs, bias = of
+    finish, kind = how
     num_rows, depth = x.shape
+    is_gated = finish == _GATE
+    sums = y
+    if is_gated:
+        columns = 2 * WIDTH if depth <= block else (last - first) * WIDTH
+        sums = np.empty((min(num_rows, CHUNK), columns), dtype=np.float32)
+    width = sums.shape[1]
     arguments = np.empty(12, dtype=np.int64)
     for row in range(0, num_rows, CHUNK):
         count = min(CHUNK, num_rows - row)
         length = SLICE if count <= GROUP else block
-        for begin in range(0, depth, block):
-            end = min(begin + block, depth)
+        for start_of_block in range(0, depth, block):
+            end = min(start_of_block + block, depth)
             for panel in range(first, last):
-                for start in range(begin, end, length):
-                    place = begin * y.shape[1] + (panel * (end - begin) + start - begin) * WIDTH
-                    inputs = start, min(start + length, end), length
-                    _pass_slice(arrays, (row, count), panel, inputs, place, how, arguments)
+                column = panel * WIDTH
+                place = (panel - first) * WIDTH % width if is_gated else row * width + column
+                for start in range(start_of_block, end, length):
+                    source = start_of_block * len(of_outputs) + column * (end - start_of_block)
+                    source += (start - start_of_block) * WIDTH
+                    between = start, min(start + length, end), length
+                    arrays = x, at(panels, source), at(begin, column), at(sums, place)
+                    _pass_slice(arrays, (row, count), width, between, how, arguments)
+                if end == depth and kind == INT8:
+                    of_panel = at(of_outputs, column), at(bias, column), at(scale, row)
+                    _scale(at(sums, place), width, count, of_panel, finish == _RELU)
+                if end == depth and is_gated and (panel - first) % 2 == 1:
+                    result = at(y, row * y.shape[1] + panel // 2 * WIDTH)
+                    _apply_gates(at(sums, place - WIDTH), width, count, result, y.shape[1])
+
+
+@njit(**OPTIONS)
+def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
+    """Of a panel, in place; sums are bits of int32."""
+    of_outputs, bias, of_rows = of_panel
+    for i in range(count):
+        of_row = of_rows[i]
+        for d in range(WIDTH):
+            total = np.float32(np.float32(sums[i * width + d]).view(np.int32))
+            value = np.float32(total * of_outputs[d] * of_row + bias[d])
+            sums[i * width + d] = np.float32(0.0) if relu and value < np.float32(0.0) else value
+
+
+@njit(**OPTIONS)
+def _apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
+    """Of a panel of gates and the next one."""
+    for i in range(count):
+        for d in range(WIDTH):
+            results[i * results_width + d] = gated(sums[i * width + d], sums[i * width + WIDTH + d])
 
 
 @njit(nogil=True, error_model="numpy")
-def _pass_slice(arrays: Any, rows: Any, panel: Any, inputs: Any, place: Any, how: Any, arguments: Any) -> None:
-    """All groups of some rows pass a slice of a panel, which lies at `place`; each asks for its share of the next.
+def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, arguments: Any) -> None:
+    """All groups of some rows pass a slice of a panel; each asks for its share of the next.
 
     Args:
+        arrays: of inputs, and where the slice begins, what sums begin with, and the sums, which lie `width` apart.
         inputs: the first, the last, and how many a slice has that is not a block's last.
     """
-    x, panels, bias, y = arrays
+    x, panel, begin, sums = arrays
     row, count = rows
-    relu, kind = how
+    finish, kind = how
     start, end, length = inputs
-    depth, width = x.shape[1], y.shape[1]
+    depth = x.shape[1]
     num_groups = max((count + GROUP - 1) // GROUP, 1 if count <= FEW else 2)
     turns, rest = (end - start) // STEPS, (end - start) % STEPS
     lines = max(LINES // num_groups, 1)
-    soon = address(panels) + 4 * (place + length * WIDTH)
+    soon = address(panel) + 4 * length * WIDTH
     arguments[X_STRIDE], arguments[Y_STRIDE] = 4 * depth, 4 * width
-    arguments[WEIGHT], arguments[TURNS], arguments[REST] = address(panels) + 4 * place, turns, rest
-    arguments[RELU] = relu and end == depth
+    arguments[WEIGHT], arguments[TURNS], arguments[REST] = address(panel), turns, rest
+    arguments[NO_NEGATIVES] = finish == _RELU and end == depth and kind != INT8
     for group in range(num_groups):
-        begin, stop = row + count * group // num_groups, row + count * (group + 1) // num_groups
-        arguments[X] = address(x) + 4 * (begin * depth + start)
-        arguments[Y] = address(y) + 4 * (begin * width + panel * WIDTH)
-        arguments[BEGIN] = arguments[Y] if start else address(bias) + 4 * panel * WIDTH
+        first, stop = count * group // num_groups, count * (group + 1) // num_groups
+        arguments[X] = address(x) + 4 * ((row + first) * depth + start)
+        arguments[Y] = address(sums) + 4 * first * width
+        arguments[BEGIN] = arguments[Y] if start else address(begin)
         arguments[BEGIN_STRIDE] = arguments[Y_STRIDE] if start else 0
         arguments[SOON] = soon + 64 * lines * turns * group
         arguments[SOON_LINES] = lines if num_groups > 1 and lines * group < LINES else 0
         if kind == FLOAT32:
-            _multiply_float32(arguments, stop - begin)
+            _multiply_float32(arguments, stop - first)
         elif kind == BFLOAT16:
-            _multiply_bfloat16(arguments, stop - begin)
+            _multiply_bfloat16(arguments, stop - first)
         else:
-            _multiply_int8(arguments, stop - begin)
+            _multiply_int8(arguments, stop - first)
 
 
 def _multiplying(instruction: str) -> Any:
@@ -407,7 +474,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         *(*multiply(STEPS), "dec %r13", "jnz 2b"),
         *("5:", f"mov {argument(REST)}, %r13", "test %r13, %r13", "jz 7f"),
         *("6:", *multiply(1), "dec %r13", "jnz 6b"),
-        *("7:", f"mov {argument(RELU)}, %rcx", "test %rcx, %rcx", "jz 8f", "vpxord %zmm0, %zmm0, %zmm0"),
+        *("7:", f"mov {argument(NO_NEGATIVES)}, %rcx", "test %rcx, %rcx", "jz 8f", "vpxord %zmm0, %zmm0, %zmm0"),
         *(f"vmaxps {total}, %zmm0, {total}" for pair in sums for total in pair),  # NaN stays
         *("8:", *each_sum(Y, Y_STRIDE)),
     ]

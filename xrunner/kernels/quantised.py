@@ -81,11 +81,6 @@ def _float(bits: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _bits(value: Any) -> Any:
-    return np.float32(value).view(np.int32)
-
-
-@njit(**OPTIONS)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
     """Round a row; return its scale."""
     highest = _highest(bits)
@@ -124,14 +119,6 @@ def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
         return quantise_row(x, bits, rounded.view(np.int8)[:depth])
     _round_row(bits, rounded.view(np.uint16))
     return np.float32(1.0)
-
-
-@njit(**OPTIONS)
-def scale_row(sums: Any, scale: Any, of_outputs: Any, bias: Any, relu: Any) -> None:
-    """sums * scale * of_outputs + bias in place, as bits of float32. # int32 [n], scalar, float32 [n], [n]"""
-    for d in range(len(sums)):
-        value = np.float32(np.float32(sums[d]) * of_outputs[d] * scale + bias[d])
-        sums[d] = _bits(np.float32(0.0) if relu and value < np.float32(0.0) else value)
 
 
 def _round(x: Any, bits: Any, rounded: Any, scale: Any, size: Any) -> None:

@@ -79,13 +79,18 @@ def _rotate(x: Any, cos: Any, sin: Any, y: Any) -> None:
                 y[i, h, d + half] = b * cos[i, d] + a * sin[i, d]
 
 
+@njit(error_model="numpy", **OPTIONS)
+def gated(a: Any, b: Any) -> Any:
+    """silu(a) * b, of scalars."""
+    small = exp(-abs(a))
+    return a * (np.float32(1.0) if a >= 0 else small) / (np.float32(1.0) + small) * b
+
+
 def _gate(x: Any, y: Any) -> None:
     width = y.shape[1]
     for i in prange(x.shape[0]):
         for d in range(width):
-            a = x[i, d]
-            small = exp(-abs(a))
-            y[i, d] = a * (np.float32(1.0) if a >= 0 else small) / (np.float32(1.0) + small) * x[i, width + d]
+            y[i, d] = gated(x[i, d], x[i, width + d])
 
 
 _GATE = compiled(_gate, **OPTIONS)

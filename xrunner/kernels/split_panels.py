@@ -49,7 +49,8 @@ def is_available() -> bool:
 
 def pack(weight: Tensor, *, relu: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
     """As `panels.pack`."""
-    return panels.pack(weight, relu=relu, least_rows=LEAST_ROWS, multiply=_run)
+    finish = panels.Finish.RELU if relu else panels.Finish.NOTHING
+    return panels.pack(weight, finish, least_rows=LEAST_ROWS, multiply=_run)
 
 
 def _run(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:

@@ -18,7 +18,7 @@ from xgpt.schema import HEAD, DType, LinearRope, ModelSpec, RopeScaling, YarnRop
 from xrunner.attention.base import PLAIN, PositionBias, Scoring
 from xrunner.kernels import fused, small
 from xrunner.kernels.highest import Screen
-from xrunner.kernels.packed import ACTIVATIONS, PackedLinear, layouts_of, pack
+from xrunner.kernels.packed import ACTIVATIONS, GATES, PackedLinear, layouts_of, pack
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
@@ -40,6 +40,7 @@ class Linear(nn.Module):
 
     Args:
         out_features: output size of each fused part; a checkpoint stores them apart.
+        activation: one of `packed.ACTIVATIONS`; with gates half of the outputs are left.
         weight: use this one (a tied head) instead of an own one.
     """
 
@@ -71,7 +72,7 @@ class Linear(nn.Module):
             self._packed = packed
             self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, sum of parts]
+    def forward(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, sum of parts], of gates half of it
         if self._packed is not None:
             return self._packed(x, self.bias)
         assert self.weight is not None
@@ -372,7 +373,7 @@ class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
 
     Attributes:
-        takes_turns: whether the columns of gate and up take turns, and are stored as one.
+        takes_turns: whether the columns of gate and up take turns, and are stored as one; they come without activation.
     """
 
     takes_turns: ClassVar[bool] = False
@@ -380,16 +381,9 @@ class GatedMlp(nn.Module):
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool = False) -> None:
         super().__init__()
         parts = (2 * spec.ffn_size,) if self.takes_turns else (spec.ffn_size, spec.ffn_size)
-        self.gate_up = Linear(empty, spec.hidden_size, *parts, bias=bias)
+        activation = "none" if self.takes_turns else GATES[spec.activation]
+        self.gate_up = Linear(empty, spec.hidden_size, *parts, bias=bias, activation=activation)
         self.down = Linear(empty, spec.ffn_size, spec.hidden_size, bias=bias)
-        self.activation = ACTIVATIONS[spec.activation]
-        self._is_silu = spec.activation == "silu"
 
     def forward(self, hidden: Tensor) -> Tensor:  # [tokens, hidden] -> same
-        both = self.gate_up(hidden)
-        if self._is_silu and fused.runs_on(hidden.device.type):
-            return self.down(fused.gate(both))
-        if self._is_silu and small.runs_on(both):
-            return self.down(small.gate(both))
-        gate, up = both.chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self.gate_up(hidden))
