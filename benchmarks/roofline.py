@@ -41,8 +41,10 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096)
 PROMPTS = (16, 64, 256, 512, 1024, 2048)
 ROUNDS = 8
-READ = {"cpu": 2**28, "cuda": 2**31}
-"""Elements of float32 that are read and copied for the memory's rate."""
+READ = {"cpu": 2**28, "cuda": 2**29}
+"""Elements of float32 that are read and copied for the memory's rate: many times what caches hold."""
+USABLE_MEMORY = 0.9
+"""Share of a GPU's free memory; activations and captured steps need the rest. Larger batches are left out."""
 PRODUCT = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the product for the rate of products."""
 
@@ -94,6 +96,7 @@ def measure(
     """Every point, and the machine's two rates."""
     sizes = [("decode by batch", n, context) for n in BATCHES]
     sizes += [("decode by context", batch, n) for n in CONTEXTS if n <= spec.max_context]
+    sizes = [size for size in sizes if size[1] * size[2] <= most_tokens(spec, device, dtype)]
     num_blocks = max(n * -(-length // BLOCK_SIZE) for _, n, length in sizes)
     layouts = fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
     worker = build_worker(
@@ -121,6 +124,15 @@ def measure(
         **found,
         "steps": steps,
     }
+
+
+def most_tokens(spec: ModelSpec, device: str, dtype: RunDType) -> float:
+    """Tokens whose keys and values a GPU holds with the weights and with what the memory's rate is measured on."""
+    if device == "cpu":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info()
+    taken = spec.weight_bytes(dtype) + 2 * 4 * READ[device]
+    return (USABLE_MEMORY * free - taken) / spec.kv_bytes_per_token(dtype)
 
 
 def rates(points: list[Point]) -> dict[str, float]:
