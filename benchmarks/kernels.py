@@ -98,7 +98,14 @@ def arguments(shape: Shape, tile: Tile, is_decode: bool, is_split: bool) -> tupl
     kind = f"*{TYPES[shape.dtype]}"
     of_parts = "*fp32" if is_split else kind
     types = {"q": kind, "cache": kind, "out": kind, "parts": of_parts, "masses": of_parts}
-    types |= {"query_start": "*i32", "context_len": "*i32", "tables": "*i32", "scale": "fp32", "value_start": "i64"}
+    types |= {
+        "query_start": "*i32",
+        "context_len": "*i32",
+        "tables": "*i32",
+        "num_unsorted": "*i32",
+        "scale": "fp32",
+        "value_start": "i64",
+    }
     counts = ("first_sequence", "num_sequences", "splits", "q_token_stride", "q_head_stride", "table_stride")
     constants = {
         "NUM_KV_HEADS": shape.num_kv_heads,
@@ -110,6 +117,8 @@ def arguments(shape: Shape, tile: Tile, is_decode: bool, is_split: bool) -> tupl
         "KEYS": tile.keys,
         "IS_SPLIT": is_split,
         "IS_DECODE": is_decode,
+        "IS_UNSORTED": False,
+        "PROGRAMS": 1,
         "DOT": DOT_TYPES[shape.dtype],
     }
     return types | dict.fromkeys(counts, "i32"), constants

@@ -39,6 +39,8 @@ TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 25
 a step more than interpolation between multiples of four gives. A saturated engine's steps are as large as its budget;
 those of
 an engine under arrivals have any size."""
+STAIR = 128
+"""Tokens: a GPU's products take rows in tiles, so that large steps take longer in stairs of about as many."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
 """Half a block less than whole blocks: kernels read whole blocks, half a block too much on average."""
@@ -90,13 +92,15 @@ class Points:
     steps: dict[int, list[tuple[int, int]]]
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> Points:
+    def of(cls, spec: ModelSpec, device: str) -> Points:
+        """Return the points of a model on a device of this type: "cpu" or "gpu"."""
         prompts = [n for n in PROMPTS if n <= spec.max_context]
         contexts = [n for n in CONTEXTS if n <= spec.max_context]
         context = contexts[min(1, len(contexts) - 1)]
         prompt = 2 ** int(math.log2(min(STEP_PROMPT, spec.max_context)))
         steps = {}
-        for n in TOKENS:
+        stairs = range(STAIR, TOKENS[-1], STAIR) if device == "gpu" else ()
+        for n in sorted({*TOKENS, *stairs}):
             steps[n] = [(context - 1, 1)] * n if n <= max(BATCHES) else [(0, prompt)] * (n // prompt)
         encode = {(b, n) for b in ENCODE_BATCHES for n in prompts if b * n <= MAX_STEP_TOKENS}
         encode |= {(n // prompt, prompt) for n in steps if n > max(BATCHES)}
@@ -167,6 +171,9 @@ class Bench:
         self.spec = worker.model.spec
         self.progress = progress
         self._meet, self._in_group, self._clock = meet, in_group, clock
+        self._capture = CudaCapture()
+        self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
+        """What was captured, and what runs it again, by what it is."""
 
     def meet(self) -> None:
         """Wait for the workers that measure together with this one."""
@@ -205,7 +212,7 @@ class Bench:
 
     def jobs(self) -> Jobs:
         """Return the function that measures each kind of point."""
-        points = Points.of(self.spec)
+        points = Points.of(self.spec, "gpu" if self.worker.cache.device.type == "cuda" else "cpu")
         jobs: Jobs = {}
         for n, sequences in points.steps.items():
             jobs["step", n] = partial(self.step if n <= max(BATCHES) else self.all_layers, sequences)
@@ -238,14 +245,12 @@ class Bench:
             for cache, scoring in zip(caches, layers, strict=True):
                 self.worker.backend.forward(q, k, v, cache, batch, scoring)
 
-        # Captured, as decode-only steps are served: launched one by one, short kernels would wait for the host.
-        is_captured = isinstance(self.worker, AheadWorker) and batch.num_decodes == len(sequences)
-        return self.seconds(CudaCapture()(run) if is_captured else run) / len(caches)
+        return self.seconds(self.as_served(run, "attention", *sequences)) / len(caches)
 
     def embedding_of(self, sequences: Sizes) -> float:
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
-        return self.seconds(lambda: model.embed(batch))
+        return self.seconds(self.as_served(lambda: model.embed(batch), "embedding", *sequences))
 
     def all_layers(self, sequences: Sizes) -> float:
         """Return the seconds of embedding and layers, of which the last is like the others."""
@@ -257,7 +262,7 @@ class Bench:
             attends = [partial(backend.forward, cache=layer_cache, batch=batch) for layer_cache in cache.layers]
             model.run_layers(model.embed(batch), batch, attends, None)
 
-        return self.seconds(run)
+        return self.seconds(self.as_served(run, "all layers", *sequences))
 
     def last_layer(self, sequences: Sizes) -> float:
         """Return the seconds of what the last layer does for tokens whose logits are not wanted, attention apart.
@@ -275,14 +280,19 @@ class Bench:
             for layer in model.layers:
                 layer(hidden, batch, attend, rows)
 
-        return self.seconds(run) / len(model.layers)
+        return self.seconds(self.as_served(run, "last layer", *sequences)) / len(model.layers)
 
     def head(self, num_rows: int) -> float:
-        """Return the seconds of final norm, logits and choice of tokens."""
+        """Return the seconds of final norm, logits and choice of tokens, which are copied to the host."""
         model = self.worker.model
         assert isinstance(model, DecoderModel | EncoderDecoderModel)
         rows = self.random(num_rows, self.spec.hidden_size)
-        return self.seconds(lambda: self.worker.sample(model.head(rows, highest_only=True)).cpu())
+        tokens = torch.zeros(num_rows, dtype=torch.int64, pin_memory=rows.is_cuda)
+
+        def run() -> None:
+            tokens.copy_(self.worker.sample(model.head(rows, highest_only=True)), non_blocking=True)
+
+        return self.seconds(self.as_served(run, "head", num_rows))
 
     def overhead(self, num_requests: int) -> float:
         """Return the seconds of the engine's step without the model: rule, pool, batch, settling."""
@@ -309,6 +319,18 @@ class Bench:
         batch = self.batch(sequences)
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
+    def as_served(self, run: Callable[[], object], *what: object) -> Callable[[], object]:
+        """Return a part of a step the way that it is served: on a GPU captured, where a worker's steps are.
+
+        Launched one by one, short kernels would wait for the host. Each part is captured once: between the calls of
+        later passes the GPU is as little idle as in service, and its clock as low as the work makes it.
+        """
+        if not isinstance(self.worker, AheadWorker):
+            return run
+        if what not in self._captured:
+            self._captured[what] = run, self._capture(run)
+        return self._captured[what][1]
+
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.worker.dtype, device=self.worker.cache.device)
 
@@ -326,9 +348,8 @@ class Bench:
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
         num_tokens = int(query_len.sum())
-        tokens = np.zeros(num_tokens, np.int64)
-        if self.spec.experts is not None:  # equal tokens would all be routed to the same experts
-            tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
+        # Equal tokens would all be routed to the same experts, and take a GPU less power, which lets its clock rise.
+        tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
         tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
             tokens,

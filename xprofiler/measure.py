@@ -191,14 +191,15 @@ def assembled(
     by_group: dict[tuple[int, int], Timings],
     kv_dtype: DType | None = None,
 ) -> Profile:
-    alone, head = by_group[1, 1], curve(by_group[1, 1], "head", BATCHES)
+    alone, head, tokens = by_group[1, 1], curve(by_group[1, 1], "head", BATCHES), TOKENS
     layers: tuple[LayerTimes, ...]
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     if spec.is_encoder_decoder:
         pairs = [layers_of(spec, degree, measured, alone) for (degree, _), measured in by_group.items()]
         layers, encoder_layers = (tuple(of) for of in zip(*pairs, strict=True))
     else:
-        points = Points.of(spec)
+        points = Points.of(spec, cluster.device.type)
+        tokens = tuple(points.steps)
         layers = tuple(_layer(spec, points, group, measured, alone) for group, measured in by_group.items())
         head = _with_last_layer(head, layers[0])
     return Profile(
@@ -214,7 +215,7 @@ def assembled(
         layouts=layouts,
         layers=layers,
         encoder_layers=encoder_layers,
-        embedding=curve(alone, "embedding", TOKENS),
+        embedding=curve(alone, "embedding", tokens),
         head=head,
         overhead=curve(alone, "overhead", BATCHES),
         spread=alone["spread", 0],
@@ -238,8 +239,8 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     layer = LayerTimes(
         tp_degree=group[0],
         ep_degree=group[1],
-        rest=curve(rest, "rest", TOKENS),
-        last=curve(rest, "last", TOKENS),
+        rest=curve(rest, "rest", tuple(points.steps)),
+        last=curve(rest, "last", tuple(points.steps)),
         encode_attention=Surface.filled(
             {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
         ),

@@ -1,7 +1,8 @@
-"""Capture decode steps as CUDA graphs, one for each size of batch: a replay is one launch instead of hundreds.
+"""Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
 
-A captured step reads its batch from memory that never moves. A batch is copied there and filled up to the next size
-with rows that belong to no request, in a K/V block of their own. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch from memory that never moves. A batch is copied there and filled up to the next size:
+decodes with rows that belong to no request, in a K/V block of their own; steps with prompts with tokens that belong to
+no sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations
@@ -14,28 +15,36 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from xgpt.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
-"""Batches that are captured: filling up costs at most seven rows to 64; beyond, little compared with the weights."""
+"""Batches of decodes that are captured: filling up costs at most seven rows to 64; beyond, little compared with the
+weights."""
+MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
+"""Tokens of steps with prompts that are captured. Products take rows in tiles of 64 to 256: filling up to the next
+costs little."""
+MOST_SEQUENCES = 256
+"""Of a captured step with prompts, and most tokens whose logits it computes."""
 
 
 class Capture(Protocol):
     """How a step is captured: on a GPU as a graph."""
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         """Run it for the first time; returns what runs it again on whatever lies in its inputs by then."""
 
 
 class GraphedModel:
-    """A model whose decode steps are captured, called like the model.
+    """A model whose steps are captured, called like the model.
 
     Args:
-        cache: its last block is for rows of no request, so it needs one more than the pool knows of.
+        cache: its last block is for tokens of no request, so it needs one more than the pool knows of.
         most_tokens: of a sequence: block tables are as wide as this needs.
-        sizes: rising.
+        sizes: of batches of decodes, rising.
+        mixed_sizes: tokens of steps with prompts, rising.
     """
 
     def __init__(
@@ -47,93 +56,125 @@ class GraphedModel:
         most_tokens: int,
         capture: Capture | None = None,
         sizes: tuple[int, ...] = SIZES,
+        mixed_sizes: tuple[int, ...] = MIXED_SIZES,
     ) -> None:
         self.model = model
-        self.sizes = sizes
-        self._inputs = _Inputs(cache, sizes[-1], -(-most_tokens // cache.block_size))
-        self._replays: dict[int, Callable[[], None]] = {}
+        most, most_mixed = sizes[-1], min(mixed_sizes[-1], MOST_SEQUENCES)
         weight = model.token_embedding.weight
-        self._logits = torch.empty(sizes[-1], model.spec.vocab_size, dtype=weight.dtype, device=weight.device)
+        self._logits = torch.empty(
+            max(most, most_mixed), model.spec.vocab_size, dtype=weight.dtype, device=weight.device
+        )
         """Of the last replay: shared by all sizes."""
+        width = -(-most_tokens // cache.block_size)
+        self._decodes = _Inputs(cache, most, most, width, is_mixed=False)
+        self._mixed = _Inputs(cache, mixed_sizes[-1], most_mixed, width, is_mixed=True)
+        self._replays: dict[_Inputs, dict[int, Callable[[], None]]] = {self._mixed: {}, self._decodes: {}}
+        self._sizes = {self._mixed: mixed_sizes, self._decodes: sizes}
         capture = capture or CudaCapture()
         with torch.inference_mode():
-            for size in reversed(sizes):  # the largest first: the others find room in its memory
-                batch = self._inputs.first(size)
+            for inputs, replays in self._replays.items():
+                for size in reversed(self._sizes[inputs]):  # the largest first: the others find room in its memory
+                    batch = inputs.first(size)
 
-                def run(batch: Batch = batch, size: int = size) -> None:
-                    self._logits[:size] = model(batch, cache, backend)
+                    def run(batch: Batch = batch) -> None:
+                        self._logits[: len(batch.logit_rows)] = model(batch, cache, backend)
 
-                self._replays[size] = capture(run)
+                    replays[size] = capture(run)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
         """Logits; those of a replay are overwritten by the next. # [sampled, vocab]"""
-        count = len(batch.context_len)
-        if batch.num_decodes < count or not self._inputs.has_room(batch):
+        inputs = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
+        if not inputs.has_room(batch):
             return self.model(batch, cache, backend)
-        size = size_of(count, self.sizes)
-        self._inputs.fill(batch, size)
-        self._replays[size]()
-        logits = self._logits[:count]
+        size = size_of(len(batch.token_ids), self._sizes[inputs])
+        inputs.fill(batch, size)
+        self._replays[inputs][size]()
+        logits = self._logits[: len(batch.logit_rows)]
         return logits if batch.added is None else logits + batch.added
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest size that holds `count` rows; one must."""
+    """Return the smallest size that holds `count` tokens; one must."""
     return sizes[bisect_left(sizes, count)]
 
 
 class _Inputs:
-    """A batch of decodes at fixed addresses; rows of no request decode a first token in the last block."""
+    """A batch at fixed addresses: of decodes, or of sequences of any number of tokens.
 
-    def __init__(self, cache: KvCache, most: int, num_blocks: int) -> None:
+    Rows of no request decode a first token in the last block. Tokens of no sequence are written there.
+
+    Args:
+        tokens, sequences, num_blocks: most of a batch, and of a sequence.
+    """
+
+    def __init__(self, cache: KvCache, tokens: int, sequences: int, num_blocks: int, *, is_mixed: bool) -> None:
         device = cache.device
         block = cache.num_blocks - 1
         self._block, self._slot = block, block * cache.block_size
+        self._is_mixed = is_mixed
+        starts = torch.zeros if is_mixed else torch.arange
+        num_unsorted = torch.zeros(1, dtype=torch.int32, device=device) if is_mixed else None
         self._batch = Batch(
-            token_ids=torch.zeros(most, dtype=torch.int64, device=device),
-            positions=torch.zeros(most, dtype=torch.int64, device=device),
-            cache_slots=torch.full((most,), self._slot, dtype=torch.int64, device=device),
-            query_start=torch.arange(most + 1, dtype=torch.int32, device=device),
-            context_len=torch.ones(most, dtype=torch.int32, device=device),
-            block_tables=torch.full((most, num_blocks), block, dtype=torch.int32, device=device),
-            logit_rows=torch.arange(most, dtype=torch.int64, device=device),
-            num_decodes=most,
-            max_query_len=1,
+            token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            cache_slots=torch.full((tokens,), self._slot, dtype=torch.int64, device=device),
+            query_start=starts(sequences + 1, dtype=torch.int32, device=device),
+            context_len=torch.ones(sequences, dtype=torch.int32, device=device),
+            block_tables=torch.full((sequences, num_blocks), block, dtype=torch.int32, device=device),
+            logit_rows=starts(sequences, dtype=torch.int64, device=device),
+            num_decodes=0 if is_mixed else sequences,
+            max_query_len=tokens if is_mixed else 1,
+            num_unsorted=num_unsorted,
         )
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether a batch of decodes fits."""
-        rows, blocks = self._batch.block_tables.shape
-        return len(batch.context_len) <= rows and batch.block_tables.shape[1] <= blocks
+        """Whether a batch fits."""
+        whole = self._batch
+        rows, blocks = whole.block_tables.shape
+        return (
+            len(batch.token_ids) <= len(whole.token_ids)
+            and max(len(batch.context_len), len(batch.logit_rows)) <= rows
+            and batch.block_tables.shape[1] <= blocks
+        )
 
     def first(self, size: int) -> Batch:
-        """Return the first rows, as a batch."""
+        """Return a batch of the first tokens, and of as many sequences as these can be."""
         whole = self._batch
+        count = min(size, len(whole.context_len))
         return Batch(
             token_ids=whole.token_ids[:size],
             positions=whole.positions[:size],
             cache_slots=whole.cache_slots[:size],
-            query_start=whole.query_start[: size + 1],
-            context_len=whole.context_len[:size],
-            block_tables=whole.block_tables[:size],
-            logit_rows=whole.logit_rows[:size],
-            num_decodes=size,
-            max_query_len=1,
+            query_start=whole.query_start[: count + 1],
+            context_len=whole.context_len[:count],
+            block_tables=whole.block_tables[:count],
+            logit_rows=whole.logit_rows[:count],
+            num_decodes=0 if self._is_mixed else count,
+            max_query_len=size if self._is_mixed else 1,
+            num_unsorted=whole.num_unsorted,
         )
 
     def fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the first rows; the rest up to `size` belong to no request."""
-        whole, count, width = self._batch, len(batch.context_len), batch.block_tables.shape[1]
-        whole.token_ids[:count] = batch.token_ids
-        whole.positions[:count] = batch.positions
-        whole.cache_slots[:count] = batch.cache_slots
+        """Copy a batch to the first places; what is left of the first `size` tokens belongs to no request."""
+        whole, num_tokens = self._batch, len(batch.token_ids)
+        count, width = batch.block_tables.shape
+        whole.token_ids[:num_tokens] = batch.token_ids
+        whole.positions[:num_tokens] = batch.positions
+        whole.cache_slots[:num_tokens] = batch.cache_slots
         whole.context_len[:count] = batch.context_len
         whole.block_tables[:count, :width] = batch.block_tables
-        if count < size:
-            rest = slice(count, size)
+        rest = slice(num_tokens, size)
+        if num_tokens < size:
+            whole.cache_slots[rest] = self._slot
+        if whole.num_unsorted is not None:  # of tokens of no sequence, any will do
+            whole.num_unsorted.fill_(count)
+            whole.query_start[: count + 1] = batch.query_start
+            whole.query_start[count + 1 :] = num_tokens
+            whole.logit_rows[: len(batch.logit_rows)] = batch.logit_rows
+            whole.logit_rows[len(batch.logit_rows) :] = 0
+        elif num_tokens < size:
             whole.token_ids[rest] = 0
             whole.positions[rest] = 0
-            whole.cache_slots[rest] = self._slot
             whole.context_len[rest] = 1
             whole.block_tables[rest, 0] = self._block
 
@@ -144,7 +185,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         with _side_stream():
             run()  # what is compiled or allocated at the first call must not be captured
         graph = torch.cuda.CUDAGraph()

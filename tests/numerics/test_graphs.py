@@ -10,13 +10,14 @@ import torch
 from tests.numerics.steps import run_again
 from xgpt.checkpoint import read_spec
 from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.schema import SLICE_TOKENS
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Sequences, make_batch
 from xrunner.attention.base import pack, unpack
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
-from xrunner.graphs import SIZES, GraphedModel, size_of
+from xrunner.graphs import MIXED_SIZES, SIZES, GraphedModel, size_of
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker
 
@@ -62,24 +63,44 @@ def decodes(contexts, cache, rng):
     )
 
 
-def graphed(worker, sizes, most_tokens=64):
+def graphed(worker, sizes, most_tokens=64, mixed_sizes=(8, 24)):
     """The same weights, a random cache, and captures that are counted."""
     cache = KvCache(worker.model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
     generator = torch.Generator().manual_seed(0)
     for layer in cache.layers:
         layer.copy_(torch.randn(layer.shape, generator=generator))
     replays = Replays()
-    model = GraphedModel(worker.model, cache, worker.backend, most_tokens=most_tokens, capture=replays, sizes=sizes)
+    model = GraphedModel(
+        worker.model,
+        cache,
+        worker.backend,
+        most_tokens=most_tokens,
+        capture=replays,
+        sizes=sizes,
+        mixed_sizes=mixed_sizes,
+    )
     return model, cache, replays
 
 
-@pytest.mark.parametrize("contexts", [[5], [1, 9, 16], [3, 30, 2, 8, 11, 6]], ids=len)
-def test_a_replay_computes_what_the_model_computes_and_touches_no_other_cache(worker, contexts):
-    run, cache, replays = graphed(worker, sizes=(1, 4, 8))
+def mixed(contexts, chunks, cache, rng, wants_logits=None):
+    """Decodes of these contexts and pieces (start, length) of prompts, over blocks of their own."""
+    lengths = np.array([1] * len(contexts) + [length for _, length in chunks], dtype=np.int32)
+    ends = np.array([*contexts, *(start + length for start, length in chunks)], dtype=np.int32)
+    width = -(-int(ends.max()) // BLOCK_SIZE)
+    tables = rng.permutation(NUM_BLOCKS - 1)[: len(ends) * width].astype(np.int32).reshape(len(ends), width)
+    return make_batch(
+        rng.integers(0, 211, int(lengths.sum())),
+        Sequences(lengths, ends, tables),
+        block_size=BLOCK_SIZE,
+        num_decodes=len(contexts),
+        wants_logits=wants_logits,
+    )
+
+
+def check_replay(run, cache, replays, worker, batch):
+    """Logits and cache are those of the model, but for the block of no request."""
     with torch.inference_mode():
-        run(decodes([20] * 8, cache, np.random.default_rng(1)), cache, worker.backend)  # leaves all rows filled
         before = [layer.clone() for layer in cache.layers]
-        batch = decodes(contexts, cache, np.random.default_rng(2))
         logits = run(batch, cache, worker.backend).clone()
         after = [layer.clone() for layer in cache.layers]
         for layer, old in zip(cache.layers, before, strict=True):
@@ -87,10 +108,32 @@ def test_a_replay_computes_what_the_model_computes_and_touches_no_other_cache(wo
         expected = worker.model(batch, cache, worker.backend)
     assert sum(replays.counts) == 2
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    filler = run._inputs._block
+    filler = NUM_BLOCKS - 1
     for replayed, plain in zip(after, cache.layers, strict=True):
         others = torch.arange(NUM_BLOCKS) != filler
         torch.testing.assert_close(replayed[:, others], plain[:, others], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("contexts", [[5], [1, 9, 16], [3, 30, 2, 8, 11, 6]], ids=len)
+def test_a_replay_computes_what_the_model_computes_and_touches_no_other_cache(worker, contexts):
+    run, cache, replays = graphed(worker, sizes=(1, 4, 8))
+    with torch.inference_mode():
+        run(decodes([20] * 8, cache, np.random.default_rng(1)), cache, worker.backend)  # leaves all rows filled
+    check_replay(run, cache, replays, worker, decodes(contexts, cache, np.random.default_rng(2)))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "chunks"),
+    [([], [(0, 7)]), ([], [(3, 5), (0, 9)]), ([9, 2], [(0, 1), (5, 3)]), ([3, 30, 2], [(8, 11), (0, 1), (4, 6)])],
+    ids=str,
+)
+def test_so_does_a_replay_of_a_step_with_prompts(worker, contexts, chunks):
+    run, cache, replays = graphed(worker, sizes=(1,))
+    rng = np.random.default_rng(3)
+    with torch.inference_mode():
+        run(mixed([4] * 11, [(2, 13)], cache, rng), cache, worker.backend)  # leaves all places filled
+    ends = rng.random(len(contexts) + len(chunks)) < 0.7
+    check_replay(run, cache, replays, worker, mixed(contexts, chunks, cache, rng, ends))
 
 
 def test_what_was_not_captured_runs_as_it_is(worker):
@@ -99,18 +142,14 @@ def test_what_was_not_captured_runs_as_it_is(worker):
     with torch.inference_mode():
         run(decodes([5, 6, 7], cache, rng), cache, worker.backend)  # more rows than any capture
         run(decodes([17], cache, rng), cache, worker.backend)  # a longer context
-        tables = np.arange(2, dtype=np.int32)[None]
-        prompt = make_batch(
-            np.arange(5),
-            Sequences(np.array([5], np.int32), np.array([5], np.int32), tables),
-            block_size=4,
-            num_decodes=0,
-        )
-        run(prompt, cache, worker.backend)
+        run(mixed([3], [(0, 12), (0, 12)], cache, rng), cache, worker.backend)  # more tokens than any capture
+        run(mixed([3], [(0, 17)], cache, rng), cache, worker.backend)  # a longer prompt
     assert sum(replays.counts) == 0
 
 
 def test_sizes_waste_little():
+    for count in range(1, SLICE_TOKENS + 1):
+        assert size_of(count, MIXED_SIZES) - count < (16 if count <= 256 else 64)
     assert [size_of(n, SIZES) for n in (1, 3, 5, 9, 64, 65, 512)] == [1, 4, 8, 16, 64, 80, 512]
     for count in range(1, 513):
         size = size_of(count, SIZES)

@@ -46,7 +46,13 @@ def fresh(worker, kind="plain"):
     if kind == "plain":
         return Worker(model, cache, backend)
     run = GraphedModel(
-        model, cache, backend, most_tokens=NUM_BLOCKS * BLOCK_SIZE, capture=run_again, sizes=(1, 2, 4, 8)
+        model,
+        cache,
+        backend,
+        most_tokens=NUM_BLOCKS * BLOCK_SIZE,
+        capture=run_again,
+        sizes=(1, 2, 4, 8),
+        mixed_sizes=(4, 16, 64),
     )
     return AheadWorker(model, cache, backend, run=run)
 

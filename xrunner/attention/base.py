@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xrunner.staging import to_device
+
 
 @dataclass(slots=True)
 class Batch:
@@ -28,6 +30,8 @@ class Batch:
         logit_rows: tokens whose logits are wanted. # int64 [sampled]
         num_decodes: sequences that hold one token and come first.
         max_query_len: longest piece of a prompt; 1 where there is none.
+        num_unsorted: of a captured step, of which the device alone knows what it holds: how many of the sequences, the
+            first ones, are the batch's. They hold any number of tokens, in any order; `num_decodes` is 0. # int32 [1]
         prompt_len: of encoder-decoders alone: how many of the sequence's tokens are the encoder's, the first ones.
             # int32 [sequences]
         first_key: the first token that each sequence attends to; None: of all, the first. # int32 [sequences]
@@ -45,6 +49,7 @@ class Batch:
     logit_rows: Tensor
     num_decodes: int
     max_query_len: int
+    num_unsorted: Tensor | None = None
     prompt_len: Tensor | None = None
     first_key: Tensor | None = None
     both_ways: bool = False
@@ -147,11 +152,6 @@ def make_batch(
     else:
         tensors = unpack(to_device(pack(arrays), device), arrays)
     return Batch(**tensors, num_decodes=num_decodes, max_query_len=int(query_len.max()))
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for what the device computes."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack(arrays: dict[str, np.ndarray]) -> Tensor:

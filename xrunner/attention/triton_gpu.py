@@ -1,8 +1,8 @@
 """Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
 
-Nothing is read back from the device, and for a batch of decodes every launch depends on shapes alone: such a step can
-be captured in a CUDA graph. Position biases, looking both ways, windows, sinks, soft caps and latent
-keys run in plain torch.
+Nothing is read back from the device, and every launch depends on shapes alone: a step can be captured in a CUDA graph.
+Where it is to hold any batch of its shape, what a sequence holds is left to the kernels (`Batch.num_unsorted`).
+Position biases, looking both ways, windows, sinks, soft caps and latent keys run in plain torch.
 Triton is imported where the backend is made, so that no other code needs it.
 """
 
@@ -22,6 +22,8 @@ from xrunner.kernels.fused import power_of_two
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
 """Programs of a decode for each of the device's processors, up to which splits are added."""
+UNSORTED_SPLITS = 8
+"""Most where the number of sequences is left to the kernels; many leave these splits empty."""
 LEAST_DOT = 16
 """Rows and columns of the smallest product that tensor cores take."""
 
@@ -83,7 +85,7 @@ class TritonAttention(AttentionBackend):
             WIDTH=power_of_two(num_kv_heads * head_dim),
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if batch.num_decodes:
+        if batch.num_decodes or batch.num_unsorted is not None:
             self._decode(q, cache, batch, out)
         if batch.num_decodes < len(batch.context_len):
             self._encode(q, cache, batch, out)
@@ -93,11 +95,15 @@ class TritonAttention(AttentionBackend):
         self._attend(q, cache, batch, out, prompt_tile(q.shape[2], q.dtype, q.shape[1] // cache.shape[2]))
 
     def _decode(self, q: Tensor, cache: Tensor, batch: Batch, out: Tensor) -> None:
-        count, num_heads, head_dim = batch.num_decodes, *q.shape[1:]
+        num_heads, head_dim = q.shape[1:]
         tile = decode_tile(q.shape[2], q.dtype, num_heads // cache.shape[2])
-        splits = num_splits(
-            count * cache.shape[2], batch.block_tables.shape[1] * cache.shape[3], tile.keys, _num_processors(q.device)
-        )
+        most_keys, processors = batch.block_tables.shape[1] * cache.shape[3], _num_processors(q.device)
+        if batch.num_unsorted is None:
+            count = batch.num_decodes
+            splits = num_splits(count * cache.shape[2], most_keys, tile.keys, processors)
+        else:
+            count = len(batch.context_len)
+            splits = min(UNSORTED_SPLITS, num_splits(cache.shape[2], most_keys, tile.keys, processors))
         if splits == 1:
             self._attend(q, cache, batch, out, tile, is_decode=True)
             return
@@ -105,7 +111,19 @@ class TritonAttention(AttentionBackend):
         masses = torch.empty(count, num_heads, splits, dtype=torch.float32, device=q.device)
         self._attend(q, cache, batch, out, tile, (parts, masses), is_decode=True)
         self._kernels.combine_kernel[(count * num_heads,)](
-            parts, masses, out, splits, HEAD_DIM=head_dim, PADDED_DIM=padded_dim(head_dim), MOST_SPLITS=MOST_SPLITS
+            parts,
+            masses,
+            out,
+            batch.query_start,
+            q if batch.num_unsorted is None else batch.num_unsorted,
+            splits,
+            NUM_KV_HEADS=cache.shape[2],
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=padded_dim(head_dim),
+            MOST_SPLITS=MOST_SPLITS if batch.num_unsorted is None else UNSORTED_SPLITS,
+            PROGRAMS=PROGRAMS_A_PROCESSOR * processors,
+            IS_UNSORTED=batch.num_unsorted is not None,
         )
 
     def _attend(
@@ -124,7 +142,9 @@ class TritonAttention(AttentionBackend):
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
         num_sequences = len(batch.context_len) - first
-        num_tiles = batch.num_decodes if is_decode else (len(q) - first) // (tile.rows // group) + num_sequences
+        num_tiles = (len(q) - first) // (tile.rows // group) + num_sequences
+        if is_decode:
+            num_tiles = batch.num_decodes if batch.num_unsorted is None else num_sequences
         parts, masses = split or (out, out)
         splits = masses.shape[2] if split else 1
         self._kernels.attend_kernel[(num_tiles, num_kv_heads, splits)](
@@ -136,6 +156,7 @@ class TritonAttention(AttentionBackend):
             batch.query_start,
             batch.context_len,
             batch.block_tables,
+            q if batch.num_unsorted is None else batch.num_unsorted,
             first,
             num_sequences,
             splits,
@@ -153,6 +174,8 @@ class TritonAttention(AttentionBackend):
             KEYS=tile.keys,
             IS_SPLIT=splits > 1,
             IS_DECODE=is_decode,
+            IS_UNSORTED=batch.num_unsorted is not None,
+            PROGRAMS=PROGRAMS_A_PROCESSOR * _num_processors(q.device),
             DOT=self._kernels.TYPES[dot_dtype(q.device, q.dtype)],
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

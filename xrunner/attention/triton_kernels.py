@@ -56,6 +56,7 @@ def attend_kernel(
     query_start,  # int32 [sequences + 1]
     context_len,  # int32 [sequences]
     tables,  # int32 [sequences, table_stride]
+    num_unsorted,  # int32 [1]; where they are
     first_sequence,
     num_sequences,
     splits,
@@ -73,18 +74,28 @@ def attend_kernel(
     KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_DECODE: tl.constexpr,
+    IS_UNSORTED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """A tile of queries over a share of its sequence's keys. Grid: tiles, K/V heads, splits.
 
-    It is about the sequences from `first_sequence` on.
+    It is about the sequences from `first_sequence` on; of unsorted ones, about those of one token if it decodes, and
+    else about the others.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
     sequence, first = _tile(first_sequence, query_start, num_sequences, TOKENS, IS_DECODE)
     begin_token = tl.load(query_start + sequence)
     num_tokens = tl.load(query_start + sequence + 1) - begin_token
-    if first >= num_tokens:
+    is_other = first >= num_tokens
+    in_use = splits
+    if IS_UNSORTED:
+        is_other = is_other | ((num_tokens == 1) != IS_DECODE)
+        if IS_SPLIT:
+            in_use = _splits_in_use(num_unsorted, splits, NUM_KV_HEADS, PROGRAMS)
+            is_other = is_other | (split >= in_use)
+    if is_other:
         return
     context = tl.load(context_len + sequence)
 
@@ -100,7 +111,7 @@ def attend_kernel(
 
     limit = context - num_tokens + token + 1  # keys that a row sees
     most = tl.minimum(context, context - num_tokens + first + TOKENS)
-    begin, end = _share(context, splits, split, most, KEYS, IS_SPLIT)
+    begin, end = _share(context, in_use, split, most, KEYS, IS_SPLIT)
     seen_by_all = tl.minimum(end, context - num_tokens + first + 1)
     middle = begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS
 
@@ -187,22 +198,38 @@ def combine_kernel(
     parts,
     masses,
     out,
+    query_start,
+    num_unsorted,
     splits,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    IS_UNSORTED: tl.constexpr,
 ):
-    """A decode's result from those of its splits. Grid: (sequence, head) pairs, in the order of `out`'s rows."""
+    """A decode's result from those of its splits. Grid: (sequence, head) pairs; sequences that do not hold one token
+    are left out.
+    """
     row = tl.program_id(0).to(tl.int64)
+    sequence = row // NUM_HEADS
+    token = tl.load(query_start + sequence).to(tl.int64)
+    if tl.load(query_start + sequence + 1) - token != 1:
+        return
+    in_use = splits
+    if IS_UNSORTED:
+        in_use = _splits_in_use(num_unsorted, splits, NUM_KV_HEADS, PROGRAMS)
     split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
-    inside = (split < splits)[:, None] & (d < HEAD_DIM)[None, :]
-    mass = tl.load(masses + row * splits + split, mask=split < splits, other=float("-inf"))
+    inside = (split < in_use)[:, None] & (d < HEAD_DIM)[None, :]
+    mass = tl.load(masses + row * splits + split, mask=split < in_use, other=float("-inf"))
     highest = tl.max(mass, 0)
     weight = tl.exp2(mass - tl.where(highest == float("-inf"), 0.0, highest))
     part = tl.load(parts + (row * splits + split)[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     total = tl.sum(weight, 0)
     result = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    place = (token * NUM_HEADS + row % NUM_HEADS) * HEAD_DIM
+    tl.store(out + place + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit
@@ -219,6 +246,13 @@ def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_D
         query_starts = query_start + first_sequence
         index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
         return first_sequence + index, (tile - _first_tile(index, query_starts, TOKENS)) * TOKENS
+
+
+@triton.jit
+def _splits_in_use(num_unsorted, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Of the splits that were launched, those that it takes to keep the device busy if all sequences decode."""
+    tiles = tl.maximum(tl.load(num_unsorted), 1) * NUM_KV_HEADS
+    return tl.minimum(tl.maximum(PROGRAMS // tiles, 1), splits)
 
 
 @triton.jit

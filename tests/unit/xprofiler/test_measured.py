@@ -14,7 +14,7 @@ from xsimulator.stages import whole
 
 def test_parts_add_up_to_the_steps_that_were_measured() -> None:
     spec, _ = load_model("opt-125m")
-    points = Points.of(spec)
+    points = Points.of(spec, "cpu")
     rng = np.random.default_rng(4)
     measured: dict[tuple[str | int, ...], float] = {("spread", 0): 0.0}
     sizes = {
