@@ -11,11 +11,13 @@ import pytest
 
 from tests.planned import num_params
 from xgpt import machine
+from xgpt.app.plan.profiles import check_belongs
 from xgpt.errors import InputError, MachineError
-from xgpt.io import config_names
+from xgpt.io import config_names, configs_dir, load_json
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import ModelSpec
+from xgpt.schema import ModelSpec, Profile
 from xgpt.workload import quantile
+from xprofiler import NATIVE_VERSION
 
 # The paper's model of three layers has no size in its name: 0.9e9 follows from its shape.
 UNNAMED = {"tcb-seq2seq": 0.9e9, "qwen3-14b": 14.8e9}
@@ -322,3 +324,15 @@ def test_rates_are_finite() -> None:
     for name in SHIPPED_CLUSTERS:
         for link in (load_cluster(name).intra_node, load_cluster(name).inter_node, load_cluster(name).host):
             assert link is None or (math.isfinite(link.bandwidth_bytes_per_s) and 0 < link.latency_s < 1e-3)
+
+
+@pytest.mark.parametrize("path", sorted((configs_dir() / "profiles").glob("*.json")), ids=lambda path: path.stem)
+def test_measured_profiles_are_of_a_shipped_model_and_device(path: Path) -> None:
+    """So that machines without the device can plan with them, as far as the engine is still the one measured."""
+    profile = load_json(path, Profile, "profile")
+    assert profile.source == "measured"
+    assert path.stem == f"{profile.model.name}-{profile.device}-{profile.dtype}"
+    clusters = map(load_cluster, SHIPPED_CLUSTERS)
+    (cluster,) = (c for c in clusters if c.device.name == profile.device and c.num_devices == profile.devices_per_node)
+    current = profile.model_copy(update={"engine_version": NATIVE_VERSION})
+    check_belongs(current, spec_of(profile.model.name), cluster, profile.dtype)
