@@ -31,9 +31,10 @@ class _Buffer:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
-    def is_under_way(self) -> None:
-        """Note that a copy to or from it has been launched."""
-        self._copied = torch.cuda.Event()
+    def note_copy(self) -> None:
+        """A copy to or from it has been launched."""
+        if self._copied is None:
+            self._copied = torch.cuda.Event()
         self._copied.record()
 
     def wait(self) -> None:
@@ -62,7 +63,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     buffer = _ring.next()
     sent = buffer.for_tensor(tensor).copy_(tensor).to(device, non_blocking=True)
-    buffer.is_under_way()
+    buffer.note_copy()
     return sent
 
 
@@ -79,7 +80,7 @@ class Arriving:
             self._buffer = _ring.next()
             self._host = self._buffer.for_tensor(tensor)
             self._host.copy_(tensor, non_blocking=True)
-            self._buffer.is_under_way()
+            self._buffer.note_copy()
 
     def wait(self) -> np.ndarray:
         if self._buffer is not None:
