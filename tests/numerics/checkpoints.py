@@ -284,6 +284,8 @@ def save(directory, family, shape, dtype=torch.float32):
     config = config_class(vocab_size=VOCABULARY, **settings)
     torch.manual_seed(7)
     model = model_class(config).eval()
+    if family == "gemma2":
+        model.set_attn_implementation("eager")  # older versions choose one that leaves out soft caps without a word
     if family in WITH_EXPERTS:
         model.set_experts_implementation("eager")  # grouped products take no odd widths
     if family == "t5" and settings.get("tie_word_embeddings") is False:
