@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xgpt.policies import Step
 from xrunner.attention import Batch
-from xrunner.staging import Arriving, to_device
+from xrunner.attention.base import to_device
 from xrunner.worker import Worker, fed
 
 
@@ -71,7 +71,7 @@ class AheadWorker(Worker):
             tokens = self._launch(self._decodes(step, rows))
         else:
             self._context[rows] += 1
-        arriving = Arriving(tokens)
+        arriving = _Arriving(tokens)
         if self._decoded:
             self._run_ahead(step, rows, tokens)
         self._decoded = True
@@ -112,3 +112,21 @@ class AheadWorker(Worker):
             logits = self.logits(batch)
             assert logits is not None, "the whole model is here"
             return self.sample(logits)
+
+
+class _Arriving:
+    """A tensor on its way to the host; what is launched later does not delay it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> np.ndarray:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xrunner.staging import to_device
-
 
 @dataclass(slots=True)
 class Batch:
@@ -152,6 +150,11 @@ def make_batch(
     else:
         tensors = unpack(to_device(pack(arrays), device), arrays)
     return Batch(**tensors, num_decodes=num_decodes, max_query_len=int(query_len.max()))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for what the device computes."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack(arrays: dict[str, np.ndarray]) -> Tensor:
