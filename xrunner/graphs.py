@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -66,29 +67,23 @@ class GraphedModel:
         )
         """Of the last replay: shared by all sizes."""
         width = -(-most_tokens // cache.block_size)
-        self._decodes = _Inputs(cache, most, most, width, is_mixed=False)
-        self._mixed = _Inputs(cache, mixed_sizes[-1], most_mixed, width, is_mixed=True)
-        self._replays: dict[_Inputs, dict[int, Callable[[], None]]] = {self._mixed: {}, self._decodes: {}}
-        self._sizes = {self._mixed: mixed_sizes, self._decodes: sizes}
+        self._decodes = _Captured(cache, sizes, most, width, is_mixed=False)
+        self._mixed = _Captured(cache, mixed_sizes, most_mixed, width, is_mixed=True)
         capture = capture or CudaCapture()
+
+        def run(batch: Batch) -> None:
+            self._logits[: len(batch.logit_rows)] = model(batch, cache, backend)
+
         with torch.inference_mode():
-            for inputs, replays in self._replays.items():
-                for size in reversed(self._sizes[inputs]):  # the largest first: the others find room in its memory
-                    batch = inputs.first(size)
-
-                    def run(batch: Batch = batch) -> None:
-                        self._logits[: len(batch.logit_rows)] = model(batch, cache, backend)
-
-                    replays[size] = capture(run)
+            for steps in (self._mixed, self._decodes):
+                steps.capture(capture, run)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
         """Logits; those of a replay are overwritten by the next. # [sampled, vocab]"""
-        inputs = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
-        if not inputs.has_room(batch):
+        steps = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
+        if not steps.has_room(batch):
             return self.model(batch, cache, backend)
-        size = size_of(len(batch.token_ids), self._sizes[inputs])
-        inputs.fill(batch, size)
-        self._replays[inputs][size]()
+        steps.replay(batch)
         logits = self._logits[: len(batch.logit_rows)]
         return logits if batch.added is None else logits + batch.added
 
@@ -98,20 +93,24 @@ def size_of(count: int, sizes: tuple[int, ...]) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-class _Inputs:
-    """A batch at fixed addresses: of decodes, or of sequences of any number of tokens.
+class _Captured:
+    """Steps of some sizes, which read a batch at fixed addresses: of decodes, or of sequences of any number of tokens.
 
     Rows of no request decode a first token in the last block. Tokens of no sequence are written there.
 
     Args:
-        tokens, sequences, num_blocks: most of a batch, and of a sequence.
+        sizes: in tokens, rising.
+        sequences, num_blocks: most of a batch, and of a sequence.
     """
 
-    def __init__(self, cache: KvCache, tokens: int, sequences: int, num_blocks: int, *, is_mixed: bool) -> None:
-        device = cache.device
+    def __init__(
+        self, cache: KvCache, sizes: tuple[int, ...], sequences: int, num_blocks: int, *, is_mixed: bool
+    ) -> None:
+        device, tokens = cache.device, sizes[-1]
         block = cache.num_blocks - 1
         self._block, self._slot = block, block * cache.block_size
-        self._is_mixed = is_mixed
+        self._sizes = sizes
+        self._replays: dict[int, Callable[[], None]] = {}
         starts = torch.zeros if is_mixed else torch.arange
         num_unsorted = torch.zeros(1, dtype=torch.int32, device=device) if is_mixed else None
         self._batch = Batch(
@@ -127,6 +126,17 @@ class _Inputs:
             num_unsorted=num_unsorted,
         )
 
+    def capture(self, capture: Capture, run: Callable[[Batch], None]) -> None:
+        """Capture a step of each size."""
+        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
+            self._replays[size] = capture(partial(run, self._first(size)))
+
+    def replay(self, batch: Batch) -> None:
+        """Run the step of a batch that has room."""
+        size = size_of(len(batch.token_ids), self._sizes)
+        self._fill(batch, size)
+        self._replays[size]()
+
     def has_room(self, batch: Batch) -> bool:
         """Whether a batch fits."""
         whole = self._batch
@@ -137,7 +147,7 @@ class _Inputs:
             and batch.block_tables.shape[1] <= blocks
         )
 
-    def first(self, size: int) -> Batch:
+    def _first(self, size: int) -> Batch:
         """Return a batch of the first tokens, and of as many sequences as these can be."""
         whole = self._batch
         count = min(size, len(whole.context_len))
@@ -149,12 +159,12 @@ class _Inputs:
             context_len=whole.context_len[:count],
             block_tables=whole.block_tables[:count],
             logit_rows=whole.logit_rows[:count],
-            num_decodes=0 if self._is_mixed else count,
-            max_query_len=size if self._is_mixed else 1,
+            num_decodes=min(count, whole.num_decodes),
+            max_query_len=min(size, whole.max_query_len),
             num_unsorted=whole.num_unsorted,
         )
 
-    def fill(self, batch: Batch, size: int) -> None:
+    def _fill(self, batch: Batch, size: int) -> None:
         """Copy a batch to the first places; what is left of the first `size` tokens belongs to no request."""
         whole, num_tokens = self._batch, len(batch.token_ids)
         count, width = batch.block_tables.shape

@@ -8,6 +8,7 @@ Triton is imported where the backend is made, so that no other code needs it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from typing import NamedTuple
@@ -85,7 +86,7 @@ class TritonAttention(AttentionBackend):
             WIDTH=power_of_two(num_kv_heads * head_dim),
         )
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if batch.num_decodes or batch.num_unsorted is not None:
+        if _most_decodes(batch):
             self._decode(q, cache, batch, out)
         if batch.num_decodes < len(batch.context_len):
             self._encode(q, cache, batch, out)
@@ -98,11 +99,10 @@ class TritonAttention(AttentionBackend):
         num_heads, head_dim = q.shape[1:]
         tile = decode_tile(q.shape[2], q.dtype, num_heads // cache.shape[2])
         most_keys, processors = batch.block_tables.shape[1] * cache.shape[3], _num_processors(q.device)
+        count = _most_decodes(batch)
         if batch.num_unsorted is None:
-            count = batch.num_decodes
             splits = num_splits(count * cache.shape[2], most_keys, tile.keys, processors)
         else:
-            count = len(batch.context_len)
             splits = min(UNSORTED_SPLITS, num_splits(cache.shape[2], most_keys, tile.keys, processors))
         if splits == 1:
             self._attend(q, cache, batch, out, tile, is_decode=True)
@@ -142,9 +142,7 @@ class TritonAttention(AttentionBackend):
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
         num_sequences = len(batch.context_len) - first
-        num_tiles = (len(q) - first) // (tile.rows // group) + num_sequences
-        if is_decode:
-            num_tiles = batch.num_decodes if batch.num_unsorted is None else num_sequences
+        num_tiles = _most_decodes(batch) if is_decode else (len(q) - first) // (tile.rows // group) + num_sequences
         parts, masses = split or (out, out)
         splits = masses.shape[2] if split else 1
         self._kernels.attend_kernel[(num_tiles, num_kv_heads, splits)](
@@ -216,6 +214,12 @@ def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def _most_decodes(batch: Batch) -> int:
+    """Sequences that may decode: of an unsorted batch all."""
+    return batch.num_decodes if batch.num_unsorted is None else len(batch.context_len)
+
+
+@functools.cache
 def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
