@@ -26,8 +26,8 @@ import click
 import torch
 
 from xgpt.io import write_atomic
-from xgpt.resolve import load_model
-from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, RunDType
+from xgpt.resolve import load_cluster, load_model
+from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, Precision, RunDType
 from xprofiler.bench import Bench, timed
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
@@ -35,6 +35,8 @@ from xrunner.kernels.packed import fastest
 from xrunner.models.layers import Linear
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker
+from xsimulator.memory import LaneMemory
+from xsimulator.stages import whole
 
 BLOCK_SIZE = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -43,8 +45,6 @@ PROMPTS = (16, 64, 256, 512, 1024, 2048)
 ROUNDS = 8
 READ = {"cpu": 2**28, "cuda": 2**29}
 """Elements of float32 that are read and copied for the memory's rate: many times what caches hold."""
-USABLE_MEMORY = 0.9
-"""Share of a GPU's free memory; activations and captured steps need the rest. Larger batches are left out."""
 PRODUCT = {"cpu": 2048, "cuda": 8192}
 """Rows and columns of the product for the rate of products."""
 
@@ -130,9 +130,9 @@ def most_tokens(spec: ModelSpec, device: str, dtype: RunDType) -> float:
     """Tokens whose keys and values a GPU holds with the weights and with what the memory's rate is measured on."""
     if device == "cpu":
         return math.inf
-    free, _ = torch.cuda.mem_get_info()
-    taken = spec.weight_bytes(dtype) + 2 * 4 * READ[device]
-    return (USABLE_MEMORY * free - taken) / spec.kv_bytes_per_token(dtype)
+    memory = LaneMemory(spec, load_cluster("local"), Precision.of(dtype, "gpu"), whole(spec), BLOCK_SIZE)
+    (blocks,) = memory.blocks_beside(SLICE_TOKENS)
+    return float(blocks) * BLOCK_SIZE - 2 * 4 * READ[device] / spec.kv_bytes_per_token(dtype)
 
 
 def rates(points: list[Point]) -> dict[str, float]:

@@ -51,18 +51,6 @@ class Replays:
         return counted
 
 
-def decodes(contexts, cache, rng):
-    """A batch of decodes with these contexts, over blocks of their own."""
-    count, width = len(contexts), -(-max(contexts) // BLOCK_SIZE)
-    tables = np.arange(count * width, dtype=np.int32).reshape(count, width)
-    return make_batch(
-        rng.integers(0, 211, count),
-        Sequences(np.ones(count, dtype=np.int32), np.array(contexts, dtype=np.int32), tables),
-        block_size=BLOCK_SIZE,
-        num_decodes=count,
-    )
-
-
 def graphed(worker, sizes, most_tokens=64, mixed_sizes=(8, 24)):
     """The same weights, a random cache, and captures that are counted."""
     cache = KvCache(worker.model.spec, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
@@ -82,7 +70,7 @@ def graphed(worker, sizes, most_tokens=64, mixed_sizes=(8, 24)):
     return model, cache, replays
 
 
-def mixed(contexts, chunks, cache, rng, wants_logits=None):
+def step_of(contexts, chunks, rng, wants_logits=None):
     """Decodes of these contexts and pieces (start, length) of prompts, over blocks of their own."""
     lengths = np.array([1] * len(contexts) + [length for _, length in chunks], dtype=np.int32)
     ends = np.array([*contexts, *(start + length for start, length in chunks)], dtype=np.int32)
@@ -118,8 +106,8 @@ def check_replay(run, cache, replays, worker, batch):
 def test_a_replay_computes_what_the_model_computes_and_touches_no_other_cache(worker, contexts):
     run, cache, replays = graphed(worker, sizes=(1, 4, 8))
     with torch.inference_mode():
-        run(decodes([20] * 8, cache, np.random.default_rng(1)), cache, worker.backend)  # leaves all rows filled
-    check_replay(run, cache, replays, worker, decodes(contexts, cache, np.random.default_rng(2)))
+        run(step_of([20] * 8, [], np.random.default_rng(1)), cache, worker.backend)  # leaves all rows filled
+    check_replay(run, cache, replays, worker, step_of(contexts, [], np.random.default_rng(2)))
 
 
 @pytest.mark.parametrize(
@@ -131,19 +119,19 @@ def test_so_does_a_replay_of_a_step_with_prompts(worker, contexts, chunks):
     run, cache, replays = graphed(worker, sizes=(1,))
     rng = np.random.default_rng(3)
     with torch.inference_mode():
-        run(mixed([4] * 11, [(2, 13)], cache, rng), cache, worker.backend)  # leaves all places filled
+        run(step_of([4] * 11, [(2, 13)], rng), cache, worker.backend)  # leaves all places filled
     ends = rng.random(len(contexts) + len(chunks)) < 0.7
-    check_replay(run, cache, replays, worker, mixed(contexts, chunks, cache, rng, ends))
+    check_replay(run, cache, replays, worker, step_of(contexts, chunks, rng, ends))
 
 
 def test_what_was_not_captured_runs_as_it_is(worker):
     run, cache, replays = graphed(worker, sizes=(1, 2), most_tokens=16)
     rng = np.random.default_rng(0)
     with torch.inference_mode():
-        run(decodes([5, 6, 7], cache, rng), cache, worker.backend)  # more rows than any capture
-        run(decodes([17], cache, rng), cache, worker.backend)  # a longer context
-        run(mixed([3], [(0, 12), (0, 12)], cache, rng), cache, worker.backend)  # more tokens than any capture
-        run(mixed([3], [(0, 17)], cache, rng), cache, worker.backend)  # a longer prompt
+        run(step_of([5, 6, 7], [], rng), cache, worker.backend)  # more rows than any capture
+        run(step_of([17], [], rng), cache, worker.backend)  # a longer context
+        run(step_of([3], [(0, 12), (0, 12)], rng), cache, worker.backend)  # more tokens than any capture
+        run(step_of([3], [(0, 17)], rng), cache, worker.backend)  # a longer prompt
     assert sum(replays.counts) == 0
 
 
