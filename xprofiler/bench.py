@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -115,7 +115,7 @@ class Points:
         )
 
 
-def curve(measured: Timings, name: str, points: Sequence[int]) -> Curve:
+def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
     return Curve(points=tuple(points), seconds=tuple(measured[name, n] for n in points))
 
 
@@ -173,7 +173,7 @@ class Bench:
         self._meet, self._in_group, self._clock = meet, in_group, clock
         self._capture = CudaCapture()
         self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
-        """What was captured, and what runs it again, by what it is."""
+        """By what it is: what was captured, whose tensors must live on, and what runs it again."""
 
     def meet(self) -> None:
         """Wait for the workers that measure together with this one."""

@@ -11,7 +11,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -191,7 +191,8 @@ def assembled(
     by_group: dict[tuple[int, int], Timings],
     kv_dtype: DType | None = None,
 ) -> Profile:
-    alone, head, tokens = by_group[1, 1], curve(by_group[1, 1], "head", BATCHES), TOKENS
+    alone, head = by_group[1, 1], curve(by_group[1, 1], "head", BATCHES)
+    tokens: Collection[int] = TOKENS
     layers: tuple[LayerTimes, ...]
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     if spec.is_encoder_decoder:
@@ -199,7 +200,7 @@ def assembled(
         layers, encoder_layers = (tuple(of) for of in zip(*pairs, strict=True))
     else:
         points = Points.of(spec, cluster.device.type)
-        tokens = tuple(points.steps)
+        tokens = points.steps
         layers = tuple(_layer(spec, points, group, measured, alone) for group, measured in by_group.items())
         head = _with_last_layer(head, layers[0])
     return Profile(
@@ -239,8 +240,8 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     layer = LayerTimes(
         tp_degree=group[0],
         ep_degree=group[1],
-        rest=curve(rest, "rest", tuple(points.steps)),
-        last=curve(rest, "last", tuple(points.steps)),
+        rest=curve(rest, "rest", points.steps),
+        last=curve(rest, "last", points.steps),
         encode_attention=Surface.filled(
             {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
         ),
