@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from xrunner.attention.triton_gpu import Tile, decode_tile, padded_dim, prompt_tile
+from xrunner.attention.triton_gpu import PROGRAMS_A_PROCESSOR, Tile, decode_tile, padded_dim, prompt_tile
 
 BLOCK_SIZE = 16
+PROCESSORS = 132
+"""An H100's."""
 TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -40,8 +42,14 @@ SHAPES = (
     Shape("opt-125m", torch.float16, 12, 12, 64),
     Shape("opt-125m", torch.float32, 12, 12, 64),
 )
-USES = {"prompt": (False, False), "decode": (True, False), "decode, split": (True, True)}
-"""Whether it decodes, and whether its context is split."""
+USES = {
+    "prompt": {"IS_DECODE": False, "IS_SPLIT": False, "IS_UNSORTED": False},
+    "decode": {"IS_DECODE": True, "IS_SPLIT": False, "IS_UNSORTED": False},
+    "decode, split": {"IS_DECODE": True, "IS_SPLIT": True, "IS_UNSORTED": False},
+    "prompt, unsorted": {"IS_DECODE": False, "IS_SPLIT": False, "IS_UNSORTED": True},
+    "decode, split, unsorted": {"IS_DECODE": True, "IS_SPLIT": True, "IS_UNSORTED": True},
+}
+"""The kernel's constants for each."""
 
 
 @click.command()
@@ -51,15 +59,15 @@ def main(capability: int, as_json: bool) -> None:
     """One row a kernel."""
     rows = []
     for shape in SHAPES:
-        for use, (is_decode, is_split) in USES.items():
-            rows.append({"kernel": use, **compiled(shape, is_decode, is_split, capability)})
+        for use, constants in USES.items():
+            rows.append({"kernel": use, **compiled(shape, constants, capability)})
             if not as_json:
                 click.echo("  ".join(f"{name} {value}" for name, value in rows[-1].items()))
     if as_json:
         click.echo(json.dumps(rows))
 
 
-def compiled(shape: Shape, is_decode: bool, is_split: bool, capability: int) -> dict[str, Any]:
+def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, Any]:
     """What one kernel takes of a processor."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -69,8 +77,8 @@ def compiled(shape: Shape, is_decode: bool, is_split: bool, capability: int) -> 
     from xrunner.attention.triton_kernels import attend_kernel
 
     group = shape.num_heads // shape.num_kv_heads
-    tile = (decode_tile if is_decode else prompt_tile)(shape.head_dim, shape.dtype, group)
-    types, constants = arguments(shape, tile, is_decode, is_split)
+    tile = (decode_tile if use["IS_DECODE"] else prompt_tile)(shape.head_dim, shape.dtype, group)
+    types, constants = arguments(shape, tile, use)
     names = attend_kernel.arg_names
     aligned = [i for i, name in enumerate(names) if "*" in types.get(name, "") or name in WHOLE_ROWS]
     source = ASTSource(
@@ -91,12 +99,12 @@ def compiled(shape: Shape, is_decode: bool, is_split: bool, capability: int) -> 
     }
 
 
-def arguments(shape: Shape, tile: Tile, is_decode: bool, is_split: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's values, and its constants."""
     from xrunner.attention.triton_kernels import TYPES as DOT_TYPES
 
     kind = f"*{TYPES[shape.dtype]}"
-    of_parts = "*fp32" if is_split else kind
+    of_parts = "*fp32" if use["IS_SPLIT"] else kind
     types = {"q": kind, "cache": kind, "out": kind, "parts": of_parts, "masses": of_parts}
     types |= {
         "query_start": "*i32",
@@ -115,10 +123,8 @@ def arguments(shape: Shape, tile: Tile, is_decode: bool, is_split: bool) -> tupl
         "BLOCK_SIZE": BLOCK_SIZE,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
-        "IS_SPLIT": is_split,
-        "IS_DECODE": is_decode,
-        "IS_UNSORTED": False,
-        "PROGRAMS": 1,
+        "PROGRAMS": PROGRAMS_A_PROCESSOR * PROCESSORS,
+        **use,
         "DOT": DOT_TYPES[shape.dtype],
     }
     return types | dict.fromkeys(counts, "i32"), constants
