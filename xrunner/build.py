@@ -113,15 +113,13 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
         MachineError: the device is not here, or its memory does not hold the weights.
     """
     place, _ = _place(settings)
-    if settings.kv_dtype is not None:
-        accepted = "rows keep keys and values as they are computed: take flat, or a plan without kv_dtype"
-        raise InputError("plan.kv_dtype", settings.kv_dtype, accepted)
+    kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     if (field := settings.spec.special_attention) is not None:
         accepted = "rows have a plain softmax over all tokens: take flat"
         raise InputError(f"model.{field}", getattr(settings.spec, field), accepted)
     try:
         grammars = grammars_of(settings.checkpoint, settings.spec)
-        return RowWorker(_load(settings, None), batching, row_tokens, place, grammars)
+        return RowWorker(_load(settings, None), batching, row_tokens, place, kept, grammars)
     except torch.OutOfMemoryError as error:
         raise MachineError(f"{settings.device} cannot hold {settings.spec.name}: {error}") from None
 

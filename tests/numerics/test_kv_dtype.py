@@ -12,6 +12,7 @@ from tests.numerics.served import PROMPTS, greedy, served_here, served_on
 from tests.numerics.steps import start
 from tests.planned import SHORT, cpus, placements_of, planned, problem_of
 from xgpt.app.serve.engines import build_engine
+from xgpt.app.serve.serving import ServeRequest
 from xgpt.checkpoint import read_spec
 from xgpt.errors import InputError
 from xgpt.policies import Chunk, Step
@@ -98,6 +99,8 @@ def test_what_cannot_be_kept_is_refused(checkpoint):
     plan = planned(problem_in(directory, 1), "static")
     with pytest.raises(InputError, match=r"plan\.kv_dtype.*take flat"):
         build_engine(plan, batching="rows")
+    with pytest.raises(InputError, match=r"plan\.kv_dtype: 'int8' .* float32 or bfloat16: take flat, or plan with"):
+        ServeRequest(batching="slots").check_batching(plan)
     with pytest.raises(InputError, match="on cpu keys and values are kept in"):
         build_worker(WorkerSettings(spec=plan.model, dtype="float32", kv_dtype="float8", num_blocks=2))
     with pytest.raises(InputError, match="on a CPU keys and values are kept in float32, bfloat16, int8"):

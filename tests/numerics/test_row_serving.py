@@ -5,11 +5,14 @@ from __future__ import annotations
 import httpx
 import numpy as np
 import pytest
+import torch
 
+import xgpt
+import xrunner.tcb.attention as row_attention
 from tests.fakes import fake_app, running
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run
 from tests.numerics.test_worker import refuse_to_draw
-from tests.planned import planned, problem_of
+from tests.planned import CPU, SHORT, cpus, planned, problem_of
 from xgpt.app.serve.engines import build_engine
 from xgpt.app.serve.serving import ServeRequest
 from xgpt.errors import InputError
@@ -100,6 +103,44 @@ def test_a_batch_takes_no_more_than_the_plans_memory(checkpoint):
 
 def is_held(schedule, id_) -> bool:
     return any(id_ in batch.held for batch in schedule.pool.batches)
+
+
+@pytest.mark.parametrize("name", ["opt-tied", "t5-tied", "llama-grouped"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), ("int8", None), ("float32", "bfloat16")])
+def test_rows_keep_what_the_plan_counts(checkpoint, name, dtype, kv_dtype, monkeypatch):
+    """They kept float32: up to twice the memory of a plan whose keys and values are bfloat16."""
+    plan = rounded_plan(checkpoint(name)[0], dtype, kv_dtype)
+    of_block = plan.block_size * plan.model.kv_bytes_per_token(plan.precision.kv)
+    expected = run(build_engine(plan))
+    monkeypatch.setattr(row_attention, "WIDENED_BYTES", 2**14)
+    for batching in LAYOUTS:
+        engine = build_engine(plan, batching=batching)
+        for id_, prompt in enumerate(PROMPTS):
+            engine.submit(Generation(id_, prompt, MAX_OUTPUT))
+        outputs = [[] for _ in PROMPTS]
+        while (step := engine.step()) is not None:
+            for token in step:
+                outputs[token.id].append(token.token)
+            if (rows := engine.executor._rows) is not None:
+                kept = [cache._kv for cache in rows._caches]
+                assert {x.dtype for x in kept} == {torch.bfloat16}
+                assert 0 < sum(x.nbytes for x in kept) <= engine.pool.reserved_blocks * of_block
+        assert outputs == expected
+
+
+def rounded_plan(directory, dtype, kv_dtype) -> Plan:
+    """Whole batches, as `xgpt plan` finds them for a processor that multiplies in eight bits, too."""
+    device = CPU.model_copy(update={"flops_per_s": dict.fromkeys(("float32", "bfloat16", "int8"), 50e9)})
+    cluster = cpus(1).model_copy(update={"device": device})
+    return xgpt.plan(
+        model=directory,
+        cluster=cluster,
+        workload=SHORT,
+        policy="static",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        latency_bound_s=None,
+    )
 
 
 @pytest.mark.parametrize("batching", LAYOUTS)

@@ -50,7 +50,8 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     """Return the schedule of a plan of whole batches in rows, without requests.
 
     Raises:
-        InputError: the plan does not run whole batches on one device, or rows do not support the model's attention.
+        InputError: the plan does not run whole batches on one device, or rows do not support the model's attention or
+            keys and values in eight bits.
     """
     policy = plan.policy
     settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
@@ -62,6 +63,9 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     if (field := plan.model.special_attention) is not None:
         accepted = f"{plan.model.name} has model.{field}, which rows cannot run: use flat"
         raise InputError("batching", batching, accepted)
+    if plan.precision.kv == "int8":
+        accepted = "rows keep keys and values in float32 or bfloat16: take flat, or plan with one of these"
+        raise InputError("plan.kv_dtype", plan.kv_dtype, accepted)
     pool = RowPool(
         _fewest_blocks(plan.stages),
         plan.block_size,

@@ -6,12 +6,17 @@ Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
 
 from __future__ import annotations
 
+from itertools import repeat
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 MASK_BYTES = 64 * 2**20
 """Bytes that the masks of the slots attended to at once take at most, a bias for each head included."""
+
+WIDENED_BYTES = 4 * 2**20
+"""Bytes of the keys and values that are widened at once, at most: few enough to be read from a cache."""
 
 PADDING = -1
 """Owner of a token that is padding."""
@@ -22,21 +27,28 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor 
 
     Args:
         q: # [slots, heads, queries, dim]
-        k, v: # [slots, kv_heads, keys, dim]
+        k, v: in the type of q, or in a narrower one. # [slots, kv_heads, keys, dim]
         allowed: # bool [slots, queries, keys], or [1, queries, keys]: alike in all slots
         bias: added to the scores, alike in all slots. # [heads, queries, keys]
 
     Returns:
         # like q
     """
-    if bias is None or allowed.shape[0] == 1:
+    at_once = len(q)
+    if bias is not None and len(allowed) > 1:
+        at_once = min(at_once, MASK_BYTES // bias.nbytes)
+    if k.dtype != q.dtype:
+        at_once = min(at_once, WIDENED_BYTES // (2 * k[0].numel() * q.element_size()))
+    if at_once == len(q):
         return _attend(q, k, v, allowed, bias, scale)
-    at_once = max(1, MASK_BYTES // (bias.numel() * bias.element_size()))
-    parts = zip(*(x.split(at_once) for x in (q, k, v, allowed)), strict=True)
+    at_once = max(1, at_once)
+    masks = repeat(allowed) if len(allowed) == 1 else allowed.split(at_once)
+    parts = zip(*(x.split(at_once) for x in (q, k, v)), masks, strict=False)
     return torch.cat([_attend(q, k, v, allowed, bias, scale) for q, k, v, allowed in parts])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    k, v = k.to(q.dtype), v.to(q.dtype)
     attended = _masked(q, k, v, allowed, bias, scale)
     if not attended.isnan().any():
         return attended

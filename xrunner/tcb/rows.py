@@ -129,26 +129,36 @@ class Rows(ABC):
 
 
 class SlotCache:
-    """Keys and values of one attention block, slot by slot; room for `most` tokens a slot."""
+    """Keys and values of one attention block, slot by slot; room for `most` tokens a slot.
 
-    def __init__(self, most: int) -> None:
+    Args:
+        dtype: what they are rounded to; None: they are kept as they are computed.
+    """
+
+    def __init__(self, most: int, dtype: torch.dtype | None) -> None:
         self._most = most
+        self._dtype = dtype
         self._used = 0
         self._kv: Tensor | None = None
 
-    def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> None:
-        """Set the first tokens of the slots from `start` on, of `num_slots`. # each [slots, kv_heads, tokens, dim]"""
+    def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
+        """Set the first tokens of the slots from `start` on, of `num_slots`; returns them as they are kept.
+
+        # each [slots, kv_heads, tokens, dim] -> same
+        """
         slots, heads, tokens, dim = k.shape
         if self._kv is None:
-            self._kv = k.new_empty(2, num_slots, heads, self._most, dim)
+            self._kv = k.new_empty((2, num_slots, heads, self._most, dim), dtype=self._dtype)
             self._used = tokens
-        self._kv[0, start : start + slots, :, :tokens], self._kv[1, start : start + slots, :, :tokens] = k, v
+        keys, values = self._kv[:, start : start + slots, :, :tokens]
+        keys[:], values[:] = k, v
+        return keys, values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add tokens, perhaps none; returns all so far. # each [slots, kv_heads, tokens, dim] -> [.., all, dim]"""
         if self._kv is None:
             slots, heads, _, dim = k.shape
-            self._kv = k.new_empty(2, slots, heads, self._most, dim)
+            self._kv = k.new_empty((2, slots, heads, self._most, dim), dtype=self._dtype)
         end = self._used + k.shape[2]
         self._kv[0, :, :, self._used : end], self._kv[1, :, :, self._used : end] = k, v
         self._used = end
@@ -172,13 +182,13 @@ def _by_token(x: Tensor) -> Tensor:
 class _CausalRows(Rows):
     """Of decoder-only models: prompts and answers in one cache."""
 
-    def __init__(self, model: DecoderModel, layout: Layout, most_steps: int) -> None:
+    def __init__(self, model: DecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
         self._model = model
         self._token_ids, self._positions = self._tensor(layout.token_ids), self._tensor(layout.positions)
         self._length, self._end = self._tensor(layout.length), self._tensor(layout.end)
         most = self._owner.shape[1] + (most_steps - 1) * layout.most
-        self._kept = [SlotCache(most) for _ in model.layers]
+        self._kept = [SlotCache(most, dtype) for _ in model.layers]
 
     @property
     def _caches(self) -> Iterable[SlotCache]:
@@ -196,7 +206,7 @@ class _CausalRows(Rows):
                 q: Tensor, k: Tensor, v: Tensor, cache: SlotCache, scoring: Scoring, slots=slots, allowed=allowed
             ) -> Tensor:
                 q, k, v = (_by_slot(x, len(allowed)) for x in (q, k, v))
-                cache.fill(k, v, slots.start, len(self._owner))
+                k, v = cache.fill(k, v, slots.start, len(self._owner))
                 return _by_token(attend_slots(q, k, v, allowed, None, scoring.scale_of(q.shape[-1])))
 
             here = (self._slot >= slots.start) & (self._slot < slots.stop)
@@ -227,13 +237,13 @@ class _CausalRows(Rows):
 class _EncoderDecoderRows(Rows):
     """Of encoder-decoders: cross-attention to the slot's prompts, and the answers in a cache of their own."""
 
-    def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int) -> None:
+    def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
         self._model = model
         self._token_ids = self._tensor(layout.token_ids)
         num_layers = len(model.decoder.layers)
-        self._own = [SlotCache(most_steps * layout.most) for _ in range(num_layers)]
-        self._prompts = [SlotCache(self._owner.shape[1]) for _ in range(num_layers)]
+        self._own = [SlotCache(most_steps * layout.most, dtype) for _ in range(num_layers)]
+        self._prompts = [SlotCache(self._owner.shape[1], dtype) for _ in range(num_layers)]
 
     @property
     def _caches(self) -> Iterable[SlotCache]:
@@ -288,12 +298,16 @@ class _EncoderDecoderRows(Rows):
         return hidden
 
 
-def rows_of(model: Model, layout: Layout, most_steps: int) -> Rows:
-    """Return the batch as this model runs it, for at most `most_steps` steps."""
+def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | None = None) -> Rows:
+    """Return the batch as this model runs it, for at most `most_steps` steps.
+
+    Args:
+        dtype: type of keys and values; None: they are kept as they are computed.
+    """
     if isinstance(model, DecoderModel):
-        return _CausalRows(model, layout, most_steps)
+        return _CausalRows(model, layout, most_steps, dtype)
     assert isinstance(model, EncoderDecoderModel)
-    return _EncoderDecoderRows(model, layout, most_steps)
+    return _EncoderDecoderRows(model, layout, most_steps, dtype)
 
 
 def _batch(token_ids: Tensor, positions: Tensor | None = None) -> Batch:

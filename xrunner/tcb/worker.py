@@ -26,6 +26,7 @@ class RowWorker(OneAtATime):
 
     Args:
         row_tokens: prompt tokens of a row.
+        kept: type of keys and values.
         grammars: None: no request has one.
     """
 
@@ -35,12 +36,13 @@ class RowWorker(OneAtATime):
         batching: Batching,
         row_tokens: int,
         device: torch.device,
+        kept: torch.dtype,
         grammars: Grammars | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.resumes = not model.decoder_start
-        self._batching, self._row_tokens, self._device = batching, row_tokens, device
+        self._batching, self._row_tokens, self._device, self._kept = batching, row_tokens, device, kept
         self._generations: dict[int, Generation] = {}
         self._rows: Rows | None = None
         self._ids: list[int] = []
@@ -121,5 +123,5 @@ class RowWorker(OneAtATime):
             cut = len(one.prompt) - one.num_resumed
             prompt = () if self.model.decoder_start else one.prompt[:cut]
             self._sampler.start(line, one.sampling, one.prompt[cut:], prompt)
-        self._rows = rows_of(self.model, placed, max(one.max_output for one in batch))
+        self._rows = rows_of(self.model, placed, max(one.max_output for one in batch), self._kept)
         return self._rows
