@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.schema import DType
-from xrunner.kernels import fused, matrix_panels, panels, small, split_panels
+from xrunner.kernels import fused, matrix_panels, panels, small, split_panels, strassen
 from xrunner.kernels.panels import Finish
 from xrunner.kernels.quantised import quantise, rescale
 
@@ -142,6 +142,10 @@ def _with_panels(weight: Tensor, activation: str) -> PackedLinear:
     return _in_panels(partial(panels.pack, weight), activation)
 
 
+def _with_strassen(weight: Tensor, activation: str) -> PackedLinear:
+    return _in_panels(partial(strassen.pack, weight), activation)
+
+
 def _with_split_panels(weight: Tensor, activation: str) -> PackedLinear:
     return _finished(partial(split_panels.pack, weight), activation)
 
@@ -212,6 +216,7 @@ def _int8_is_exact() -> bool:
 
 LAYOUTS: dict[str, WeightLayout] = {
     "split-panels": WeightLayout("float32", split_panels.is_available, _with_split_panels),
+    "strassen": WeightLayout("float32", panels.is_available, _with_strassen),
     "panels": WeightLayout("float32", panels.is_available, _with_panels),
     "mkl": WeightLayout("float32", torch.backends.mkl.is_available, _with_mkl),
     "onednn": WeightLayout("float32", torch.backends.mkldnn.is_available, _with_onednn),

@@ -20,7 +20,7 @@ import platform
 from collections.abc import Callable
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding
 import numba
@@ -83,8 +83,6 @@ def is_available(dtype: str = "float32") -> bool:
 
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
-Multiply = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, bool], None]
-"""Of x, panels, bias and results, with the inputs of a block, and whether what is negative is left out."""
 
 
 class Finish(IntEnum):
@@ -99,36 +97,14 @@ class Finish(IntEnum):
 _RELU, _GATE = int(Finish.RELU), int(Finish.GATE)
 
 
-def pack(
-    weight: Tensor, finish: Finish = Finish.NOTHING, *, least_rows: int = 0, multiply: Multiply | None = None
-) -> Product:
-    """The product x W^T + b of x and b, finished. # float32 [out, in]
-
-    Args:
-        multiply: what multiplies `least_rows` and more instead, where nothing is gated; it may write up to 15 rows
-            behind them.
-    """
-    outputs = _Outputs(len(weight), finish)
-    panels, block = _laid_out(outputs.in_panels(weight))
-    own = _packed(outputs, (panels, block), torch.ones(len(weight)), None, FLOAT32)
-    if multiply is None:
-        return own
-    assert finish is not Finish.GATE
-
-    def product(x: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) < least_rows:
-            return own(x, bias)
-        y = torch.empty(len(x) + 15, outputs.width)
-        multiply(x.contiguous().numpy(), panels, outputs.bias(bias), y.numpy(), block, finish is Finish.RELU)
-        return y[: len(x), : outputs.number].contiguous()
-
-    return product
+def pack(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
+    """The product x W^T + b of x and b, finished. # float32 [out, in]"""
+    return product_of(lay_out(weight, finish))
 
 
 def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
     """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
-    outputs = _Outputs(len(weight), finish)
-    return _packed(outputs, _laid_out(outputs.in_panels(weight)), torch.ones(len(weight)), None, BFLOAT16)
+    return _packed(lay_out(weight, finish), None, None, BFLOAT16)
 
 
 def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -> Product:
@@ -138,24 +114,26 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
         weight: int8 [out, in].
         scales: of each output, float32 [out].
     """
-    outputs = _Outputs(len(weight), finish)
     # Rows have 128 added, and sums begin with what makes up for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
-    return _packed(outputs, _laid_out(outputs.in_panels(weight)), scales, begin.view(torch.float32), INT8)
+    return _packed(lay_out(weight, finish), scales, begin.view(torch.float32), INT8)
 
 
-class _Outputs:
+class Outputs:
     """Where a product's outputs lie: in whole panels; gates and what they gate take turns by panels.
 
     Attributes:
-        number, width: outputs that are left when sums are finished, and those with what fills up the last panel.
+        number, width: outputs that are left when sums are finished, and those with what fills up the last panels.
+
+    Args:
+        together: panels of what is left that come together: their number is a multiple of it.
     """
 
-    def __init__(self, number: int, finish: Finish) -> None:
+    def __init__(self, number: int, finish: Finish, together: int = 1) -> None:
         self.finish = finish
         self._parts = 2 if finish is Finish.GATE else 1
         self.number = number // self._parts
-        self.width = self.number + -self.number % WIDTH
+        self.width = self.number + -self.number % (WIDTH * together)
         self._no_bias = np.zeros(self._parts * self.width, dtype=np.float32)
 
     def in_panels(self, of_outputs: Tensor) -> Tensor:
@@ -171,12 +149,34 @@ class _Outputs:
         return self._no_bias if bias is None else self.in_panels(bias).numpy()
 
 
-def _packed(
-    outputs: _Outputs, laid_out: tuple[np.ndarray, int], scales: Tensor, begin: Tensor | None, kind: int
-) -> Product:
-    """# begin: what sums begin with, bits of their own kind [out]; None: the bias"""
-    panels, block = laid_out
-    of_outputs = outputs.in_panels(scales).numpy()
+class Panels(NamedTuple):
+    """A weight of any kind, laid out.
+
+    Attributes:
+        numbers: four bytes an input, panel by panel. # [panels * WIDTH * in]
+        block: inputs of a block.
+    """
+
+    outputs: Outputs
+    numbers: np.ndarray
+    block: int
+
+
+def lay_out(weight: Tensor, finish: Finish, together: int = 1) -> Panels:
+    """Lay a weight of float32, bfloat16 or int8 out. # [out, in]"""
+    outputs = Outputs(len(weight), finish, together)
+    return Panels(outputs, *_laid_out(outputs.in_panels(weight)))
+
+
+def product_of(weight: Panels) -> Product:
+    """The product with a weight in float32."""
+    return _packed(weight, None, None, FLOAT32)
+
+
+def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: int) -> Product:
+    """# scales: of outputs [out]; begin: what sums begin with, bits of their own kind [out]; None: the bias"""
+    outputs, panels, block = weight
+    of_outputs = np.ones_like(outputs.bias(None)) if scales is None else outputs.in_panels(scales).numpy()
     start = None if begin is None else outputs.in_panels(begin).numpy()
     how = int(outputs.finish), kind
 
@@ -326,7 +326,7 @@ def _multiply(inputs: Any, of: Any, y: Any, block: Any, how: Any, first: Any, la
                     _scale(at(sums, place), width, count, of_panel, finish == _RELU)
                 if end == depth and is_gated and (panel - first) % 2 == 1:
                     result = at(y, row * y.shape[1] + panel // 2 * WIDTH)
-                    _apply_gates(at(sums, place - WIDTH), width, count, result, y.shape[1])
+                    apply_gates(at(sums, place - WIDTH), width, count, result, y.shape[1])
 
 
 @njit(**OPTIONS)
@@ -342,7 +342,7 @@ def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
 
 
 @njit(**OPTIONS)
-def _apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
+def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
     """Of a panel of gates and the next one."""
     for i in range(count):
         for d in range(WIDTH):
@@ -378,7 +378,7 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
         arguments[SOON] = soon + 64 * lines * turns * group
         arguments[SOON_LINES] = lines if num_groups > 1 and lines * group < LINES else 0
         if kind == FLOAT32:
-            _multiply_float32(arguments, stop - first)
+            multiply_float32(arguments, stop - first)
         elif kind == BFLOAT16:
             _multiply_bfloat16(arguments, stop - first)
         else:
@@ -481,4 +481,4 @@ def _assembly(num_rows: int, instruction: str) -> str:
     return "\n".join(code)
 
 
-_multiply_float32, _multiply_bfloat16, _multiply_int8 = map(_multiplying, INSTRUCTIONS)
+multiply_float32, _multiply_bfloat16, _multiply_int8 = map(_multiplying, INSTRUCTIONS)

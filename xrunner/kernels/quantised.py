@@ -67,8 +67,8 @@ OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"
 
 
 @njit(**OPTIONS)
-def _highest(bits: Any) -> Any:
-    """Of the magnitudes."""
+def largest_bits(bits: Any) -> Any:
+    """Those of the largest magnitude, without its sign. # int32 [n]"""
     highest = np.int32(0)
     for d in range(len(bits)):
         highest = max(highest, np.int32(bits[d] & MAGNITUDE))
@@ -76,18 +76,19 @@ def _highest(bits: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _float(bits: Any) -> Any:
+def number(bits: Any) -> Any:
+    """The float32 of some bits."""
     return np.int32(bits).view(np.float32)
 
 
 @njit(**OPTIONS)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
     """Round a row; return its scale."""
-    highest = _highest(bits)
+    highest = largest_bits(bits)
     if highest >= INFINITE:
         rounded[:] = 0
         return np.float32(np.nan)
-    scale = max(_float(highest) / LARGEST, TINIEST)
+    scale = max(number(highest) / LARGEST, TINIEST)
     factor = np.float32(1.0) / scale
     for d in range(len(x)):
         rounded[d] = np.int8(np.int32(np.rint(x[d] * factor)))

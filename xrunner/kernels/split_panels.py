@@ -11,11 +11,11 @@ Higher-Precision Computations (2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -47,10 +47,19 @@ def is_available() -> bool:
     return panels.is_available() and amx.is_available()
 
 
-def pack(weight: Tensor, *, relu: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
+def pack(weight: Tensor, *, relu: bool = False) -> panels.Product:
     """As `panels.pack`."""
-    finish = panels.Finish.RELU if relu else panels.Finish.NOTHING
-    return panels.pack(weight, finish, least_rows=LEAST_ROWS, multiply=_run)
+    laid_out = panels.lay_out(weight, panels.Finish.RELU if relu else panels.Finish.NOTHING)
+    of_few, outputs = panels.product_of(laid_out), laid_out.outputs
+
+    def product(x: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) < LEAST_ROWS:
+            return of_few(x, bias)
+        y = torch.empty(len(x) + HALF - 1, outputs.width)  # whole halves are written
+        _run(x.contiguous().numpy(), laid_out.numbers, outputs.bias(bias), y.numpy(), laid_out.block, relu)
+        return y[: len(x), : outputs.number].contiguous()
+
+    return product
 
 
 def _run(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, y: np.ndarray, block: int, relu: bool) -> None:
