@@ -76,9 +76,10 @@ def neighbours(space: Space, settings: PolicySettings) -> list[PolicySettings]:
     found = []
     for axis in space.axes:
         name, value = axis.variable.name, getattr(settings, axis.variable.name)
-        for factor in (STEP, 1 / STEP):
-            index = int(np.clip(np.searchsorted(axis.values, value * factor), 0, len(axis.values) - 1))
-            other = int(axis.values[index])
+        above = np.searchsorted(axis.values, value * STEP)
+        below = np.searchsorted(axis.values, value / STEP, "right") - 1
+        for index in (above, below):
+            other = int(axis.values[np.clip(index, 0, len(axis.values) - 1)])
             if other != value:
                 found.append(settings.model_copy(update={name: other}))
     return found

@@ -1,0 +1,17 @@
+"""Settings next to others: one step up and one down each variable, however small its value is."""
+
+from __future__ import annotations
+
+from tests.contract.scenarios import problem
+from xgpt.schema import Constraint
+from xscheduler.arrival_rate import neighbours
+from xscheduler.schedule import Scheduler
+
+
+def test_small_values_have_a_neighbour_below() -> None:
+    of = Scheduler(problem("llama-3.1-8b", "h200x1", "azure-code").under(Constraint(latency_bound_s=4.0)))
+    space = next(space for space in of.spaces("rra") if space.num_points)
+    some = of.best_of_each(("rra",))["rra"].policy
+    for value, others in ((1, {2}), (2, {1, 3}), (3, {2, 5})):
+        near = neighbours(space, some.model_copy(update={"decode_iterations": value}))
+        assert {other.decode_iterations for other in near} - {value} == others
