@@ -8,6 +8,7 @@ the arrivals. A run ends as soon as more requests have broken their bounds than 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from math import ceil, floor, inf, log, log2
 
 import numpy as np
@@ -94,7 +95,7 @@ class Trial:
         plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
         goals = () if not slack else tuple(_in_ns(g, slack, path_s, self.num_requests) for g in self.constraint.goals)
-        run = self._run(stream)
+        run = run_of(plan, self.lanes, stream, by_request=self._by_request)
         if not run.run(Limits(goals, self.num_warm_up, last)):
             return None
         counted = slice(self.num_warm_up, last)
@@ -112,17 +113,25 @@ class Trial:
         return Stream(self._inputs, self._outputs, longest, arrivals_ns, self._cached)
 
     def saturated(self) -> float:
-        """Requests a second of all replicas while requests are always waiting."""
-        longest, at_once = self.plan.workload.output.lengths[-1], np.zeros_like(self._inputs)
-        stream = Stream(self._inputs, self._outputs, longest, at_once, self._cached)
-        run = self._run(stream)
-        run.run()
-        ends = np.sort(run.end_ns)
-        first, last = self.num_warm_up, self.num_warm_up + self.num_requests
-        return float(self.plan.replicas * self.num_requests / (ends[last] - ends[first]) * 1e9)
+        """Requests a second of all replicas while requests are always waiting, in the order of their arrival."""
+        # Behind those that are measured as many wait again: an engine that runs empty serves less.
+        inputs, outputs, cached = (np.tile(of, 2) for of in (self._inputs, self._outputs, self._cached))
+        stream = Stream(inputs, outputs, self.plan.workload.output.lengths[-1], np.zeros_like(inputs), cached)
+        run = run_of(in_order_of_arrival(self.plan), self.lanes, stream, by_request=self._by_request)
+        count = self.num_warm_up + self.num_requests
+        run.run(Limits((), 0, count))
+        ends = np.asarray(run.end_ns)
+        ends = np.sort(ends[ends >= 0])
+        first, last = ends[self.num_warm_up], ends[count - 1]
+        ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
+        return float(self.plan.replicas * ended / (last - first) * 1e9)
 
-    def _run(self, stream: Stream) -> Run | TimedRun | EngineRun:
-        return run_of(self.plan, self.lanes, stream, by_request=self._by_request)
+
+def in_order_of_arrival(plan: Plan) -> Plan:
+    """Return the plan with requests that enter as they arrive: of many that wait, others would take the short first."""
+    return plan.model_copy(
+        update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
+    )
 
 
 def run_of(
@@ -138,7 +147,8 @@ class CapacitySearch:
 
     Args:
         predicted: the closed form's rate, where the search begins.
-        most: a rate at which the bounds are broken; None: the plan's saturated throughput.
+        most: a rate at which the bounds are broken; None: the plan's saturated throughput, and in simulation, where a
+            rate above it keeps the bounds only until the run ends: its queue grows for ever.
         least_requests: see `Trial`.
 
     Attributes:
@@ -161,6 +171,7 @@ class CapacitySearch:
         self.predicted, self._seed = predicted, seed
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
         self._most = plan.estimate.throughput_rps if most is None else most
+        self._is_given = most is not None
         if self._trial.is_far:  # a growing queue would break such a bound only after a run longer than any
             self._most = min(self._most, self._trial.saturated())
         self._excess: dict[float, float] = {self._most: inf}
@@ -201,13 +212,20 @@ class CapacitySearch:
             seed=self._seed,
         )
 
+    @cached_property
+    def _saturation(self) -> float:
+        """The rate from which on the queue grows, and bounds are kept only until the run ends."""
+        return inf if self._trial.is_far or self._is_given else self._trial.saturated()
+
     def _excess_at(self, rate: float, slack: float) -> float:
         """Return the worst goal's quantile of time over bound at a rate; infinite if it is over `slack`."""
         known = self._excess.get(rate)
         if known is None:
             constraint, times = self.plan.constraint, self._trial.at(rate, slack)
             known = inf
-            if times is not None:
+            if times is not None and rate >= self._saturation:
+                self._excess[self._saturation] = inf
+            elif times is not None:
                 known = max(_upper(times.excess(goal), goal.quantile) for goal in constraint.goals)
                 self._seen[rate] = _upper(times.whole_s, constraint.quantile), times.goodput(constraint)
             self._excess[rate] = known

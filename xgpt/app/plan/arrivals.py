@@ -110,8 +110,8 @@ def best_by_arrivals(
             progress(i, len(ranked), simulating(kind))
         # A policy that is far behind gets a coarse rate; its plans are not compared with each other.
         hopeless = best is not None and candidates[kind][0][1] < BEHIND * best.rate
-        plans = [(finish(plan), rate) for plan, rate in candidates[kind][: 1 if hopeless else MOST_TRIED]]
-        search = _best_of(plans, of.problem.profile, best if only_best else None)
+        plans = candidates[kind][: 1 if hopeless else MOST_TRIED]
+        search = _best_of(plans, finish, of.problem.profile, best if only_best else None)
         if search is not None and hopeless:
             search.precision = COARSE
         if search is not None and search.rate > 0:
@@ -149,7 +149,10 @@ def simulating(what: str) -> str:
 
 
 def _best_of(
-    candidates: list[tuple[Plan, float]], profile: Profile, rival: CapacitySearch | None
+    candidates: list[tuple[Plan, float]],
+    finish: Callable[[Plan], Plan],
+    profile: Profile,
+    rival: CapacitySearch | None,
 ) -> CapacitySearch | None:
     """Return the candidate with the highest simulated rate, if that is above the rival's; else None."""
     from xsimulator.capacity import CapacitySearch
@@ -158,7 +161,7 @@ def _best_of(
     for plan, predicted in candidates:
         if best is not None and predicted < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
             break
-        search = CapacitySearch(plan, profile, predicted)
+        search = CapacitySearch(finish(plan), profile, predicted)
         if best is None or not best.rate or search.keeps((1 + best.precision) * best.rate):
             best = search
     return None if best is rival else best
@@ -167,10 +170,10 @@ def _best_of(
 def _best_neighbour(of: Scheduler, best: CapacitySearch, finish: Callable[[Plan], Plan]) -> CapacitySearch:
     """Return the best plan, or a plan of neighbouring settings with a higher rate."""
     near = [
-        (finish(other).model_copy(update={"search": best.plan.search}), predicted)
+        (other.model_copy(update={"search": best.plan.search}), predicted)
         for other, predicted in of.neighbours(best.plan)
     ]
-    return _best_of(sorted(near, key=lambda item: -item[1]), of.problem.profile, best) or best
+    return _best_of(sorted(near, key=lambda item: -item[1]), finish, of.problem.profile, best) or best
 
 
 def _best_rival(
@@ -183,10 +186,9 @@ def _best_rival(
     except InfeasibleError:
         return best
     ranked = [
-        (finish(plan).model_copy(update={"search": best.plan.search}), of.predicted_rate(plan))
-        for plan in rivals.values()
+        (plan.model_copy(update={"search": best.plan.search}), of.predicted_rate(plan)) for plan in rivals.values()
     ]
-    found = _best_of(sorted(ranked, key=lambda item: -item[1]), of.problem.profile, best) or best
+    found = _best_of(sorted(ranked, key=lambda item: -item[1]), finish, of.problem.profile, best) or best
     found.precision = SHARP
     return found
 

@@ -51,11 +51,14 @@ def plan_each(
     kinds = kinds_of(problem, policy)
     if problem.constraint.arrival_rate_per_s is not None:  # the plan with the highest rate keeps this one, if any does
         problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
-    of, finish = scheduler(problem, search), partial(_admitting, order=order or "fcfs", profile=problem.profile)
+    of = scheduler(problem, search)
+
+    def finish(plan: Plan) -> Plan:
+        plan = _admitting(plan, order or "fcfs", problem.profile)
+        return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
+
     if problem.constraint.maximises_arrivals:
         plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
-        if problem.reused is None:
-            plans = {kind: with_simulated_figures(plan, problem.profile) for kind, plan in plans.items()}
         if policy in TUNED:  # never without a word in `auto`: it takes its time
             (base,) = plans.values()
             fixed = [base, *_under_tighter(problem, kinds, finish, search)]
@@ -202,10 +205,19 @@ def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan 
         return None
     try:
         if problem.constraint.maximises_arrivals:
-            return next(iter(best_by_arrivals(of, kinds, only_best=True).values()))
+            finish = partial(_with_figures, problem=problem)
+            return next(iter(best_by_arrivals(of, kinds, finish=finish, only_best=True).values()))
         return next(iter(settled(of, best_of_each(of, kinds)).values()))
     except InfeasibleError:
         return None
+
+
+def _with_figures(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan with its figures at saturation corrected by simulation, unless prompts share what is cached.
+
+    Its arrival rate is searched afterwards: below that throughput, on as many requests as it calls for.
+    """
+    return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
 
 def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:

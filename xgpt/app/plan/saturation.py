@@ -24,6 +24,7 @@ from xgpt.app.simulating import check_fits, encode_emits, outstanding_requests, 
 from xgpt.errors import InfeasibleError
 from xgpt.schema import Constraint, Plan, Profile
 from xgpt.workload import Ints, quantile, sample
+from xsimulator.capacity import in_order_of_arrival
 
 if TYPE_CHECKING:
     from xscheduler.schedule import Scheduler
@@ -98,9 +99,7 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
     check_fits(plan, plan.workload)
-    plan = plan.model_copy(
-        update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
-    )
+    plan = in_order_of_arrival(plan)
     skipped = warm_up_requests(plan)
     length = quantile(plan.workload.output, plan.constraint.planned_quantile)
     share = float(_about(plan.workload.output.lengths, length) @ np.asarray(plan.workload.output.probabilities))
