@@ -3,10 +3,15 @@
 A ModelSpec and a ClusterSpec enter, a Profile leaves. Only `xprofiler.measure` loads torch.
 """
 
+from typing import Literal
+
 from xgpt import __version__
 
-GENERATION = 11
-"""Raise it whenever steps are executed, or measured, differently: older profiles are then not used for planning."""
+GENERATIONS = {"cpu": 12, "gpu": 11}
+"""Raise a device's whenever steps are executed, or measured, differently there: its older profiles are then not used
+for planning."""
 
-NATIVE_VERSION = f"{__version__}, steps of generation {GENERATION}"
-"""Version of the native engine in measured profiles."""
+
+def native_version(device_type: Literal["cpu", "gpu"]) -> str:
+    """Return the version of the native engine in profiles measured on such a device."""
+    return f"{__version__}, steps of generation {GENERATIONS[device_type]}"

@@ -31,7 +31,7 @@ from xgpt.schema import (
     Profile,
     Surface,
 )
-from xprofiler import NATIVE_VERSION
+from xprofiler import native_version
 from xprofiler.bench import (
     BATCHES,
     BLOCK_SIZE,
@@ -45,11 +45,12 @@ from xprofiler.bench import (
     curve,
 )
 from xprofiler.encoder_decoder import CrossBench, layers_of
+from xrunner.attention.pieces import fastest_pieces
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.kernels.highest import fastest_screen
 from xrunner.kernels.packed import fastest
 from xrunner.parallel import Part, build
-from xrunner.weights import Checkpoint, load_prepacked
+from xrunner.weights import Checkpoint, kept_dtype, load_prepacked
 from xrunner.worker import Worker
 
 LOADED_LAYERS, LOADS = 4, 4
@@ -75,7 +76,7 @@ def profile(
     progress = progress or (lambda done, total, what: None)
     if cluster.num_devices > 1:
         return _together(spec, cluster, dtype, kv_dtype, checkpoint, device, progress)
-    layouts = fastest_layouts(spec, dtype, (1,)) if device == "cpu" else {}
+    layouts = fastest_layouts(spec, dtype, (1,), kv_dtype) if device == "cpu" else {}
     worker = build_worker(
         WorkerSettings(
             spec=spec,
@@ -133,8 +134,12 @@ def bench_of(worker: Worker) -> type[Bench]:
     return CrossBench if worker.model.spec.is_encoder_decoder else Bench
 
 
-def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> dict[str, str]:
-    """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree."""
+def fastest_layouts(
+    spec: ModelSpec, dtype: DType, degrees: Sequence[int], kv_dtype: DType | None = None
+) -> dict[str, str]:
+    """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree, and the
+    fastest numbers of keys for its attention.
+    """
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees
@@ -144,7 +149,7 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int]) -> di
     layouts = fastest([(len(weight), weight.shape[1]) for weight in weights if weight is not None], dtype)
     if dtype == "float32" and spec.tie_embeddings:  # the head's weight stays in memory as it is
         layouts |= fastest_screen((spec.vocab_size, spec.hidden_size), layouts)
-    return layouts
+    return layouts | fastest_pieces(spec, kept_dtype(dtype, "cpu", kv_dtype))
 
 
 def _together(
@@ -164,7 +169,7 @@ def _together(
     if device == "cpu":
         threads = max(1, num_cores() // cluster.num_devices)
         torch.set_num_threads(threads)
-        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices))
+        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices), kv_dtype)
     settings = WorkerSettings(
         spec=spec,
         dtype=dtype,
@@ -211,7 +216,7 @@ def assembled(
         device=cluster.device.name,
         devices_per_node=cluster.devices_per_node,
         engine="native",
-        engine_version=NATIVE_VERSION,
+        engine_version=native_version(cluster.device.type),
         num_threads=threads,
         layouts=layouts,
         layers=layers,

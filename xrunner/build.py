@@ -80,10 +80,11 @@ def build_worker(
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     try:
         model = _load(settings, part)
+        backend = BACKENDS[name].with_layouts(settings.layouts or {})
         if part is None:
             grammars = grammars_of(settings.checkpoint, settings.spec)
             sizes = settings.num_blocks, settings.block_size
-            return whole_worker(model, BACKENDS[name](), *sizes, kept, place, grammars)
+            return whole_worker(model, backend, *sizes, kept, place, grammars)
         cache = KvCache(model.spec, settings.num_blocks, settings.block_size, kept, place)
     except torch.OutOfMemoryError as error:
         raise MachineError(
@@ -98,7 +99,7 @@ def build_worker(
     return Worker(
         model,
         cache,
-        BACKENDS[name](),
+        backend,
         stage=stage,
         vocabulary=vocabulary,
         sampler=Sampler(settings.spec.vocab_size, cache.device, grammars),

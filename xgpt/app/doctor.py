@@ -96,7 +96,7 @@ def _clock() -> Finding:
 
 
 def _profiles() -> list[Finding]:
-    """Return the profiles measured on this machine, and the layouts of weights that they found fastest."""
+    """Return the profiles measured on this machine, and the layouts that they found fastest."""
     directory = cache_dir() / "profiles"
     kept, broken = [], 0
     for path in sorted(directory.glob("*.json")):
@@ -113,7 +113,7 @@ def _profiles() -> list[Finding]:
     layouts = sorted({layout for profile in measured for layout in profile.layouts.values()})
     return [
         Finding(name="profiles", value=f"{len(measured)} measured{others}, in {directory}: {'; '.join(of)}"),
-        Finding(name="weight layouts", value=", ".join(layouts) or "as torch has them"),
+        Finding(name="layouts", value=", ".join(layouts) or "as torch has them"),
     ]
 
 

@@ -7,7 +7,9 @@ from xgpt.schema.engine import EngineSpec
 from xgpt.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
 from xgpt.schema.model import (
     BYTES_PER_ELEMENT,
+    DECODES,
     HEAD,
+    PROMPTS,
     SCALE_BYTES,
     DType,
     ModelShape,
@@ -51,8 +53,10 @@ from xgpt.schema.workload import Constant, Histogram, RequestClass, TruncatedNor
 __all__ = [
     "ANYONE",
     "BYTES_PER_ELEMENT",
+    "DECODES",
     "HEAD",
     "LEAST_HEADROOM",
+    "PROMPTS",
     "RESTLESS",
     "ROW_ORDERS",
     "SCALE_BYTES",

@@ -67,7 +67,8 @@ class ProfileRef(Frozen):
     num_threads: PositiveInt | None = None
     """Threads that it was measured with."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Layout of the weights of each shape (OUTxIN) on a CPU; of `head`, that of its copy in eight bits."""
+    """Layout of the weights of each shape (OUTxIN) on a CPU; of `head`, that of its copy in eight bits; of `prompts`
+    and `decodes`, the keys that attention passes at a time."""
     spread: float = 0.0
     """Share by which slow stretches of the measurement exceed the mean."""
     slowdown: PositiveFloat = 1.0

@@ -175,7 +175,8 @@ class Profile(Frozen):
     """Number of threads during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
     """Fastest layout of weights of each shape (OUTxIN) on this CPU, in xgpt's own engine; of `head`, that of a copy in
-    eight bits, with which greedy choices are faster."""
+    eight bits, with which greedy choices are faster; of `prompts` and `decodes`, the keys that attention passes at a
+    time."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
     """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree within it."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()

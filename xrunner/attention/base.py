@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -196,6 +197,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether it runs there."""
+
+    @classmethod
+    def with_layouts(cls, layouts: Mapping[str, str]) -> Self:
+        """Return a backend as a profile has measured it to be the fastest (`Profile.layouts`)."""
+        return cls()
 
     @abstractmethod
     def forward(

@@ -7,7 +7,8 @@ to fill a tile go one by one (`numba_decode`; see benchmarks/attention.py).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 import numba
 import numpy as np
@@ -16,7 +17,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
-from xgpt.schema import SCALE_BYTES
+from xgpt.schema import DECODES, PROMPTS, SCALE_BYTES
 from xrunner.attention import amx
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.numba_decode import LINE, LOG2_E, Keys, Scored, decode
@@ -27,12 +28,14 @@ from xrunner.attention.numba_prompts import (
     Rules,
     Span,
     Vectors,
+    Way,
     attend,
     begin_products,
     end_products,
     make_space,
     space_floats,
     tile_floats,
+    with_piece,
 )
 from xrunner.attention.simd import address, at, take_next
 from xrunner.kernels.quantised import INFINITE, LARGEST, MAGNITUDE, TINIEST
@@ -48,6 +51,15 @@ TASKS_A_THREAD = 8
 SPAN_FLOATS = 1 << 16
 """Of tiles that pass the same keys: they stay in the second-level cache."""
 
+
+PIECES: dict[type[Way], dict[str, tuple[int, ...]]] = {
+    Vectors: {PROMPTS: (64, 32, 128), DECODES: (32, 16, 64)},
+    Matrices: {PROMPTS: (128, 64, 256), DECODES: (128, 32, 64)},
+}
+"""Keys that a span of a prompt, or of a decode whose heads share K/V heads, passes at a time: the first unless another
+one is measured to be faster."""
+PIECE_NAMES = {f"{piece} keys": piece for piece in (16, 32, 64, 128, 256)}
+"""As profiles and plans name them."""
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
@@ -82,13 +94,23 @@ class NumbaAttention(AttentionBackend):
     """Online softmax over paged blocks, on a CPU only: float32, with keys and values in float32, bfloat16 or int8.
 
     Runs on as many threads as torch does.
+
+    Args:
+        pieces: how many keys are passed at a time, by `PROMPTS` and `DECODES`: one of `PIECES`, or the first is taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: Mapping[str, int] | None = None) -> None:
+        self._pieces = pieces or {}
         # Numba and torch share one OpenMP: starting numba's threads resets the count that torch was given.
         threads = torch.get_num_threads()
         numba.set_num_threads(1)
         torch.set_num_threads(threads)
+
+    @classmethod
+    def with_layouts(cls, layouts: Mapping[str, str]) -> Self:
+        return cls(
+            {name: PIECE_NAMES[found] for name in PIECES[Vectors] if (found := layouts.get(name)) in PIECE_NAMES}
+        )
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
@@ -125,10 +147,15 @@ class NumbaAttention(AttentionBackend):
         )
         kept = (cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache).numpy()
         scales = cache.view(-1).view(torch.float32).numpy() if cache.dtype == torch.int8 else _NO_SCALES
-        way = Matrices() if suits_matrices(cache) else Vectors()
+        kind = Matrices if suits_matrices(cache) else Vectors
+        of_prompts, of_decodes = (self._piece(name, known) for name, known in PIECES[kind].items())
         _write(_rows(k), _rows(v), kept, scales, batch.cache_slots.numpy(), q.shape[2])
-        _attend(_rows(q), kept, scales, places, scored, way, count, q.shape[2], out.numpy())
+        _attend(_rows(q), kept, scales, places, scored, kind(of_prompts), of_decodes, count, q.shape[2], out.numpy())
         return out.flatten(1)
+
+    def _piece(self, name: str, known: tuple[int, ...]) -> int:
+        piece = self._pieces.get(name)
+        return piece if piece in known else known[0]
 
 
 def suits_matrices(cache: Tensor) -> bool:
@@ -226,7 +253,7 @@ def _write(k, v, cache, scales, slots, head_dim):
 
 
 @njit(parallel=True, nogil=True, cache=True, error_model="numpy")
-def _attend(q, cache, scales, places, scored, way, num_threads, head_dim, out):
+def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head_dim, out):
     query_start, context_len, first_key, tables, num_decodes, both_ways = places
     num_heads, num_kv_heads, block_size = q.num_heads, cache.shape[2], cache.shape[3]
     size = block_size * cache.shape[4]
@@ -246,8 +273,9 @@ def _attend(q, cache, scales, places, scored, way, num_threads, head_dim, out):
     num_spans = len(sequence)
     counter = np.zeros(1, dtype=np.int64)
     for _ in prange(num_threads):
-        floats, memory = _aligned(2 * num_heads * LINE), _aligned(space_floats(way, room, head_dim))
-        space = make_space(way, room, head_dim, memory)
+        widest = with_piece(way, max(way.piece, of_decodes))
+        floats, memory = _aligned(2 * num_heads * LINE), _aligned(space_floats(widest, room, head_dim))
+        space = make_space(widest, room, head_dim, memory)
         task = take_next(counter)
         while task < num_alone * parts:
             i, part = task // parts, task % parts
@@ -289,7 +317,13 @@ def _attend(q, cache, scales, places, scored, way, num_threads, head_dim, out):
                 context_len[i],
                 both_ways,
             )
-            attend(way, span, context, _rules(scored, h, group), space)
+            attend(
+                with_piece(way, of_decodes if num_tokens == 1 else way.piece),
+                span,
+                context,
+                _rules(scored, h, group),
+                space,
+            )
             task = take_next(counter) - num_alone * parts
         end_products(way)
         memory[0] = np.float32(0.0)  # it is needed up to here

@@ -33,15 +33,30 @@ KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
 class Vectors(NamedTuple):
     """Products in float32: keys of a piece, and tiles of a span at most."""
 
-    piece: int = 64
+    piece: int
     tiles: int = 8
 
 
 class Matrices(NamedTuple):
     """Products of bfloat16 in matrix registers, likewise; pieces of whole products."""
 
-    piece: int = 128
+    piece: int
     tiles: int = 8
+
+
+Way = Vectors | Matrices
+
+
+def with_piece(way: Way, piece: int) -> Way:
+    """Return it with another number of keys."""
+    return way._replace(piece=piece)
+
+
+@overload(with_piece, strict=False)
+def _(way: Any, piece: Any) -> Any:
+    if way.instance_class is Matrices:
+        return lambda way, piece: Matrices(piece, way.tiles)
+    return lambda way, piece: Vectors(piece, way.tiles)
 
 
 class Span(NamedTuple):

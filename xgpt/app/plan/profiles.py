@@ -14,7 +14,7 @@ from xgpt.errors import InputError, MachineError
 from xgpt.io import cache_dir, dump_json, load_json, sha256, write_atomic
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xgpt.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Precision, Profile
-from xprofiler import NATIVE_VERSION, analytic, imported
+from xprofiler import analytic, imported, native_version
 
 Progress = Callable[[int, int, str], None]
 """(done, total, what is being measured)"""
@@ -184,8 +184,9 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
     if cluster.num_nodes > 1 and cluster.inter_node is not None and profile.inter_node_hop is None:
         accepted = f"{cluster.name} has {cluster.num_nodes} nodes, and it holds no times between nodes: {make}"
         raise InputError("profile.inter_node_hop", None, accepted)
-    if profile.engine == "native" and profile.engine_version != NATIVE_VERSION:
-        raise InputError("profile.engine_version", profile.engine_version, f"this is {NATIVE_VERSION}: {make}")
+    here = native_version(cluster.device.type)
+    if profile.engine == "native" and profile.engine_version != here:
+        raise InputError("profile.engine_version", profile.engine_version, f"this is {here}: {make}")
 
 
 def check_engine(plan: Plan, engine: str) -> None:
@@ -303,7 +304,10 @@ def _kept(content: str) -> Profile | None:
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
     """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
     shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
-    versions = [NATIVE_VERSION, *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy"))]
+    versions = [
+        native_version(cluster.device.type),
+        *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy")),
+    ]
     device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"
     key = "\n".join([shape, dtype, kv_dtype or "", device, *versions])
     return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
