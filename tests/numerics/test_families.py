@@ -191,7 +191,10 @@ def test_products_of_several_threads_are_those_of_one(layout, activation, thread
     if not LAYOUTS[layout].is_available():
         pytest.skip("not on this processor")
     torch.manual_seed(0)
-    weight, before = torch.randn(600, 500) / 500**0.5, torch.get_num_threads()
+    # Of oneDNN's eight bits our threads round and scale whole rows. The product is its own, and a slow one where it
+    # is kept from matrix registers.
+    outputs = 32 if layout == "onednn-int8" else 600
+    weight, before = torch.randn(outputs, 500) / 500**0.5, torch.get_num_threads()
     product = pack(weight, activation, LAYOUTS[layout].dtype, {shape_name(weight.shape): layout})
     try:
         for rows in (*range(1, 40), 70, 150):
