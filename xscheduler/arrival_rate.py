@@ -19,6 +19,9 @@ from xsimulator.queueing import NUM_LOADS, Array, max_rate
 
 STEP = 1.35
 """Factor between a setting and its neighbours."""
+TIGHTER = 0.8
+MOST_TIGHTER = 6
+"""Ratio of ever tighter bounds whose best settings are tried, too, and their number."""
 MOST_PLACEMENTS = 48
 """Placements of a policy that are searched: those with the highest bounds."""
 
@@ -82,6 +85,23 @@ def neighbours(space: Space, settings: PolicySettings) -> list[PolicySettings]:
             other = int(axis.values[np.clip(index, 0, len(axis.values) - 1)])
             if other != value:
                 found.append(settings.model_copy(update={name: other}))
+    return found
+
+
+def best_under_tighter(space: Space, constraint: Constraint) -> list[PolicySettings]:
+    """Return the best settings of a placement under ever tighter bounds, without repetitions.
+
+    They have smaller batches. Under the bounds themselves the closed form may give all of them about one rate, where
+    they serve differently in simulation.
+    """
+    found: list[PolicySettings] = []
+    for n in range(1, MOST_TIGHTER + 1):
+        headroom = (1 + constraint.headroom) / TIGHTER**n - 1  # of all bounds
+        best = best_of(space, constraint.model_copy(update={"headroom": headroom}), 0.0)
+        if best is None:
+            break
+        if best.settings not in found:
+            found.append(best.settings)
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from xgpt.errors import InfeasibleError, InputError
 from xgpt.schema import Constraint, Plan, PolicySettings, Precision, Profile, SearchCertificate
-from xscheduler.arrival_rate import by_rate, neighbours, rate_of
+from xscheduler.arrival_rate import best_under_tighter, by_rate, neighbours, rate_of
 from xscheduler.frontier import TradeOff, frontier
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
@@ -204,14 +204,18 @@ class Scheduler:
         return found
 
     def neighbours(self, plan: Plan) -> list[tuple[Plan, float]]:
-        """Plans that differ from one of `by_arrivals` in one variable by some, each with its rate in closed form."""
-        space, found = self._found[_key(plan)], []
-        for settings in neighbours(space, plan.policy):
+        """Plans for the placement of one of `by_arrivals`, each with its rate in closed form: those that differ in one
+        variable by some, and the best under tighter bounds.
+        """
+        space, constraint, found = self._found[_key(plan)], self._in_loop(plan.constraint), []
+        near = neighbours(space, plan.policy)
+        near += [of for of in best_under_tighter(space, constraint) if of not in (plan.policy, *near)]
+        for settings in near:
             evaluation = space.evaluate(_columns(settings))
             if evaluation.fits[0]:
                 other = plan_of(self.problem, self.lengths, space, evaluation.at(0), settings, plan.search)
                 self._found[_key(other)] = space
-                found.append((other, rate_of(space, settings, self._in_loop(plan.constraint))))
+                found.append((other, rate_of(space, settings, constraint)))
         return found
 
     def predicted_rate(self, plan: Plan) -> float:

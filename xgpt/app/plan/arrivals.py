@@ -24,6 +24,8 @@ MOST_TRIED = 3
 """Largest number of a policy's plans that are simulated, the best in closed form first."""
 DOUBT = 0.06
 """Share by which the rate in closed form of a simulated plan may fall below the best one."""
+DOUBT_NEARBY = 0.15
+"""The same for plans of the best one's placement: the closed form may be off by as much, and they are few."""
 LOOSER = 1.04
 """Factor by which a bound that no plan keeps is loosened, again and again until one does."""
 MOST_LOOSENED = 60
@@ -153,13 +155,14 @@ def _best_of(
     finish: Callable[[Plan], Plan],
     profile: Profile,
     rival: CapacitySearch | None,
+    doubt: float = DOUBT,
 ) -> CapacitySearch | None:
     """Return the candidate with the highest simulated rate, if that is above the rival's; else None."""
     from xsimulator.capacity import CapacitySearch
 
     best = rival
     for plan, predicted in candidates:
-        if best is not None and predicted < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
+        if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
             break
         search = CapacitySearch(finish(plan), profile, predicted)
         if best is None or not best.rate or search.keeps((1 + best.precision) * best.rate):
@@ -168,12 +171,17 @@ def _best_of(
 
 
 def _best_neighbour(of: Scheduler, best: CapacitySearch, finish: Callable[[Plan], Plan]) -> CapacitySearch:
-    """Return the best plan, or a plan of neighbouring settings with a higher rate."""
-    near = [
-        (other.model_copy(update={"search": best.plan.search}), predicted)
-        for other, predicted in of.neighbours(best.plan)
-    ]
-    return _best_of(sorted(near, key=lambda item: -item[1]), finish, of.problem.profile, best) or best
+    """Return the best plan, or a plan of other settings of its placement with a higher rate, from which on again."""
+    tried = {repr(best.plan.policy)}
+    while True:
+        near = [(other, rate) for other, rate in of.neighbours(best.plan) if repr(other.policy) not in tried]
+        tried.update(repr(other.policy) for other, _ in near)
+        plans = [(other.model_copy(update={"search": best.plan.search}), rate) for other, rate in near]
+        ranked = sorted(plans, key=lambda item: -item[1])
+        found = _best_of(ranked, finish, of.problem.profile, best, DOUBT_NEARBY)
+        if found is None:
+            return best
+        best = found
 
 
 def _best_rival(
