@@ -47,6 +47,7 @@ from xprofiler.bench import (
 from xprofiler.encoder_decoder import CrossBench, layers_of
 from xrunner.attention.pieces import fastest_pieces
 from xrunner.build import WorkerSettings, build_worker
+from xrunner.kernels import heap
 from xrunner.kernels.highest import fastest_screen
 from xrunner.kernels.packed import fastest
 from xrunner.parallel import Part, build
@@ -140,6 +141,7 @@ def fastest_layouts(
     """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree, and the
     fastest numbers of keys for its attention.
     """
+    heap.keep_freed_memory()  # as a worker does: what products need on the way is not taken anew in each call
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees

@@ -226,6 +226,27 @@ def test_the_fastest_layouts_are_measured_by_shape():
     assert set(found) == {"64x128", "96x70"} and set(found.values()) <= set(layouts_of("float32"))
 
 
+@pytest.mark.parametrize(
+    ("shape", "with_more_rows", "expected"),
+    [((96, 70), 0.99, "strassen"), ((96, 70), 1.01, "panels"), ((2**19, 2**7), 0.5, "panels")],
+)
+def test_a_layout_that_differs_with_more_rows_alone_is_compared_by_them(shape, with_more_rows, expected, monkeypatch):
+    """A weight of so many outputs is timed with few rows, where the two are one."""
+    if "panels" not in layouts_of("float32"):
+        pytest.skip("not on this processor")
+    seconds = {"panels": 1.0, "strassen": 1.0}
+
+    def timed(products, x, others, repeats=0):
+        more = {"strassen": with_more_rows} if len(x) >= 96 else {}
+        return {name: (seconds | more)[name] for name in products}
+
+    monkeypatch.setattr("xrunner.kernels.packed._timed", timed)
+    monkeypatch.setattr("xrunner.kernels.packed.layouts_of", lambda dtype: list(seconds))
+    for name in seconds:
+        monkeypatch.setitem(LAYOUTS, name, LAYOUTS[name]._replace(pack=lambda weight, activation: None))
+    assert fastest([shape], "float32") == {shape_name(shape): expected}
+
+
 def test_a_layout_that_is_far_slower_is_not_timed_with_more_rows(monkeypatch):
     """As oneDNN's eight bits where it is kept from matrix registers: a product of 512 rows takes seconds."""
     seen = []

@@ -232,6 +232,10 @@ LAYOUTS: dict[str, WeightLayout] = {
 """By the name that profiles and plans give it; of a dtype the first at hand is taken where nothing was measured."""
 
 
+FEW_ROWS_AS = {"strassen": ("panels", strassen.LEAST_ROWS)}
+"""Of layouts that are another one in memory, and multiply fewer rows as it does: that one, and the first other rows."""
+
+
 def layouts_of(dtype: DType) -> list[str]:
     """The layouts at hand for products in that dtype."""
     return [name for name, layout in LAYOUTS.items() if layout.dtype == dtype and layout.is_available()]
@@ -264,7 +268,7 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
 
     A weight lies in memory once, so one layout serves all numbers of rows: that of the least mean time over ROWS,
     relative to the fastest at each; of those that tie, the first of LAYOUTS, so that a choice does not change from one
-    measurement to the next.
+    measurement to the next. What multiplies few rows as another layout does is compared with it by the others alone.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -272,19 +276,35 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
     chosen = {}
     for shape in sorted(set(shapes)):
         weight = torch.randn(shape)
-        mean = mean_times({name: LAYOUTS[name].pack(weight, "none") for name in names}, shape)
+        seconds = _by_rows({name: LAYOUTS[name].pack(weight, "none") for name in names}, shape)
+        mean = _means(seconds)
+        for name, (other, least_rows) in FEW_ROWS_AS.items():
+            if name in mean and other in mean:
+                more = {rows: {n: of[n] for n in (name, other)} for rows, of in seconds.items() if rows >= least_rows}
+                is_faster = bool(more) and (mean_of_more := _means(more))[name] < mean_of_more[other]
+                del mean[other if is_faster else name]
         chosen[shape_name(shape)] = next(name for name in mean if mean[name] <= TIE * min(mean.values()))
     return chosen
 
 
 def mean_times(products: Mapping[str, PackedLinear], shape: Shape) -> dict[str, float]:
     """Mean over ROWS of each product's seconds relative to the fastest; without those that are hopeless."""
+    return _means(_by_rows(products, shape))
+
+
+def _means(seconds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Of each product's seconds, relative to the fastest at each number of rows."""
+    names = next(iter(seconds.values()))
+    return {name: sum(of[name] / min(of.values()) for of in seconds.values()) / len(seconds) for name in names}
+
+
+def _by_rows(products: Mapping[str, PackedLinear], shape: Shape) -> dict[int, dict[str, float]]:
+    """The seconds of each product at ROWS; without those that are hopeless."""
     others, left = torch.ones(EVICTING), dict(products)
     rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
     first = _timed(left, torch.randn(rows[0], shape[1]), others, repeats=1)
     left = {name: left[name] for name in left if first[name] <= HOPELESS * min(first.values())}
-    seconds = [_timed(left, torch.randn(n, shape[1]), others) for n in rows]
-    return {name: sum(of[name] / min(of.values()) for of in seconds) / len(rows) for name in left}
+    return {n: _timed(left, torch.randn(n, shape[1]), others) for n in rows}
 
 
 def _timed(products: Mapping[str, PackedLinear], x: Tensor, others: Tensor, repeats: int = REPEATS) -> dict[str, float]:

@@ -83,15 +83,12 @@ def pack(weight: Tensor, finish: Finish = Finish.NOTHING) -> panels.Product:
         if len(x) < LEAST_ROWS:
             return plain(x, bias)
         x = x.contiguous()
-        sizes = np.empty((2, len(x)), dtype=np.float32)
+        sizes = np.empty((len(x), 2), dtype=np.float32)
         if not _measure_rows(x.view(torch.int32).numpy(), sizes):
             return plain(x, bias)
         y = torch.empty(len(x), outputs.width)
         of = laid_out.numbers, outputs.bias(bias), factors
-        num_chunks = -(-len(x) // CHUNK)
-        for chunk in range(num_chunks):
-            rows = slice(len(x) * chunk // num_chunks, len(x) * (chunk + 1) // num_chunks)
-            _run(x[rows].numpy(), sizes[:, rows], of, y[rows].numpy(), laid_out.block, int(finish))
+        _run((x.numpy(), sizes), of, y.numpy(), laid_out.block, int(finish))
         return y[:, : outputs.number].contiguous()
 
     return product
@@ -112,23 +109,27 @@ def _factors(largest: Tensor) -> Tensor:
     return torch.ldexp(torch.ones(left.shape), (left - right).clamp(-MOST_EXPONENT, MOST_EXPONENT)).flatten()
 
 
-def _run(x: np.ndarray, sizes: np.ndarray, of: Any, y: np.ndarray, block: int, finish: int) -> None:
-    """# of: panels, bias, factors"""
-    (num_rows, depth), count = x.shape, num_threads()
-    half = (num_rows + 1) // 2
-    operands = np.empty(PRODUCTS * half * (min(block, depth) // 2), dtype=np.float32)
-    # Gates are applied when all blocks have been multiplied.
-    width = y.shape[1] if finish != _GATE else 2 * y.shape[1]
-    sums = y if finish != _GATE else np.empty((num_rows if depth > block else 0, width), dtype=np.float32)
-    for start in range(0, depth, block):
-        inputs = start, min(start + block, depth), depth
-        if count == 1:
-            _combine_rows(x, sizes, inputs, operands, 0, half)
-            _multiply(operands, sizes, of, (sums, y), inputs, finish, 0, width // WIDTH // 2)
-        else:
-            numba.set_num_threads(count)
-            _combine_rows_shared(x, sizes, inputs, operands, half, count)
-            _multiply_shared(operands, sizes, of, (sums, y), inputs, finish, width // WIDTH // 2, count)
+def _run(rows: tuple[np.ndarray, np.ndarray], of: Any, y: np.ndarray, block: int, finish: int) -> None:
+    """# rows: inputs, and sizes as `_measure_rows` writes them; of: panels, bias, factors"""
+    count = num_threads()
+    if count == 1:
+        _multiply_all(rows, of, y, block, finish)
+        return
+    numba.set_num_threads(count)
+    _multiply_shared(rows, of, y, block, finish, count)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _multiply_all(rows: Any, of: Any, y: Any, block: Any, finish: Any) -> None:
+    _multiply(rows, of, y, block, finish, 0, len(of[1]) // WIDTH // 2)
+
+
+@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
+def _multiply_shared(rows: Any, of: Any, y: Any, block: Any, finish: Any, num_threads: Any) -> None:
+    num_pairs = len(of[1]) // WIDTH // 2
+    for thread in prange(num_threads):
+        first, last = num_pairs * thread // num_threads, num_pairs * (thread + 1) // num_threads
+        _multiply(rows, of, y, block, finish, first, last)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -137,7 +138,7 @@ def _measure_rows(bits: Any, sizes: Any) -> Any:
 
     Args:
         bits: of float32, as int32 [rows, in].
-        sizes: the inverse and the power. # [2, rows]
+        sizes: the power's inverse, and the power. # [rows, 2]
 
     Returns:
         Whether all rows are finite.
@@ -146,20 +147,39 @@ def _measure_rows(bits: Any, sizes: Any) -> Any:
         exponent = max(np.int64(largest_bits(bits[i])) >> MANTISSA_BITS, np.int64(1))
         if exponent >= 2 * EXPONENT_BIAS:
             return False
-        sizes[0, i] = number((2 * EXPONENT_BIAS - exponent) << MANTISSA_BITS)
-        sizes[1, i] = number(exponent << MANTISSA_BITS)
+        sizes[i, 0] = number((2 * EXPONENT_BIAS - exponent) << MANTISSA_BITS)
+        sizes[i, 1] = number(exponent << MANTISSA_BITS)
     return True
 
 
-@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def _combine_rows_shared(x: Any, sizes: Any, inputs: Any, operands: Any, half: Any, num_threads: Any) -> None:
-    for thread in prange(num_threads):
-        _combine_rows(x, sizes, inputs, operands, half * thread // num_threads, half * (thread + 1) // num_threads)
+@njit(nogil=True, error_model="numpy")
+def _multiply(rows: Any, of: Any, y: Any, block: Any, finish: Any, first: Any, last: Any) -> None:
+    """Multiply with the pairs of panels from `first` to `last`: chunk by chunk of the rows, block by block of inputs.
+
+    Each thread sums rows up by itself: that is quick, and waiting for others' sums is not.
+    """
+    x, sizes = rows
+    num_rows, depth = x.shape
+    num_chunks = (num_rows + CHUNK - 1) // CHUNK
+    most = (num_rows + num_chunks - 1) // num_chunks
+    half, wide = (most + 1) // 2, min(block, depth) // 2
+    operands = np.empty(PRODUCTS * half * wide, dtype=np.float32)
+    scratch = np.empty(WRITTEN * wide * WIDTH + (PRODUCTS + 2) * half * WIDTH + LANES, dtype=np.float32)
+    waits = finish == _GATE and depth > block  # gates are applied when all blocks have been multiplied
+    waiting = np.empty((most if waits else 0, (last - first) * 2 * WIDTH), dtype=np.float32)
+    for chunk in range(num_chunks):
+        row, end_row = num_rows * chunk // num_chunks, num_rows * (chunk + 1) // num_chunks
+        x_here, sizes_here, y_here = x[row:end_row], sizes[row:end_row], y[row:end_row]
+        results = waiting if finish == _GATE else y_here, y_here
+        for start in range(0, depth, block):
+            inputs = start, min(start + block, depth), depth
+            _combine_rows(x_here, sizes_here, inputs, operands)
+            _multiply_block(operands, sizes_here, of, results, inputs, finish, (first, last), scratch)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _combine_rows(x: Any, sizes: Any, inputs: Any, operands: Any, first: Any, last: Any) -> None:
-    """Write what the products multiply of rows from `first` to `last` of the upper half, and of the lower half.
+@njit(nogil=True, error_model="numpy")
+def _combine_rows(x: Any, sizes: Any, inputs: Any, operands: Any) -> None:
+    """Write what the products multiply of the rows, for a block of inputs.
 
     Args:
         operands: # [PRODUCTS, rows of a half, half of the block's inputs]
@@ -167,10 +187,10 @@ def _combine_rows(x: Any, sizes: Any, inputs: Any, operands: Any, first: Any, la
     num_rows, depth = x.shape
     half, wide = (num_rows + 1) // 2, (inputs[1] - inputs[0]) // 2
     step = half * wide
-    for i in range(first, last):
+    for i in range(half):
         below = half + i if half + i < num_rows else i
-        upper = sizes[0, i]
-        lower = sizes[0, below] if below != i else np.float32(0.0)  # of an odd number of rows the last is alone
+        upper = sizes[i, 0]
+        lower = sizes[below, 0] if below != i else np.float32(0.0)  # of an odd number of rows the last is alone
         x11, x21 = at(x, i * depth + inputs[0]), at(x, below * depth + inputs[0])
         x12, x22 = at(x11, wide), at(x21, wide)
         m1, m2, m3 = at(operands, i * wide), at(operands, step + i * wide), at(operands, 2 * step + i * wide)
@@ -182,31 +202,21 @@ def _combine_rows(x: Any, sizes: Any, inputs: Any, operands: Any, first: Any, la
             m5[d], m6[d], m7[d] = a11 + a12, a21 - a11, a12 - a22
 
 
-@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def _multiply_shared(
-    operands: Any, sizes: Any, of: Any, results: Any, inputs: Any, finish: Any, num_pairs: Any, num_threads: Any
+@njit(nogil=True, error_model="numpy")
+def _multiply_block(
+    operands: Any, sizes: Any, of: Any, results: Any, inputs: Any, finish: Any, pairs: Any, scratch: Any
 ) -> None:
-    for thread in prange(num_threads):
-        first, last = num_pairs * thread // num_threads, num_pairs * (thread + 1) // num_threads
-        _multiply(operands, sizes, of, results, inputs, finish, first, last)
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _multiply(
-    operands: Any, sizes: Any, of: Any, results: Any, inputs: Any, finish: Any, first: Any, last: Any
-) -> None:
-    """Multiply with the pairs of panels from `first` to `last`."""
+    """Multiply a block of inputs with some pairs of panels."""
     panels, bias, factors = of
     start, end, depth = inputs
-    half, wide = (sizes.shape[1] + 1) // 2, (end - start) // 2
+    half, wide = (len(sizes) + 1) // 2, (end - start) // 2
     num_groups, turns, quarter = (half + GROUP - 1) // GROUP, wide // STEPS, wide * WIDTH
-    memory = np.empty(WRITTEN * quarter + (PRODUCTS + 2) * half * WIDTH + LANES, dtype=np.float32)
-    weights = at(memory, -address(memory) % 64 // 4)
+    weights = at(scratch, -address(scratch) % 64 // 4)
     products = at(weights, WRITTEN * quarter)
     nothing, arguments = np.zeros(WIDTH, dtype=np.float32), np.zeros(12, dtype=np.int64)
     arguments[X_STRIDE], arguments[Y_STRIDE], arguments[BEGIN] = 4 * wide, 4 * WIDTH, address(nothing)
     arguments[TURNS], arguments[REST] = turns, wide % STEPS
-    for pair in range(first, last):
+    for pair in range(pairs[0], pairs[1]):
         panel = at(panels, start * len(bias) + pair * 4 * quarter)
         of_right = at(factors, pair * WIDTH)
         _combine_weights(panel, of_right, weights, wide)
@@ -228,9 +238,10 @@ def _multiply(
                 arguments[SOON_LINES] = LINES_AHEAD if arguments[SOON] < until else 0
                 multiply_float32(arguments, stop - begin)
                 arguments[SOON] += 64 * LINES_AHEAD * turns
-        of_outputs = of_right, at(bias, pair * 2 * WIDTH), pair
+        column = (pair - pairs[0] if finish == _GATE else pair) * 2 * WIDTH
+        of_outputs = of_right, at(bias, pair * 2 * WIDTH), column, pair * WIDTH
         _finish(products, sizes, of_outputs, results, (start == 0, end == depth), finish)
-    memory[0] = nothing[0] = np.float32(0.0)  # they are needed up to here
+    nothing[0] = np.float32(0.0)  # it is needed up to here
 
 
 @njit(nogil=True, error_model="numpy")
@@ -238,17 +249,16 @@ def _finish(products: Any, sizes: Any, of_outputs: Any, results: Any, is_end: An
     """Sum the products of a pair of panels up, add what came before, and finish sums with the last block's.
 
     Args:
+        of_outputs: factors of the right panel, bias, and the columns of sums and of what gates leave.
         results: sums, which are the results where nothing is gated, and the results.
         is_end: whether this block is the first, and whether it is the last.
     """
-    factors, bias, pair = of_outputs
+    factors, bias, column, gated_column = of_outputs
     sums, y = results
-    num_rows = len(y)
-    half, width = (num_rows + 1) // 2, sums.shape[1]
+    half, width = (len(y) + 1) // 2, sums.shape[1]
     for part in range(2):
-        row, count = part * half, half if part == 0 else num_rows - half
-        sizes_of_rows = at(sizes[1], row)
-        here = at(sums, row * width + pair * 2 * WIDTH)
+        row, count = part * half, half if part == 0 else len(y) - half
+        sizes_of_rows, here = at(sizes, 2 * row), at(sums, row * width + column)
         before, stride = (bias, 0) if is_end[0] else (here, width)
         is_gated = finish == _GATE and is_end[1]
         gates = at(products, PRODUCTS * half * WIDTH)
@@ -259,7 +269,7 @@ def _finish(products: Any, sizes: Any, of_outputs: Any, results: Any, is_end: An
         else:
             _sum_lower(products, factors, sizes_of_rows, before, end, half, count, stride, end_stride, least)
         if is_gated:
-            apply_gates(gates, 2 * WIDTH, count, at(y, row * y.shape[1] + pair * WIDTH), y.shape[1])
+            apply_gates(gates, 2 * WIDTH, count, at(y, row * y.shape[1] + gated_column), y.shape[1])
 
 
 @inlined
@@ -313,7 +323,7 @@ def _summing(is_upper: bool) -> Any:
         end_stride: Any,
         least: Any,
     ) -> Any:
-        """# products [PRODUCTS, half, WIDTH], sizes [rows]; before and end [rows, stride], 2 * WIDTH of each row"""
+        """# products [PRODUCTS, half, WIDTH], sizes [rows, 2]; before and end [rows, stride], 2 * WIDTH of each row"""
 
         def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
             products, factors, sizes, before, end = pointers(context, builder, signature, values, 5)
@@ -323,7 +333,8 @@ def _summing(is_upper: bool) -> Any:
             of_right = [emit.load(factors, int64(i)) for i in range(VECTORS)]
             inverse = [builder.fdiv(emit.constant(1.0), factor) for factor in of_right]
             with cgutils.for_range(builder, num_rows) as row:
-                size = emit.fill(builder.load(builder.gep(sizes, [row.index])))
+                power = builder.add(builder.mul(row.index, int64(2)), int64(1))
+                size = emit.fill(builder.load(builder.gep(sizes, [power])))
                 first = builder.gep(before, [builder.mul(row.index, before_stride)])
                 last = builder.gep(end, [builder.mul(row.index, end_stride)])
                 for i in range(VECTORS):
