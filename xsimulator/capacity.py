@@ -123,6 +123,8 @@ class Trial:
         ends = np.asarray(run.end_ns)
         ends = np.sort(ends[ends >= 0])
         first, last = ends[self.num_warm_up], ends[count - 1]
+        if last == first:  # all that are measured end in one step, which says nothing of a second
+            return self.plan.estimate.throughput_rps
         ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
         return float(self.plan.replicas * ended / (last - first) * 1e9)
 
