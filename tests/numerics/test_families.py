@@ -231,7 +231,7 @@ def test_the_fastest_layouts_are_measured_by_shape():
     [((96, 70), 0.99, "strassen"), ((96, 70), 1.01, "panels"), ((2**12, 2**4), 0.5, "panels")],
 )
 def test_a_layout_that_differs_with_more_rows_alone_is_compared_by_them(shape, with_more_rows, expected, monkeypatch):
-    """A weight of so many outputs is timed with few rows, where the two are one."""
+    """A head over a large vocabulary is timed with few rows, where the two are one."""
     if "panels" not in layouts_of("float32"):
         pytest.skip("not on this processor")
     seconds = {"panels": 1.0, "strassen": 1.0}
