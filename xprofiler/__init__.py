@@ -7,7 +7,7 @@ from typing import Literal
 
 from xgpt import __version__
 
-GENERATIONS = {"cpu": 12, "gpu": 11}
+GENERATIONS = {"cpu": 13, "gpu": 11}
 """Raise a device's whenever steps are executed, or measured, differently there: its older profiles are then not used
 for planning."""
 

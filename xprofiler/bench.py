@@ -51,6 +51,11 @@ STEP_PROMPT = 128
 does not affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
 """A step that is measured repeatedly, for the profile's spread. (tokens before, tokens now) of each sequence."""
+SHORT_STEP = [(100, 1)]
+"""The shortest step that is served; it is measured `SHORT_STEPS` times with each typical one, for the jitter."""
+SHORT_STEPS = 6
+JITTER_QUANTILES = 100
+"""Number of evenly spaced quantiles of short steps' times that are kept."""
 JOBS_A_STEP = 16
 """Points after which the typical step is measured again, and after which workers wait for each other."""
 STEPS_A_STRETCH = 3
@@ -133,6 +138,15 @@ def spread(steps: Sequence[float]) -> float:
     return max(0.0, float(np.quantile(stretches, 0.9) / np.mean(stretches)) - 1)
 
 
+def jitter_of(steps: Sequence[float]) -> Timings:
+    """Return the mean of short steps, and quantiles of single ones over it."""
+    levels = (np.arange(JITTER_QUANTILES) + 0.5) / JITTER_QUANTILES
+    mean = statistics.fmean(steps)
+    ratios = np.quantile(steps, levels) / mean
+    found: Timings = {("jitter", i): float(ratio) for i, ratio in enumerate(ratios)}
+    return found | {("short step", 0): mean}
+
+
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
     """Return the share of points whose means are the least certain."""
 
@@ -187,13 +201,16 @@ class Bench:
         return timed(run, self._clock)
 
     def measure(self) -> Timings:
-        """Return the mean of each point, and the spread of a typical step; first calls are left out as warm-up."""
+        """Return the mean of each point, the spread of a typical step and the jitter of a short one; first calls are
+        left out as warm-up.
+        """
         # Unwritten pages would all be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
         jobs = self.jobs()
         times: dict[tuple[str | int, ...], list[float]] = {key: [] for key in jobs}
         steps: list[float] = []
+        short_steps: list[float] = []
 
         def call(keys: Sequence[tuple[str | int, ...]], what: str) -> None:
             for done, key in enumerate(keys):
@@ -201,14 +218,14 @@ class Bench:
                 if done % JOBS_A_STEP == 0:
                     self.meet()
                     steps.append(self.typical_step())
+                    short_steps.extend(self.short_step() for _ in range(SHORT_STEPS))
                 times[key].append(jobs[key]())
 
         call(in_passes(jobs, _prompt_tokens), "profiling")
         if self._meet is None and spread(steps[1:]) > RESTLESS:
             call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
-        return {key: mean_without_stalls(values[1:]) for key, values in times.items()} | {
-            ("spread", 0): spread(steps[1:])
-        }
+        means = {key: mean_without_stalls(values[1:]) for key, values in times.items()}
+        return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])
 
     def jobs(self) -> Jobs:
         """Return the function that measures each kind of point."""
@@ -313,6 +330,9 @@ class Bench:
 
     def typical_step(self) -> float:
         return self.step(TYPICAL_STEP)
+
+    def short_step(self) -> float:
+        return self.step(SHORT_STEP)
 
     def step(self, sequences: Sizes) -> float:
         """Return the seconds of a whole step without the loop: embedding, layers with attention, head, sampling."""

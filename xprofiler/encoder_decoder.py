@@ -38,6 +38,7 @@ from xrunner.models.encoder_decoder import CrossLayer, own_tokens, recalling
 from xrunner.models.layers import UNSCALED
 
 TYPICAL_STEP = [(128, 50)] * 8 + [(128, 0)]
+SHORT_STEP = [(128, 50)]
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
 """Decoder tokens of steps: one for each request."""
 LEAST_PROMPT = 8
@@ -114,6 +115,9 @@ class CrossBench(Bench):
 
     def typical_step(self) -> float:
         return self.step(TYPICAL_STEP)
+
+    def short_step(self) -> float:
+        return self.step(SHORT_STEP)
 
     @property
     def model(self) -> EncoderDecoderModel:

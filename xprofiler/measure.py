@@ -25,6 +25,7 @@ from xgpt.schema import (
     Curve,
     DType,
     EncoderLayerTimes,
+    Jitter,
     LayerTimes,
     ModelSpec,
     Precision,
@@ -36,6 +37,7 @@ from xprofiler.bench import (
     BATCHES,
     BLOCK_SIZE,
     ENCODE_BATCHES,
+    JITTER_QUANTILES,
     NUM_BLOCKS,
     TOKENS,
     Bench,
@@ -227,8 +229,14 @@ def assembled(
         head=head,
         overhead=curve(alone, "overhead", BATCHES),
         spread=alone["spread", 0],
+        jitter=_jitter(alone),
         environment=_environment(),
     )
+
+
+def _jitter(measured: Timings) -> Jitter:
+    ratios = tuple(round(measured["jitter", i], 4) for i in range(JITTER_QUANTILES))
+    return Jitter(seconds=measured["short step", 0], ratios=ratios)
 
 
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:

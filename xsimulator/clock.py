@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from xgpt.policies import Schedule, Step
-from xgpt.schema import LaneName
+from xgpt.schema import Jitter, LaneName
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.costs.transfer import TransferCost
+from xsimulator.jitter import JitteredTimes
 
 
 class Span(NamedTuple):
@@ -31,18 +32,27 @@ OnSpan = Callable[[Span], None]
 class Clock:
     """Computes when the steps of one lane end; call it once for each step, in their order.
 
+    Args:
+        jitter: how single steps differ from the mean that the lane's tables hold; None: they do not.
+
     Attributes:
         free_ns: when each stage has finished all scheduled steps.
+        took_ns: what the last scheduled step takes on each stage.
     """
 
-    def __init__(self, cost: LaneCost) -> None:
+    def __init__(self, cost: LaneCost, jitter: Jitter | None = None) -> None:
         self.cost = cost
         self.free_ns = [0] * cost.num_stages
+        self.took_ns = [0] * cost.num_stages
+        self._jittered = None if jitter is None else JitteredTimes(jitter)
 
     def end_ns(self, issue_ns: int, counts: StepCounts) -> int:
         """Return when a step scheduled now leaves the last stage."""
         cost, free, now = self.cost, self.free_ns, issue_ns
         costs = cost.step_ns(counts)
+        if self._jittered is not None:
+            costs = [*map(self._jittered, costs)]
+        self.took_ns = costs
         if len(free) == 1:
             now = free[0] = max(now, free[0]) + costs[0]
             return now
@@ -66,8 +76,10 @@ class LaneClock(Clock):
         on_span: is called with each execution of a step on a stage.
     """
 
-    def __init__(self, cost: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
-        super().__init__(cost)
+    def __init__(
+        self, cost: LaneCost, schedule: Schedule, on_span: OnSpan | None = None, jitter: Jitter | None = None
+    ) -> None:
+        super().__init__(cost, jitter)
         self._schedule = schedule
         self._on_span = on_span
 
@@ -75,16 +87,26 @@ class LaneClock(Clock):
         counts = step_counts(self._schedule, step, has_encoder=self.cost.has_encoder)
         end_ns = self.end_ns(issue_ns, counts)
         if self._on_span is not None:
-            for stage, (until_ns, cost_ns) in enumerate(zip(self.free_ns, self.cost.step_ns(counts), strict=True)):
-                self._on_span(Span(step.lane, stage, until_ns - cost_ns, until_ns, step))
+            for stage, (until_ns, took_ns) in enumerate(zip(self.free_ns, self.took_ns, strict=True)):
+                self._on_span(Span(step.lane, stage, until_ns - took_ns, until_ns, step))
         return end_ns
 
 
 class TwoLaneClock:
     """Computes when the steps of WAA's lanes end."""
 
-    def __init__(self, encode: LaneCost, decode: LaneCost, schedule: Schedule, on_span: OnSpan | None = None) -> None:
-        self._lanes = {"encode": LaneClock(encode, schedule, on_span), "decode": LaneClock(decode, schedule, on_span)}
+    def __init__(
+        self,
+        encode: LaneCost,
+        decode: LaneCost,
+        schedule: Schedule,
+        on_span: OnSpan | None = None,
+        jitter: Jitter | None = None,
+    ) -> None:
+        self._lanes = {
+            "encode": LaneClock(encode, schedule, on_span, jitter),
+            "decode": LaneClock(decode, schedule, on_span, jitter),
+        }
         self._schedule = schedule
         self._transfer = TransferCost(encode, decode)
 

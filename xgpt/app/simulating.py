@@ -279,13 +279,14 @@ def request_latencies(
 
 
 def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints) -> SeenSteps:
-    """Simulate one replica's requests that are all there from the beginning: by counts where these tell.
+    """Simulate one replica's requests that are all there from the beginning, steps at their means: by counts where
+    these tell.
 
     Args:
         longest: the longest output that each request may have.
     """
     if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
-        return SeenSteps.of_log(run_requests(plan, profile, TraceLengths(inputs, outputs, None), longest))
+        return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))
     run.run()
     return SeenSteps.of_run(run)
 
@@ -426,11 +427,11 @@ def shares_prompts(plan: Plan) -> bool:
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
-    """Return the simulated clock of one replica's steps."""
-    lanes = lanes_of(plan, profile)
+    """Return the simulated clock of one replica's single steps."""
+    lanes, jitter = lanes_of(plan, profile), profile.slowed(plan.profile.slowdown).jitter
     if "both" in lanes:
-        return LaneClock(lanes["both"], schedule, on_span)
-    return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span)
+        return LaneClock(lanes["both"], schedule, on_span, jitter)
+    return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span, jitter)
 
 
 def check_fits(plan: Plan, workload: Workload) -> None:

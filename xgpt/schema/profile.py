@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from xgpt.schema.base import Frozen
 from xgpt.schema.model import DType, ModelShape
@@ -146,6 +146,27 @@ class EncoderLayerTimes(Frozen):
     """Whole prompts, each token over all of its prompt, against (batch, prompt length)."""
 
 
+class Jitter(Frozen):
+    """How single steps differ from their mean although all do the same work: the clock, stalls, other work's turns."""
+
+    seconds: float = Field(gt=0)
+    """Mean time of the steps that were measured."""
+    ratios: tuple[NonNegativeFloat, ...] = Field(min_length=1)
+    """Times of single steps over that mean, at evenly spaced quantiles, rising."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Jitter:
+        if any(b < a for a, b in pairwise(self.ratios)):
+            raise ValueError("ratios must rise")
+        if self.ratios[-1] == 0:
+            raise ValueError("ratios: all of them are 0")
+        return self
+
+    def times(self, factor: float) -> Jitter:
+        """Return the jitter of steps that all take `factor` times as long."""
+        return self.model_copy(update={"seconds": factor * self.seconds})
+
+
 class Profile(Frozen):
     """The step times of a model on a kind of device: measured, computed or imported.
 
@@ -201,6 +222,8 @@ class Profile(Frozen):
     """Bytes of weights that a device loads in a second, from a checkpoint in host memory; None: not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow stretches of the measurement exceed the mean."""
+    jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
+    """How single short steps differ from their mean; None: not known, all are taken to last as long as the mean."""
     provenance: dict[str, str] = Field(default_factory=dict)
     """Source of each part's numbers, where `source` does not say enough."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -242,6 +265,11 @@ class Profile(Frozen):
     def is_restless(self) -> bool:
         """Whether the machine was busy with other work while it was measured."""
         return self.spread > RESTLESS
+
+    @property
+    def of_means(self) -> Profile:
+        """The profile of a machine on which every step takes its mean time."""
+        return self if self.jitter is None else self.model_copy(update={"jitter": None})
 
     def slowed(self, factor: float) -> Profile:
         """Return the profile of a machine on which everything takes `factor` times as long."""
@@ -288,7 +316,7 @@ def _slowed(table: Table, factor: float) -> Table:
     """Return a copy with all curves and surfaces in it, at any depth, multiplied."""
 
     def of(value: Any) -> Any:
-        if isinstance(value, Curve | Surface):
+        if isinstance(value, Curve | Surface | Jitter):
             return value.times(factor)
         if isinstance(value, Frozen):
             return _slowed(value, factor)

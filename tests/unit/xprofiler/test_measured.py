@@ -6,7 +6,7 @@ import pytest
 from xgpt.machine import detect
 from xgpt.resolve import load_model
 from xprofiler import measure
-from xprofiler.bench import Points
+from xprofiler.bench import Points, jitter_of
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
@@ -16,7 +16,7 @@ def test_parts_add_up_to_the_steps_that_were_measured() -> None:
     spec, _ = load_model("opt-125m")
     points = Points.of(spec, "cpu")
     rng = np.random.default_rng(4)
-    measured: dict[tuple[str | int, ...], float] = {("spread", 0): 0.0}
+    measured: dict[tuple[str | int, ...], float] = {("spread", 0): 0.0} | jitter_of([0.05])
     sizes = {
         "encode attention": points.encode,
         "decode attention": points.decode,

@@ -17,7 +17,7 @@ from xgpt.resolve import load_cluster, load_model
 from xgpt.schema import Profile
 from xgpt.schema.profile import MOST_HEADROOM, RESTLESS
 from xprofiler import analytic, bench
-from xprofiler.bench import Bench, least_certain, mean_without_stalls, spread
+from xprofiler.bench import SHORT_STEPS, Bench, jitter_of, least_certain, mean_without_stalls, spread
 from xprofiler.measurement_order import PASSES
 
 CLUSTERS = [name for name in config_names("clusters") if name != "local"]
@@ -167,6 +167,15 @@ def test_the_spread_is_of_stretches_and_one_stall_does_not_hide_it() -> None:
     assert spread([1.0, 1.0, 8.0] + [1.0] * 17) > 0.0
 
 
+def test_jitter_is_of_single_short_steps_and_keeps_their_stalls() -> None:
+    found = jitter_of([1.0] * 980 + [3.0] * 20)
+    mean = found["short step", 0]
+    ratios = [found["jitter", i] for i in range(100)]
+    assert mean == pytest.approx(1.04)
+    assert ratios == sorted(ratios) and np.mean(ratios) == pytest.approx(1.0)
+    assert ratios[97] == pytest.approx(1 / mean) and ratios[98:] == pytest.approx([3 / mean] * 2)
+
+
 def test_a_stall_is_no_part_of_a_point() -> None:
     assert mean_without_stalls([1.0, 1.2, 1.1, 30.0]) == pytest.approx(1.1)
     assert mean_without_stalls([1.0, 2.0]) == 1.5
@@ -178,7 +187,7 @@ def idle_worker() -> Any:
     return SimpleNamespace(model=model, cache=SimpleNamespace(layers=()))
 
 
-@pytest.mark.parametrize(("in_group", "expected"), [(False, 24), (True, 24 + 24 + 64 * PASSES)])
+@pytest.mark.parametrize(("in_group", "expected"), [(False, 24), (True, 24 + 24 * (1 + SHORT_STEPS) + 64 * PASSES)])
 def test_workers_meet_before_every_call_of_a_group_and_else_before_every_sixteenth(
     *, in_group: bool, expected: int
 ) -> None:
@@ -191,6 +200,8 @@ def test_workers_meet_before_every_call_of_a_group_and_else_before_every_sixteen
     class Fake(Bench):
         def typical_step(self) -> float:
             return self.seconds(lambda: None)
+
+        short_step = typical_step
 
         def jobs(self) -> bench.Jobs:
             return {("point", number): self.typical_step for number in range(64)}
@@ -209,6 +220,9 @@ def test_restless_minutes_repeat_the_worst_points(monkeypatch: pytest.MonkeyPatc
         def typical_step(self) -> float:
             return float(rng.exponential()) if stalls else 1.0
 
+        def short_step(self) -> float:
+            return float(rng.choice([0.9, 1.0, 1.1]))
+
         def job(self, number: int) -> float:
             calls["point", number] = calls.get(("point", number), 0) + 1
             return 1.0 + (number % 8 == 0) * float(rng.random())
@@ -218,6 +232,8 @@ def test_restless_minutes_repeat_the_worst_points(monkeypatch: pytest.MonkeyPatc
 
     found = Fake(idle_worker(), lambda done, total, what: None).measure()
     assert (found["spread", 0] > RESTLESS) == stalls
+    assert found["short step", 0] == pytest.approx(1.0, abs=0.02)
+    assert (found["jitter", 0], found["jitter", 99]) == pytest.approx((0.9, 1.1), abs=0.02)
     repeated = {number for (_, number), count in calls.items() if count > min(calls.values())}
     assert repeated >= {0, 8, 16, 24, 32, 40, 48, 56} if stalls else not repeated
     assert len(least_certain({("point", n): [1.0, 1.0, 1.0 + n] for n in range(8)})) == 2
