@@ -172,6 +172,9 @@ class Bench:
         clock: returns the time in seconds.
     """
 
+    typical_sequences: Sizes = TYPICAL_STEP
+    short_sequences: Sizes = SHORT_STEP
+
     def __init__(
         self,
         worker: Worker,
@@ -329,10 +332,10 @@ class Bench:
         return statistics.mean(seconds)
 
     def typical_step(self) -> float:
-        return self.step(TYPICAL_STEP)
+        return self.step(self.typical_sequences)
 
     def short_step(self) -> float:
-        return self.step(SHORT_STEP)
+        return self.step(self.short_sequences)
 
     def step(self, sequences: Sizes) -> float:
         """Return the seconds of a whole step without the loop: embedding, layers with attention, head, sampling."""

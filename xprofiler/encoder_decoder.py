@@ -37,8 +37,6 @@ from xrunner.models import EncoderDecoderModel
 from xrunner.models.encoder_decoder import CrossLayer, own_tokens, recalling
 from xrunner.models.layers import UNSCALED
 
-TYPICAL_STEP = [(128, 50)] * 8 + [(128, 0)]
-SHORT_STEP = [(128, 50)]
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
 """Decoder tokens of steps: one for each request."""
 LEAST_PROMPT = 8
@@ -90,6 +88,9 @@ class Points:
 class CrossBench(Bench):
     """Measures an encoder-decoder. Sequences are (prompt tokens, the decoder's tokens before)."""
 
+    typical_sequences = ((128, 50),) * 8 + ((128, 0),)
+    short_sequences = ((128, 50),)
+
     def jobs(self) -> Jobs:
         points = Points.of(self.spec)
         jobs: Jobs = {}
@@ -112,12 +113,6 @@ class CrossBench(Bench):
         for b, n in points.cross:
             jobs["cross attention", b, n] = partial(self.cross_attention, b, n)
         return jobs
-
-    def typical_step(self) -> float:
-        return self.step(TYPICAL_STEP)
-
-    def short_step(self) -> float:
-        return self.step(SHORT_STEP)
 
     @property
     def model(self) -> EncoderDecoderModel:

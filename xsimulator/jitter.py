@@ -5,6 +5,8 @@ A profile's tables are means, and sums of many steps need no more. The long gaps
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from xgpt.schema import Jitter
@@ -21,8 +23,7 @@ class JitteredTimes:
     """
 
     def __init__(self, jitter: Jitter) -> None:
-        drawn = np.random.default_rng(0).choice(jitter.ratios, NUM_DRAWN)
-        self._sums = [0.0, *np.cumsum(drawn / drawn.mean()).tolist()]
+        self._sums = _sums_of(jitter.ratios)
         self._stretch_ns = 1e9 * jitter.seconds
         self._at = 0
 
@@ -32,3 +33,10 @@ class JitteredTimes:
             self._at = 0
         before, self._at = self._sums[self._at], self._at + count
         return max(1, round(mean_ns * (self._sums[self._at] - before) / count))
+
+
+@lru_cache(maxsize=8)
+def _sums_of(ratios: tuple[float, ...]) -> list[float]:
+    """Return the sums of the first 0, 1, .. drawn ratios, whose mean is 1: the same for every run."""
+    drawn = np.random.default_rng(0).choice(ratios, NUM_DRAWN)
+    return [0.0, *np.cumsum(drawn / drawn.mean()).tolist()]

@@ -428,10 +428,10 @@ def shares_prompts(plan: Plan) -> bool:
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
     """Return the simulated clock of one replica's single steps."""
-    lanes, jitter = lanes_of(plan, profile), profile.slowed(plan.profile.slowdown).jitter
+    lanes = lanes_of(plan, profile)
     if "both" in lanes:
-        return LaneClock(lanes["both"], schedule, on_span, jitter)
-    return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span, jitter)
+        return LaneClock(lanes["both"], schedule, on_span, lanes["both"].profile.jitter)
+    return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span, lanes["decode"].profile.jitter)
 
 
 def check_fits(plan: Plan, workload: Workload) -> None:

@@ -1,5 +1,7 @@
 """Single steps in simulation: their mean is the profile's, and they differ as measured short steps do."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from xgpt.io import dump_json
 from xgpt.schema import Constraint, Jitter, Profile
 from xgpt.workload import TraceLengths
 from xscheduler.schedule import Scheduler
+from xsimulator.clock import Span
 from xsimulator.jitter import NUM_DRAWN, JitteredTimes
 
 STALLS = Jitter(seconds=0.01, ratios=(*[0.95] * 90, *[1.0] * 8, 2.0, 4.5))
@@ -82,11 +85,12 @@ def test_spans_are_as_long_as_the_single_steps() -> None:
     plan = Scheduler(of.under(Constraint(latency_bound_s=30.0))).by_arrivals("orca", 1)[0][0]
     profile = of.profile.model_copy(update={"jitter": STALLS})
     lengths = TraceLengths(np.full(40, 100), np.full(40, 20), None)
-    spans: list[tuple[int, int]] = []
-    log = run_requests(plan, profile, lengths, 20, lambda span: spans.append((span.start_ns, span.end_ns)))
-    assert {end for _, end in spans} >= {record.end_ns for record in log}
-    by_stage = sorted(spans)
-    assert all(start < end for start, end in by_stage)
+    spans = list[Span]()
+    log = run_requests(plan, profile, lengths, 20, spans.append)
+    assert {span.end_ns for span in spans} >= {record.end_ns for record in log}
+    assert all(span.start_ns < span.end_ns for span in spans)
+    for stage in {span.stage for span in spans}:
+        assert all(b.start_ns >= a.end_ns for a, b in pairwise(span for span in spans if span.stage == stage))
     without = run_requests(plan, profile.of_means, lengths, 20)
     assert without == run_requests(plan, of.profile, lengths, 20) != log
 
