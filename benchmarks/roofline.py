@@ -17,6 +17,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, Precision, R
 from xprofiler.bench import Bench, timed
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
+from xrunner.kernels.cores import own_cores
 from xrunner.kernels.packed import fastest
 from xrunner.models.layers import Linear
 from xrunner.weights import state_dtype
@@ -109,7 +111,7 @@ def measure(
     points = machine(device, dtype)
     points += [decode(worker, dtype, what, n, length) for what, n, length in sizes]
     points += [prompt(worker, dtype, n) for n in PROMPTS if n <= spec.max_context]
-    with torch.inference_mode():
+    with torch.inference_mode(), own_cores() if device == "cpu" else nullcontext():
         in_rounds(points, seconds)
     found = rates(points)
     steps = [row(point, found) for point in points if point.what not in ("memory", "product")]

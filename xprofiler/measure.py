@@ -12,6 +12,7 @@ import platform
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from xprofiler.encoder_decoder import CrossBench, layers_of
 from xrunner.attention.pieces import fastest_pieces
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.kernels import heap
+from xrunner.kernels.cores import own_cores
 from xrunner.kernels.highest import fastest_screen
 from xrunner.kernels.packed import fastest
 from xrunner.parallel import Part, build
@@ -79,7 +81,10 @@ def profile(
     progress = progress or (lambda done, total, what: None)
     if cluster.num_devices > 1:
         return _together(spec, cluster, dtype, kv_dtype, checkpoint, device, progress)
-    layouts = fastest_layouts(spec, dtype, (1,), kv_dtype) if device == "cpu" else {}
+    layouts: dict[str, str] = {}
+    if device == "cpu":
+        with own_cores():
+            layouts = fastest_layouts(spec, dtype, (1,), kv_dtype)
     worker = build_worker(
         WorkerSettings(
             spec=spec,
@@ -97,7 +102,8 @@ def profile(
         if device == "cpu":
             seconds = seconds_by_threads(bench)
             torch.set_num_threads(min(seconds, key=seconds.__getitem__))
-        measured = bench.measure()
+        with own_cores() if device == "cpu" else nullcontext():
+            measured = bench.measure()
     threads = torch.get_num_threads() if device == "cpu" else None
     found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured}, kv_dtype)
     return _with_loading(found, spec, dtype, checkpoint, device)
@@ -277,17 +283,21 @@ def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
     return Curve(points=head.points, seconds=tuple(seconds))
 
 
-def seconds_by_threads(bench: Bench) -> dict[int, float]:
-    """Return a typical step's seconds with each number of threads that may be the fastest.
+def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
+    """Return a typical step's seconds with each number of threads that may be the fastest, on cores as in service.
 
     On a small shared machine one can beat two, and small models gain nothing by more than one.
+
+    Args:
+        part, parts: see `take_cores`.
     """
     most = torch.get_num_threads()
     times = {}
     for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
         torch.set_num_threads(threads)
         bench.meet()
-        times[threads] = min(bench.typical_step() for _ in range(3))
+        with own_cores(part, parts):
+            times[threads] = min(bench.typical_step() for _ in range(3))
     return times
 
 

@@ -33,6 +33,7 @@ from xprofiler.measure import bench_of, seconds_by_threads
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
+from xrunner.kernels.cores import take_cores
 from xrunner.parallel import Part
 from xrunner.transfer import Moving, Piece
 from xrunner.weights import state_dtype
@@ -151,9 +152,10 @@ def _run(task: Task, rank: int, others: Sequence[Connection], sender: Connection
         with torch.inference_mode():
             bench = bench_of(worker)(worker, report, meet, in_group=degree > 1)
             if threads is not None and not by_group:
-                seconds = _mean_of_ranks(seconds_by_threads(bench))
+                seconds = _mean_of_ranks(seconds_by_threads(bench, rank, task.num_devices))
                 threads = min(seconds, key=seconds.__getitem__)
                 torch.set_num_threads(threads)
+                take_cores(rank, task.num_devices)
             by_group[degree, ep] = _mean_of_ranks(bench.measure())
         if degree == 1:
             hop = _curve(HOP_TOKENS, partial(_hop, task, rank, meet))

@@ -19,6 +19,7 @@ def run_alone(plan: Plan, load: Load, seed: int) -> list[StepRecord]:
     from xrunner.build import WorkerSettings, build_worker
     from xrunner.engine import Engine
     from xrunner.generation import Generation
+    from xrunner.kernels.cores import own_cores
 
     drawn, rng = draw(plan, load, np.random.default_rng(seed)), np.random.default_rng(seed)
     if plan.profile.num_threads is not None:
@@ -40,15 +41,16 @@ def run_alone(plan: Plan, load: Load, seed: int) -> list[StepRecord]:
     prompts = [tuple(rng.integers(0, plan.model.vocab_size, int(length)).tolist()) for length in drawn.inputs]
     num_sent = num_ended = 0
     started_s = time.perf_counter()
-    while num_ended < load.num_requests:
-        now_s = time.perf_counter() - started_s
-        while num_sent < len(prompts) and drawn.arrivals_s[num_sent] <= now_s:
-            output = int(drawn.outputs[num_sent])
-            engine.submit(Generation(num_sent, prompts[num_sent], drawn.max_output, output_length=output))
-            num_sent += 1
-        tokens = engine.step()
-        if tokens is None:
-            time.sleep(0.0005)
-            continue
-        num_ended += sum(token.finish is not None for token in tokens)
+    with own_cores():
+        while num_ended < load.num_requests:
+            now_s = time.perf_counter() - started_s
+            while num_sent < len(prompts) and drawn.arrivals_s[num_sent] <= now_s:
+                output = int(drawn.outputs[num_sent])
+                engine.submit(Generation(num_sent, prompts[num_sent], drawn.max_output, output_length=output))
+                num_sent += 1
+            tokens = engine.step()
+            if tokens is None:
+                time.sleep(0.0005)
+                continue
+            num_ended += sum(token.finish is not None for token in tokens)
     return log

@@ -13,11 +13,13 @@ from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
+from xrunner.kernels.cores import take_cores
 
 NUM_BLOCKS, BLOCK_SIZE = 4096, 16
 
 
 def load(checkpoint: str, precision: DType, budget: int) -> Callable[[list[Request]], int]:
+    take_cores()
     spec = read_spec(Path(checkpoint))
     layouts = fastest_layouts(spec, precision, (1,))
     print("NOTE", precision, "layouts:", ", ".join(f"{shape} {name}" for shape, name in layouts.items()) or "one alone")

@@ -25,6 +25,8 @@ class Deployment(Frozen):
     device: Literal["cpu", "cuda"] = "cpu"
     backend: str | None = None
     """Attention backend; None: the fastest."""
+    devices_per_node: PositiveInt = 1
+    """Devices of a machine, whether these stages have them all or not."""
     threads: PositiveInt | None = None
     """CPU threads of each worker; None: one."""
     layouts: dict[str, str] = Field(default_factory=dict)
@@ -41,6 +43,7 @@ class Deployment(Frozen):
             block_size=plan.block_size,
             stages=plan.stages,
             device="cuda" if plan.cluster.device.type == "gpu" else "cpu",
+            devices_per_node=plan.cluster.devices_per_node,
             threads=plan.profile.num_threads,
             layouts=plan.profile.layouts,
         )

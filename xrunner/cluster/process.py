@@ -26,6 +26,7 @@ from xrunner.cluster.movers import Move, Mover
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
+from xrunner.kernels.cores import take_cores
 from xrunner.transfer import Cargo, Moving
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker
@@ -229,6 +230,8 @@ class Executing:
             group=group,
             pipe=pipe,
         )
+        if device == "cpu":
+            take_cores(self._device_index % deployment.devices_per_node, deployment.devices_per_node)
         self._answers = self._sockets.connect(zmq.PUSH, answers_to)
         self._is_answering = role.reports
         self._lane = deployment.stages[role.number].lane

@@ -230,6 +230,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
     from xrunner import server
     from xrunner.core_waits import CoreWaits
     from xrunner.grammar import grammars_of
+    from xrunner.kernels.cores import take_cores
     from xrunner.kernels.heap import keep_freed_memory
 
     keys, tls = request.keys(plan), request.tls()
@@ -265,6 +266,8 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
         thread = server.single_thread()
         running = thread.submit(build, plan, CoreWaits(log) if log and in_one_process else log).result()
         at_end.callback(lambda: thread.submit(running.close).result())
+        if in_one_process:
+            thread.submit(take_cores).result()
         engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
         if log is not None:
             engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
