@@ -41,9 +41,6 @@ from xrunner.attention.simd import address, at, take_next
 from xrunner.kernels.quantised import INFINITE, LARGEST, MAGNITUDE, TINIEST
 from xrunner.kernels.threads import num_threads
 
-# Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
-numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
-
 LEAST_GROUP = 4
 """Queries of a decode that make a tile; fewer are faster one by one."""
 TASKS_A_THREAD = 8

@@ -1,7 +1,7 @@
 """A core of its own for each thread that computes steps.
 
-Linux moves a thread off a core that another thread wakes up on. Where every core computes, it moves it to the core of
-one that waits for it, and the two take turns of some milliseconds there: of one step, one of them spins.
+Linux moves a thread off a core on which another one wakes up. Where every core computes, it comes to the core of a
+thread that waits for it, and the two take turns of some milliseconds there, in which the one that waits spins.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ import numba
 import torch
 from numba import njit
 
+# Torch computes on OpenMP threads already; numba's own pool would fight them for the cores (twice as slow).
+numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
+
 LEAST_SHARED = 2**15
 """Elements from which on sharing rows out between threads costs less than it saves."""
 
