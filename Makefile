@@ -12,7 +12,7 @@ NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 .PHONY: demo docs gallery test test-long attack test-triton test-vllm test-clients lint clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m xgpt.app.demo
+	$(BIN)/python -m xgpt.demo
 
 # A file of tests stays in one process: its fixtures are made once.
 test: $(VENV)/.installed-test

@@ -17,9 +17,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from xgpt.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
-from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import (
+from xgpt.core.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
+from xgpt.core.schema import (
     ChunkedSettings,
     ClusterSpec,
     ModelSpec,
@@ -31,7 +30,8 @@ from xgpt.schema import (
     WaaSettings,
     Workload,
 )
-from xgpt.workload import sample
+from xgpt.core.workload import sample
+from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.compare.comparing import score_current
-from xgpt.app.compare.vllm_command import read_vllm_command
-from xgpt.app.plan.arrivals import SHARP, rate_of, with_capacities
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.problems import resolve
-from xgpt.app.plan.request import plan_request
-from xgpt.errors import XgptError
-from xgpt.schema import Plan, Profile
+from xgpt.comparing.compare import score_current
+from xgpt.comparing.vllm_command import read_vllm_command
+from xgpt.core.errors import XgptError
+from xgpt.core.schema import Plan, Profile
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
+from xscheduler.objectives.arrivals import SHARP, rate_of, with_capacities
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xsimulator.capacity import CapacitySearch, Trial
 

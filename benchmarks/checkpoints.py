@@ -36,15 +36,15 @@ import numpy as np
 
 import xgpt
 from benchmarks.lib.served_plans import served
-from xgpt.app.report.plan_text import placement_in_words
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.io import write_atomic
-from xgpt.machine import detect
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.io import write_atomic
+from xgpt.core.machine import detect
+from xgpt.reporting.plan_text import placement_in_words
 from xprofiler.ranks import degrees
 
 if TYPE_CHECKING:
-    from xgpt.schema import ModelSpec, Plan
+    from xgpt.core.schema import ModelSpec, Plan
     from xrunner.cluster.workers import Workers
 
 SEED = 7

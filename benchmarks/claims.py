@@ -22,7 +22,7 @@ import click
 
 from benchmarks.lib import made
 from tests.contract.test_claims import Case, claims_hold, rates_hold
-from xgpt.io import write_atomic
+from xgpt.core.io import write_atomic
 from xscheduler.space import POLICIES
 
 TEXT = """`python -m benchmarks.claims`: random problems (one to four devices, any lengths, tables that rise and that do

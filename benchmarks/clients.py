@@ -20,7 +20,7 @@ import click
 import openai
 
 from benchmarks.lib.tiny_server import SPEC, TEMPLATE, codec, running
-from xgpt.io import write_atomic
+from xgpt.core.io import write_atomic
 
 RESULTS = Path("results/clients.json")
 GUIDELLM = "guidellm==0.8.1"

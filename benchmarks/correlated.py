@@ -27,22 +27,22 @@ from scipy.special import ndtri
 from scipy.stats import rankdata
 
 from benchmarks.drift import SMALL
-from xgpt.app.plan.profiles import obtain_profile
-from xgpt.app.serve.engines import build_engine
-from xgpt.app.simulating import read_log, requests_to_send, run_requests
 from xgpt.cli.render import progress_bar
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import AdmissionOrder, ClusterSpec, Constraint, Plan, Profile, WaaSettings, Workload
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import TraceLengths, histogram_of
 from xgpt.resolve import load_cluster, load_model, load_trace
-from xgpt.schema import AdmissionOrder, ClusterSpec, Constraint, Plan, Profile, WaaSettings, Workload
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import TraceLengths, histogram_of
+from xgpt.serving.engines import build_engine
 from xprofiler import analytic
+from xprofiler.store import obtain_profile
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.measures import Measured
+from xsimulator.run import read_log, requests_to_send, run_requests
 
 RESULTS = Path("results/correlated")
 CORRELATION = 0.54

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import engines, roofline
-from xgpt.checkpoint import read_spec
-from xgpt.io import write_atomic
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import DType, ModelSpec, RunDType
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.io import write_atomic
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import DType, ModelSpec, RunDType
 from xrunner.attention import BACKENDS, default_backend
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.build import warm_up, whole_worker

@@ -22,12 +22,12 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, Run, real, scaled, shifted, simulated
-from xgpt.app.plan.profiles import measured_profile, obtain_profile
 from xgpt.cli.render import show, table
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import Constraint, ModelSpec, Plan, Profile, Workload
 from xgpt.resolve import load_cluster, load_workload
-from xgpt.schema import Constraint, ModelSpec, Plan, Profile, Workload
+from xprofiler.store import measured_profile, obtain_profile
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 

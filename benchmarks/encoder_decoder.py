@@ -28,13 +28,13 @@ import numpy as np
 import xgpt
 from benchmarks.lib.aims import AIMS, Checked, checked, summary
 from benchmarks.lib.changing_lengths import Phase, real
-from xgpt.app.plan.profiles import profile_of
-from xgpt.app.report.plan_text import placement_in_words, settings_text
-from xgpt.app.simulating import outstanding_requests, requests_to_send
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import BenchReport, Histogram, Plan, Workload
+from xgpt.reporting.plan_text import placement_in_words, settings_text
 from xgpt.resolve import load_cluster
-from xgpt.schema import BenchReport, Histogram, Plan, Workload
+from xprofiler.store import profile_of
+from xsimulator.run import outstanding_requests, requests_to_send
 
 SIZES = {"d_model": 256, "d_kv": 64, "num_heads": 4, "d_ff": 1024, "num_layers": 4, "vocab_size": 2048}
 POLICIES = ("rra", "waa", "orca", "static")

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import click
 
-from xgpt.app.report.plan_text import settings_text
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
-from xgpt.machine import detect
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.machine import detect
+from xgpt.core.schema import Constraint, DType, LayerTimes, Plan
+from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_cluster, load_engine, load_model, load_workload
-from xgpt.schema import Constraint, DType, LayerTimes, Plan
 from xprofiler import analytic, imported
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.lib.served_plans import SPEC, Served, left_over, listening, one_lane, parser, plan, report, served
-from xgpt.app.serve.engines import build_engine
 from xgpt.client import ClientRequest, ClientResult, replay
-from xgpt.schema import Plan
+from xgpt.core.schema import Plan
+from xgpt.serving.engines import build_engine
 from xrunner.cluster.workers import PERIOD_S, RESTARTS
 from xrunner.generation import Generation
 

@@ -25,16 +25,16 @@ import numpy as np
 from benchmarks.fleet_planning import PLANNING, Planning
 from benchmarks.lib import made
 from benchmarks.live_day import LIVE, Live
-from xgpt.app.fleet.controller import Controller, Look, Orders
-from xgpt.app.fleet.day import Day, cut
-from xgpt.app.fleet.kinds import Candidate
-from xgpt.app.fleet.planning import FleetModel, FleetRequest, plan_day, share_kept
-from xgpt.app.fleet.simulated import ControlledDay, Decide, control_day
-from xgpt.app.plan.profiles import profile_of
-from xgpt.io import dump_json, load_json, write_atomic
+from xgpt.core.io import dump_json, load_json, write_atomic
+from xgpt.core.schema.fleet import FleetPlan
+from xgpt.core.workload import read_lengths, sample
 from xgpt.resolve import load_workload
-from xgpt.schema.fleet import FleetPlan
-from xgpt.workload import read_lengths, sample
+from xprofiler.store import profile_of
+from xscheduler.fleet.controller import Controller, Look, Orders
+from xscheduler.fleet.day import Day, cut
+from xscheduler.fleet.kinds import Candidate
+from xscheduler.fleet.planning import FleetModel, FleetRequest, plan_day, share_kept
+from xscheduler.fleet.simulated import ControlledDay, Decide, control_day
 from xsimulator.fleet import Requests
 
 DAY_S = 86400.0

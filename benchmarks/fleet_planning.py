@@ -19,8 +19,8 @@ from pathlib import Path
 import click
 
 from benchmarks.lib import made
-from xgpt.io import load_json, write_atomic
-from xgpt.schema.fleet import FleetPlan
+from xgpt.core.io import load_json, write_atomic
+from xgpt.core.schema.fleet import FleetPlan
 
 PLANNING = "planning.json"
 HOURS = ((6, 5, "conv"), (3, 20, "conv"), (3, 60, "conv"), (2, 40, "code"), (4, 50, "conv"), (6, 10, "conv"))

@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from benchmarks.lib.tiny_server import SPEC, Running, running
-from xgpt.io import write_atomic
+from xgpt.core.io import write_atomic
 
 RESULTS = Path("results/fuzz.json")
 CONCURRENCY = 16

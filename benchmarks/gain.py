@@ -24,15 +24,15 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.app.compare.comparing import score_current
-from xgpt.app.compare.vllm_command import CurrentEngine
-from xgpt.app.plan.arrivals import rate_of
-from xgpt.app.plan.planning import plan_each, plan_uniform
-from xgpt.app.plan.problems import resolve
-from xgpt.app.plan.request import plan_request
-from xgpt.errors import InfeasibleError, InputError
+from xgpt.comparing.compare import score_current
+from xgpt.comparing.vllm_command import CurrentEngine
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schema import EngineSpec, Plan
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
 from xgpt.resolve import load_engine
-from xgpt.schema import EngineSpec, Plan
+from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.best_plans import plan_each, plan_uniform
 from xscheduler.problem import Problem
 
 PAIRS = (

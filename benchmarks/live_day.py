@@ -27,9 +27,9 @@ import numpy as np
 
 import xgpt
 from benchmarks.lib import made
-from xgpt.app.fleet.operating import simulate
 from xgpt.client import ClientRequest, ClientResult, replay
-from xgpt.io import dump_json, write_atomic
+from xgpt.core.io import dump_json, write_atomic
+from xgpt.operating.operating import simulate
 
 MODEL, VOCABULARY = "opt-125m", 50_000
 LOOK_S, STARTUP_S = 3.0, 8.0

@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.lib.served_plans import one_lane, two_lanes
-from xgpt.checkpoint import read_spec
-from xgpt.io import write_atomic
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import DType, ModelSpec, Precision, Stage
 from xgpt.resolve import load_cluster
-from xgpt.schema import DType, ModelSpec, Precision, Stage
 from xprofiler.measure import fastest_layouts, loading_rate
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor

@@ -20,8 +20,8 @@ import click
 import numpy as np
 
 from benchmarks.scheduler import LARGE, SMALL, task_problem
-from xgpt.io import write_atomic
-from xgpt.schema.policy import Direction
+from xgpt.core.io import write_atomic
+from xgpt.core.schema.policy import Direction
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES, Space
 

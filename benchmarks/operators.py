@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
+from xgpt.core.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import ClusterSpec, DType, Efficiency, ModelSpec
 from xprofiler import imported
 from xprofiler.analytic import A40_EFFICIENCY, Kernels, tp_degrees
 

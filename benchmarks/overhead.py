@@ -16,9 +16,9 @@ from pathlib import Path
 
 import click
 
-from xgpt.io import write_atomic
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import ModelSpec
+from xgpt.core.io import write_atomic
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import ModelSpec
 from xprofiler.bench import ModelFree
 from xrunner.attention import BACKENDS
 from xrunner.engine import Engine

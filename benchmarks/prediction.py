@@ -25,21 +25,22 @@ import numpy as np
 
 from benchmarks.lib.aims import AIMS, checked, summary
 from benchmarks.lib.alone import run_alone
-from xgpt.app.bench import Load, bench_plan
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.problems import resolve
-from xgpt.app.plan.profiles import measured_profile
-from xgpt.app.plan.request import PolicyChoice, plan_request
-from xgpt.app.report.plan_text import settings_text
-from xgpt.app.simulating import outstanding_requests, requests_to_end
-from xgpt.arrival_process import ArrivalProcess
+from xgpt.benchmark import Load, bench_plan
 from xgpt.cli.render import progress_bar
-from xgpt.errors import InfeasibleError
-from xgpt.io import sha256, write_atomic
-from xgpt.schema import BenchReport, Constraint, Plan, Profile, RunDType
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import sha256, write_atomic
+from xgpt.core.schema import BenchReport, Constraint, Plan, Profile, RunDType
+from xgpt.core.schema.policy import PolicyChoice
+from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
+from xgpt.requests import plan_request
+from xprofiler.store import measured_profile
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xscheduler.space import runnable
 from xsimulator.executed import Paces, paces
+from xsimulator.run import outstanding_requests, requests_to_end
 
 RESULTS = Path("results")
 WORKLOADS = ("tcb", "summarization", "chat-short")

@@ -18,17 +18,16 @@ import click
 import numpy as np
 import torch
 
-from xgpt import policies
-from xgpt.app.report.plan_text import settings_text
-from xgpt.app.serve.engines import build_engine
-from xgpt.app.simulating import read_log, requests_to_send
 from xgpt.cli.render import show, table
-from xgpt.io import write_atomic
-from xgpt.machine import detect
+from xgpt.core import policies
+from xgpt.core.io import write_atomic
+from xgpt.core.machine import detect
+from xgpt.core.schema import Constraint, ModelSpec, Plan, Profile
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import sample
+from xgpt.reporting.plan_text import settings_text
 from xgpt.resolve import load_model, load_workload
-from xgpt.schema import Constraint, ModelSpec, Plan, Profile
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import sample
+from xgpt.serving.engines import build_engine
 from xprofiler.bench import BLOCK_SIZE, NUM_BLOCKS
 from xprofiler.measure import assembled, bench_of, fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
@@ -38,6 +37,7 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.space import runnable
 from xsimulator.executed import paces
+from xsimulator.run import read_log, requests_to_send
 
 RESULTS = Path("results/processor_time.json")
 KINDS = ("orca", "rra", "chunked", "static")

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xgpt.checkpoint import read_spec
-from xgpt.io import cache_dir, write_atomic
-from xgpt.schema import RunDType
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.io import cache_dir, write_atomic
+from xgpt.core.schema import RunDType
 from xrunner.attention import Sequences, make_batch
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.worker import Worker

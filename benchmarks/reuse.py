@@ -29,12 +29,12 @@ import numpy as np
 from benchmarks.lib.exact_reuse import exact_share
 from benchmarks.lib.made import page as made_page
 from tools.structured import BLOCK, shared_prompts, write
-from xgpt.io import load_json, write_atomic
-from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Request, Step
-from xgpt.reuse import ReuseCurve
-from xgpt.schema import ANYONE, Plan, Profile
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import TraceLengths, read_lengths
+from xgpt.core.io import load_json, write_atomic
+from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Request, Step
+from xgpt.core.reuse import ReuseCurve
+from xgpt.core.schema import ANYONE, Plan, Profile
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import TraceLengths, read_lengths
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
@@ -366,7 +366,7 @@ def _planned(work: Path, trace: TraceLengths, memory_gib: float, bound_s: float)
 
 def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
     """What the simulated engine makes of the first requests, all at hand."""
-    from xgpt.app.simulating import requests_to_send, run_requests
+    from xsimulator.run import requests_to_send, run_requests
 
     sent = trace.take(np.arange(requests_to_send(plan, count, saturated=True)))
     sent = sent._replace(timestamp_s=None, prefixes=sent.prefixes if reuse else None)
@@ -375,9 +375,9 @@ def _simulated(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *,
 
 def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, reuse: bool) -> Shown:
     """What this machine makes of the first requests, all at hand."""
-    from xgpt.app.serve.engines import build_engine
-    from xgpt.app.simulating import requests_to_send
+    from xgpt.serving.engines import build_engine
     from xsimulator.executed import paces
+    from xsimulator.run import requests_to_send
 
     log: list[StepRecord] = []
     engine = build_engine(plan, log.append, reuse=reuse)
@@ -396,7 +396,7 @@ def _measured(plan: Plan, profile: Profile, trace: TraceLengths, count: int, *, 
 
 
 def _read(plan: Plan, log: list[StepRecord], count: int) -> Shown:
-    from xgpt.app.simulating import read_log, reused_share
+    from xsimulator.run import read_log, reused_share
 
     found = read_log(plan, plan.workload, log, count, saturated=True)
     return Shown(found.throughput_rps, found.ttft_s, found.latency_s, reused_share(log))

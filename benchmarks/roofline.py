@@ -26,9 +26,9 @@ from typing import Any, get_args
 import click
 import torch
 
-from xgpt.io import write_atomic
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, Precision, RunDType
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import BYTES_PER_ELEMENT, SLICE_TOKENS, ModelSpec, Precision, RunDType
 from xprofiler.bench import Bench, timed
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker

@@ -26,9 +26,9 @@ import numpy as np
 import xgpt
 from benchmarks.papers.settings import faster_transformer, problem, workload_of
 from benchmarks.scheduler import CHOICES, EXTRA, SCENARIOS
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
-from xgpt.schema import Plan
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import Plan
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 

@@ -26,12 +26,12 @@ from benchmarks.lib import made
 from benchmarks.lib.all_requests import NUM_BOUNDS
 from benchmarks.papers.settings import faster_transformer
 from benchmarks.scheduler import SCENARIOS, task_problem
-from xgpt.app.plan.arrivals import rate_of
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.verifying import request_latency
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
-from xgpt.schema import Constraint, Plan
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import Constraint, Plan
+from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.verifying import request_latency
 from xscheduler.problem import Problem
 
 SHARES = (0.1, 0.7)

@@ -29,9 +29,9 @@ import numpy as np
 
 from benchmarks.lib import all_requests
 from benchmarks.papers.settings import faster_transformer, problem, workload_of
-from xgpt.errors import InfeasibleError
-from xgpt.io import write_atomic
-from xgpt.schema import Plan
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import Plan
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POINTS_AT_ONCE, POLICIES, Evaluation, Space

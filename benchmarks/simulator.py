@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 import numpy as np
 
-from xgpt.policies import OneLane, Pool, lane_settings
+from xgpt.core.policies import OneLane, Pool, lane_settings
+from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings, WaaSettings
+from xgpt.core.workload import sample
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings, WaaSettings
-from xgpt.workload import sample
 from xprofiler import analytic
 from xsimulator.clock import LaneClock
 from xsimulator.costs.step_cost import LaneCost

@@ -32,24 +32,25 @@ import click
 import numpy as np
 
 from benchmarks.lib.ceiling import ceiling
-from xgpt import policies
-from xgpt.app.plan.arrivals import rate_of, with_capacity
-from xgpt.app.plan.planning import TIGHTER, plan_each
-from xgpt.app.plan.problems import resolve
-from xgpt.app.plan.profiles import profile_of
-from xgpt.app.plan.request import PolicyChoice, plan_request
-from xgpt.app.report.plan_text import settings_text
-from xgpt.app.simulating import accounts_of, clock_of
-from xgpt.errors import InfeasibleError
-from xgpt.io import dump_json
+from xgpt.core import policies
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import dump_json
+from xgpt.core.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
+from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.workload import poisson_arrivals, sample
+from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
+from xgpt.requests import plan_request
 from xgpt.resolve import load_engine
-from xgpt.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
-from xgpt.workload import poisson_arrivals, sample
+from xprofiler.store import profile_of
+from xscheduler.objectives.arrivals import rate_of, with_capacity
+from xscheduler.objectives.best_plans import TIGHTER, plan_each
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.run import accounts_of, clock_of
 
 MODELS = {"llama-3.1-8b": 1, "llama-3.1-70b": 4}
 """With the number of H100 that each runs on."""

@@ -22,16 +22,16 @@ import click
 import numpy as np
 
 from benchmarks.slack import best_fixed, best_of
-from xgpt.app.bench import Load, bench_plan
-from xgpt.app.plan.arrivals import rate_of
-from xgpt.app.plan.problems import resolve
-from xgpt.app.plan.profiles import measured_profile, profile_of
-from xgpt.app.plan.request import plan_request
-from xgpt.app.report.plan_text import settings_text
-from xgpt.arrival_process import ArrivalProcess
-from xgpt.io import dump_json
-from xgpt.policies.slack import StepClock
-from xgpt.schema import EngineKind, Plan
+from xgpt.benchmark import Load, bench_plan
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.io import dump_json
+from xgpt.core.policies.slack import StepClock
+from xgpt.core.schema import EngineKind, Plan
+from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
+from xgpt.requests import plan_request
+from xprofiler.store import measured_profile, profile_of
+from xscheduler.objectives.arrivals import rate_of
 from xsimulator.costs.step_times import with_step_times
 
 STEP = 0.06

@@ -23,7 +23,7 @@ import click
 
 from benchmarks.fuzz import Case, exchange, http
 from benchmarks.lib.tiny_server import SPEC, Running, running
-from xgpt.io import write_atomic
+from xgpt.core.io import write_atomic
 
 RESULTS = Path("results/soak.json")
 CONCURRENCY = 32

@@ -20,19 +20,19 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.app.bench import gflops
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.profiles import obtain_profile, profile_of
-from xgpt.app.serve.engines import build_replica
-from xgpt.app.simulating import outstanding_requests, read_log, simulate, warm_up_requests
-from xgpt.io import load_json
+from xgpt.benchmark import gflops
+from xgpt.core.io import load_json
+from xgpt.core.schema import Constraint, Histogram, Plan, Profile, StepRecord, Workload
+from xgpt.core.workload import sample
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Constraint, Histogram, Plan, Profile, StepRecord, Workload
-from xgpt.workload import sample
+from xgpt.serving.engines import build_replica
+from xprofiler.store import obtain_profile, profile_of
 from xrunner.cluster.process import ALIVE_S
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
+from xsimulator.run import outstanding_requests, read_log, simulate, warm_up_requests
 from xsimulator.timeline import Timeline, chrome_trace
 
 MAX_CONTEXT = 256

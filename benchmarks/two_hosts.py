@@ -30,9 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.served_plans import SPEC, parser, report, served
 from xgpt.client import ClientRequest, replay
-from xgpt.errors import MachineError
-from xgpt.io import dump_json
-from xgpt.schema import Plan
+from xgpt.core.errors import MachineError
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Plan
 
 HOSTS = ("xgpt-host-0", "xgpt-host-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")

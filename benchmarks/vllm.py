@@ -25,21 +25,22 @@ import click
 import httpx
 import numpy as np
 
-from xgpt.app.bench import Load, Server, bench_plan
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.problems import resolve, scheduler
-from xgpt.app.plan.request import plan_request
-from xgpt.app.report.plan_text import settings_text
-from xgpt.app.simulating import simulate
-from xgpt.errors import InfeasibleError, MachineError
-from xgpt.io import StepLogWriter, sha256, write_atomic
-from xgpt.schema import BenchReport, ChunkedSettings, Constraint, Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.benchmark import Load, Server, bench_plan
+from xgpt.core.errors import InfeasibleError, MachineError
+from xgpt.core.io import StepLogWriter, sha256, write_atomic
+from xgpt.core.schema import BenchReport, ChunkedSettings, Constraint, Plan
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
+from xgpt.requests import plan_request
 from xrunner.vllm.command import launch
 from xrunner.vllm.process import package_path, preload, python, started
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
+from xsimulator.run import simulate
 from xsimulator.stages import whole
 
 DEFAULT_TOKEN_BUDGET = 2048

@@ -24,16 +24,16 @@ import click
 import numpy as np
 
 from benchmarks.lib.changing_lengths import Phase, is_lost, requests_of, scaled
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.problems import resolve
-from xgpt.app.plan.request import plan_request
-from xgpt.app.report.plan_text import settings_text
-from xgpt.app.simulating import outstanding_requests
 from xgpt.client import ClientRequest, ClientResult, replay
-from xgpt.errors import MachineError
-from xgpt.io import dump_json, read_step_log, sha256, write_atomic
-from xgpt.schema import Constraint, Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import MachineError
+from xgpt.core.io import dump_json, read_step_log, sha256, write_atomic
+from xgpt.core.schema import Constraint, Plan
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
+from xgpt.requests import plan_request
+from xscheduler.objectives.best_plans import plan_each
+from xsimulator.run import outstanding_requests
 
 RESULTS = Path("results/vllm.shift.json")
 

@@ -3,8 +3,8 @@
 import httpx
 
 import xgpt
+from xgpt.core.schema import Histogram, Workload
 from xgpt.resolve import load_model
-from xgpt.schema import Histogram, Workload
 
 SPEC, _ = load_model("opt-125m")
 TINY = SPEC.model_copy(

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 
 from tests.fakes import VOCAB_SIZE
-from xgpt.errors import InputError
-from xgpt.io import load_json
-from xgpt.policies import LaneSettings, OneLane, Pool, Request, Step
-from xgpt.schema import Plan
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.core.errors import InputError
+from xgpt.core.io import load_json
+from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import Arrival, StepRecord
 from xrunner.prefixes import Prefixes
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit

@@ -13,8 +13,8 @@ from typing import Any
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Step
-from xgpt.schema import (
+from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
+from xgpt.core.schema import (
     ClusterSpec,
     Constraint,
     DeviceKind,

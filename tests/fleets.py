@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cache
 
 import xgpt
-from xgpt.schema import Plan
-from xgpt.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan, ReplicaKind
+from xgpt.core.schema import Plan
+from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan, ReplicaKind
 
 
 @cache

@@ -6,8 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from xgpt.checkpoint import read_spec
-from xgpt.schema import ClusterSpec, Constraint, DeviceKind, Efficiency, Histogram, Link, ModelShape, Plan, Workload
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.schema import (
+    ClusterSpec,
+    Constraint,
+    DeviceKind,
+    Efficiency,
+    Histogram,
+    Link,
+    ModelShape,
+    Plan,
+    Workload,
+)
 from xprofiler import analytic
 from xscheduler.placement import Placement, Placements
 from xscheduler.problem import Problem

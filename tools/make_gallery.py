@@ -18,8 +18,8 @@ from pathlib import Path
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from xgpt.app.plan.arrivals import rate_of as rate
-from xgpt.schema import Plan
+from xgpt.core.schema import Plan
+from xscheduler.objectives.arrivals import rate_of as rate
 
 rcParams["svg.hashsalt"] = "xgpt"  # a picture of the same figures is the same file
 OUT = Path(__file__).parents[1] / "docs/gallery"

@@ -15,8 +15,8 @@ from pydantic_core import PydanticUndefined
 from tools.fields import descriptions, reachable
 from tools.make_schema import OUTPUTS
 from xgpt.cli import COMMANDS
-from xgpt.schema import Plan, Profile
-from xgpt.schema.fleet import FleetPlan
+from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.fleet import FleetPlan
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
 EXIT_CODES = """| exit code | meaning |

@@ -11,12 +11,12 @@ from typing import Any, get_args
 from pydantic import BaseModel, TypeAdapter
 
 from tools.fields import descriptions, reachable
-from xgpt.app.doctor import Finding
-from xgpt.schema import Plan, Profile
-from xgpt.schema.fleet import FleetPlan
-from xgpt.schema.outputs import CompareOutput, SimulateOutput
-from xgpt.schema.replan import Decision
-from xgpt.schema.report import BenchReport, UrlReport
+from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.fleet import FleetPlan
+from xgpt.core.schema.outputs import CompareOutput, SimulateOutput
+from xgpt.core.schema.replan import Decision
+from xgpt.core.schema.report import BenchReport, UrlReport
+from xgpt.diagnosis import Finding
 
 ROOT = Path(__file__).parent.parent
 PATH = ROOT / "configs" / "schema" / "plan.schema.json"

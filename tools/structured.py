@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xgpt.prefixes import Prefixes
-from xgpt.workload import TraceLengths
+from xgpt.core.prefixes import Prefixes
+from xgpt.core.workload import TraceLengths
 
 BLOCK = 16
 """Tokens of a block: a K/V block's, so that all that can be shared is seen."""

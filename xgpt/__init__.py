@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         solve,
         ui,
     )
-    from xgpt.errors import InfeasibleError, InputError, MachineError, XgptError
+    from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
 
 __version__ = "0.1.0"
 
@@ -70,7 +70,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from xgpt import api, errors
+    from xgpt import api
+    from xgpt.core import errors
 
     globals()[name] = found = getattr(errors if name.endswith("Error") else api, name)
     return found

@@ -2,7 +2,7 @@
 
 Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
 in tokens, prices are for one device and hour. A plan is a `Plan` or the path of its plan.json; models, clusters and
-workloads are shipped names, paths of files, or objects of `xgpt.schema`.
+workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from xgpt.app.arguments import (
+from xgpt.arguments import (
     BenchArguments,
     FleetArguments,
     LoadArguments,
@@ -23,24 +23,24 @@ from xgpt.app.arguments import (
     ProfileArguments,
     check,
 )
-from xgpt.errors import InputError
-from xgpt.schema import EngineKind, Plan, Profile
+from xgpt.core.errors import InputError
+from xgpt.core.schema import EngineKind, Plan, Profile
 
 if TYPE_CHECKING:
     from threading import Event
 
-    from xgpt.app.bench import Benched
-    from xgpt.app.compare.comparing import Compared, OnStart
-    from xgpt.app.doctor import Finding
-    from xgpt.app.export.exporting import Target
-    from xgpt.app.fleet.operating import SimulatedFleet
-    from xgpt.app.plan.profiles import Progress
-    from xgpt.app.plan.solving import Planned
-    from xgpt.app.replanning import Replanned
-    from xgpt.app.simulating import Simulated
-    from xgpt.arrival_process import ArrivalProcess
-    from xgpt.policies.tcb import Batching
-    from xgpt.schema.fleet import FleetPlan
+    from xgpt.benchmark import Benched
+    from xgpt.comparing.compare import Compared, OnStart
+    from xgpt.core.arrival_process import ArrivalProcess
+    from xgpt.core.policies.tcb import Batching
+    from xgpt.core.progress import Progress
+    from xgpt.core.schema.fleet import FleetPlan
+    from xgpt.diagnosis import Finding
+    from xgpt.exporting.export import Target
+    from xgpt.operating.operating import SimulatedFleet
+    from xgpt.solving import Planned
+    from xscheduler.replanning.replanner import Replanned
+    from xsimulator.run import Simulated
 
 T = TypeVar("T")
 
@@ -114,8 +114,8 @@ def solve(
     Raises:
         XgptError: as `plan` does.
     """
-    from xgpt.app.plan import solving
-    from xgpt.app.plan.request import plan_request
+    from xgpt import solving
+    from xgpt.requests import plan_request
 
     check(asked, PlanArguments)
     return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress)
@@ -155,7 +155,7 @@ def fleet(
         InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.app.fleet.planning import FleetRequest, fleet_request, plan_fleet
+    from xscheduler.fleet.planning import FleetRequest, fleet_request, plan_fleet
 
     check(asked, FleetArguments)
     of_fleet = {name: value for name, value in asked.items() if name in FleetRequest.model_fields}
@@ -178,13 +178,13 @@ def autoscale(
     Args:
         on_note: is called with each line on what was observed and done.
         stop: the function returns once it is set; None: on signals only.
-        asked: the fields of `xgpt.app.fleet.operating.AutoscaleRequest`, by name.
+        asked: the fields of `xgpt.operating.operating.AutoscaleRequest`, by name.
 
     Raises:
         InputError: the plan or an argument is not accepted.
         MachineError: the front does not start, or no API server answers.
     """
-    from xgpt.app.fleet import operating
+    from xgpt.operating import operating
 
     request = operating.autoscale_request(**asked)
     operating.autoscale(_fleet(fleet), request, on_note, stop)
@@ -202,7 +202,7 @@ def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: 
     Raises:
         InputError: the trace is malformed, or a plan's profile is not here.
     """
-    from xgpt.app.fleet import operating
+    from xgpt.operating import operating
 
     return operating.simulate(_fleet(fleet), Path(trace), look_s)
 
@@ -239,9 +239,9 @@ def compare(
         InfeasibleError: no schedule keeps the bounds.
         MachineError: this machine cannot be measured, or a server does not start.
     """
-    from xgpt.app.bench import Load
-    from xgpt.app.compare import comparing
-    from xgpt.app.plan.request import plan_request
+    from xgpt.benchmark import Load
+    from xgpt.comparing import compare as comparing
+    from xgpt.requests import plan_request
 
     check(asked, ProblemArguments)
     request = plan_request(latency_bound_s=latency_bound_s, **asked)
@@ -271,7 +271,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
         InputError: a model, cluster or table is not known, or the model does not run in that dtype there.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.app.plan.profiles import new_profile
+    from xprofiler.store import new_profile
 
     check(asked, ProfileArguments)
     return new_profile(asked, progress)
@@ -306,8 +306,8 @@ def simulate(
     Raises:
         InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
     """
-    from xgpt.app.plan.profiles import profile_of
-    from xgpt.app.simulating import run_simulation
+    from xprofiler.store import profile_of
+    from xsimulator.run import run_simulation
 
     check(load, LoadArguments)
     plan = _plan(plan)
@@ -356,9 +356,9 @@ def replan(
         InputError: the trace is malformed, or the server runs another model.
         MachineError: the server does not answer, or has seen too few requests.
     """
-    from xgpt.app.plan.profiles import profile_of
-    from xgpt.app.replanning import Replanned, observe_source, propose
+    from xprofiler.store import profile_of
     from xscheduler.replanning import Terms
+    from xscheduler.replanning.replanner import Replanned, observe_source, propose
 
     running, observation = observe_source(_plan(plan), os.fspath(lengths))
     terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
@@ -398,9 +398,9 @@ def bench(
         InputError: the plan cannot hold the requests, or arguments do not go together.
         MachineError: the server does not start or dies, or nothing answers at the endpoint.
     """
-    from xgpt.app import bench as benches
-    from xgpt.app.plan.profiles import profile_of
+    from xgpt import benchmark as benches
     from xgpt.resolve import workload_of
+    from xprofiler.store import profile_of
 
     check(load, BenchArguments)
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
@@ -452,9 +452,9 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
     """
-    from xgpt.app.export.exporting import export
-    from xgpt.app.fleet.exporting import fleet_files
-    from xgpt.schema.fleet import FleetPlan
+    from xgpt.core.schema.fleet import FleetPlan
+    from xgpt.exporting.export import export
+    from xgpt.exporting.fleet import fleet_files
 
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
         if to != "k8s":
@@ -481,10 +481,10 @@ def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | N
     """
     import numpy as np
 
-    from xgpt.app.fleet.reporting import fleet_report
-    from xgpt.app.plan.profiles import profile_of
-    from xgpt.app.report.reporting import report
-    from xgpt.schema.fleet import FleetPlan
+    from xgpt.core.schema.fleet import FleetPlan
+    from xgpt.reporting.fleet import fleet_report
+    from xgpt.reporting.report import report
+    from xprofiler.store import profile_of
 
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
         if profile is not None:
@@ -506,7 +506,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
     Raises:
         MachineError: the port cannot be opened.
     """
-    from xgpt.app.explore.ui import serve
+    from xgpt.exploring.ui import serve
 
     serve(port, on_ready)
 
@@ -523,7 +523,7 @@ def doctor() -> list[Finding]:
     Raises:
         Nothing: what cannot be examined is a finding, too.
     """
-    from xgpt.app.doctor import examine
+    from xgpt.diagnosis import examine
 
     return examine()
 
@@ -544,8 +544,8 @@ def serve(
         InputError: the plan or an argument is not accepted.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
-    from xgpt.app.serve import serving
-    from xgpt.io import parse_arguments
+    from xgpt.core.io import parse_arguments
+    from xgpt.serving import serve as serving
 
     request = parse_arguments(asked, serving.ServeRequest)
     serving.serve(_plan(plan), request, on_note, dry_run=dry_run)
@@ -570,7 +570,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
     """
     from tempfile import TemporaryDirectory
 
-    from xgpt.app import bench as benches
+    from xgpt import benchmark as benches
 
     with (
         TemporaryDirectory() as directory,
@@ -581,7 +581,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
 
 def _arrivals(load: LoadArguments, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
     """Return the arrivals of a load (None: saturated), and the number of requests to measure."""
-    from xgpt.arrival_process import ArrivalProcess
+    from xgpt.core.arrival_process import ArrivalProcess
 
     rates, num_requests = load.get("arrival_rate_per_s"), load.get("num_requests")
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
@@ -593,7 +593,7 @@ def _arrivals(load: LoadArguments, default: int, burstiness: float = 1.0) -> tup
 
 
 def _plan(given: Plan | PathLike) -> Plan:
-    from xgpt.io import load_json
+    from xgpt.core.io import load_json
 
     return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
 
@@ -610,8 +610,8 @@ def _is_fleet(path: PathLike) -> bool:
 
 
 def _fleet(given: FleetPlan | PathLike) -> FleetPlan:
-    from xgpt.io import load_json
-    from xgpt.schema.fleet import FleetPlan
+    from xgpt.core.io import load_json
+    from xgpt.core.schema.fleet import FleetPlan
 
     return given if isinstance(given, FleetPlan) else load_json(Path(given), FleetPlan, "fleet")
 

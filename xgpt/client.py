@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from xgpt.connection import Connection, Failure
-from xgpt.errors import InputError, MachineError, reason_of
+from xgpt.core.errors import InputError, MachineError, reason_of
 
 OK = 200
 

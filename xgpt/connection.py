@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 
 CONNECT_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 16

@@ -9,12 +9,12 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from xgpt import hub
-from xgpt.errors import InputError
-from xgpt.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
-from xgpt.machine import detect
-from xgpt.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
-from xgpt.workload import TraceLengths, histogram, histogram_of, read_lengths
+from xgpt.checkpoints import hub
+from xgpt.core.errors import InputError
+from xgpt.core.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
+from xgpt.core.machine import detect
+from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
+from xgpt.core.workload import TraceLengths, histogram, histogram_of, read_lengths
 
 _YAML = (".yaml", ".yml")
 _TRACES = (".csv", ".jsonl")
@@ -46,14 +46,14 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
         raise InputError("config", config, f"it goes with a Hugging Face id: {name} is none")
     path = find_config("models", name)
     if path.is_dir():
-        from xgpt.checkpoint import read_spec
+        from xgpt.checkpoints.files import read_spec
 
         return read_spec(path), Path(os.path.abspath(path))  # a plan is served from elsewhere, too
     return parse(load_yaml(path, "model"), ModelSpec, "model"), None
 
 
 def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | None]:
-    from xgpt.checkpoint import read_config, read_spec, weight_files
+    from xgpt.checkpoints.files import read_config, read_spec, weight_files
 
     cached = hub.cached(model_id)
     if config is not None:

@@ -5,7 +5,7 @@ A ModelSpec and a ClusterSpec enter, a Profile leaves. Only `xprofiler.measure` 
 
 from typing import Literal
 
-from xgpt import __version__
+from xgpt.core.version import __version__
 
 GENERATIONS = {"cpu": 13, "gpu": 11}
 """Raise a device's whenever steps are executed, or measured, differently there: its older profiles are then not used

@@ -19,8 +19,8 @@ from typing import TypedDict
 
 import numpy as np
 
-from xgpt.errors import InputError
-from xgpt.schema import (
+from xgpt.core.errors import InputError
+from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
     ClusterSpec,
     CrossTimes,

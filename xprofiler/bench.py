@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import RESTLESS, Curve, ModelSpec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import RESTLESS, Curve, ModelSpec
 from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, Scoring, Sequences, make_batch

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from xgpt.schema import CrossTimes, EncoderLayerTimes, LayerTimes, ModelSpec, Surface
+from xgpt.core.schema import CrossTimes, EncoderLayerTimes, LayerTimes, ModelSpec, Surface
 from xprofiler.bench import (
     BATCHES,
     BLOCK_SIZE,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema import Experts, ModelSpec, Quantization, Surface
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Experts, ModelSpec, Quantization, Surface
 from xprofiler.experts import Routing
 from xprofiler.tables import Tables, interpolate, surface_of
 

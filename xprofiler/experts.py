@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Experts
+from xgpt.core.schema import Experts
 
 Array = npt.NDArray[np.float64]
 

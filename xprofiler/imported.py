@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema import (
+from xgpt.core.errors import InputError
+from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
     ClusterSpec,
     Curve,

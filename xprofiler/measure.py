@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from xgpt import __version__
-from xgpt.machine import num_cores
-from xgpt.schema import (
+from xgpt.core.machine import num_cores
+from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
     ClusterSpec,
     Curve,
@@ -33,6 +32,7 @@ from xgpt.schema import (
     Profile,
     Surface,
 )
+from xgpt.core.version import __version__
 from xprofiler import native_version
 from xprofiler.bench import (
     BATCHES,

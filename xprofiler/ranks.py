@@ -26,8 +26,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from xgpt.errors import InputError, MachineError
-from xgpt.schema import Curve, ModelSpec
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.schema import Curve, ModelSpec
 from xprofiler.bench import BLOCK_SIZE, Progress, Timings
 from xprofiler.measure import bench_of, seconds_by_threads
 from xrunner.build import WorkerSettings, build_worker

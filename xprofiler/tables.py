@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema import DeviceKind, Surface
+from xgpt.core.errors import InputError
+from xgpt.core.schema import DeviceKind, Surface
 
 Array = npt.NDArray[np.float64]
 

@@ -30,10 +30,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError, MachineError
-from xgpt.io import read_step_log
-from xgpt.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import read_step_log
+from xgpt.core.schema import ClusterSpec, Curve, DType, LayerTimes, ModelSpec, Profile, Surface
+from xgpt.core.schema.step_log import StepRecord
 from xprofiler.measurement_order import in_passes
 from xrunner.vllm.command import block_size_of, computing_cores, variables
 from xrunner.vllm.offline import DONE

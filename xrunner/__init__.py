@@ -4,6 +4,6 @@ A Plan enters; tokens, and a log of the steps that made them, leave. May be impo
 xgpt.app. Imports torch; never xsimulator or xscheduler.
 """
 
-from xgpt.compiled_code import set_directory
+from xgpt.core.compiled_code import set_directory
 
 set_directory()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies import Step
+from xgpt.core.policies import Step
 from xrunner.attention import Batch
 from xrunner.attention.base import to_device
 from xrunner.worker import Worker, fed

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from xgpt.errors import InputError, MachineError
-from xgpt.policies import BlockTable, Chunk, Step
-from xgpt.policies.tcb import Batching
-from xgpt.schema import DType, ModelSpec
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.policies import BlockTable, Chunk, Step
+from xgpt.core.policies.tcb import Batching
+from xgpt.core.schema import DType, ModelSpec
 from xrunner.ahead import AheadWorker
 from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usable_backends
 from xrunner.generation import Generation

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.schema.step_log import StepRecord
 
 TASKS = Path("/proc/self/task")
 

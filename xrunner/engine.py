@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
-from xgpt import policies
-from xgpt.errors import XgptError
-from xgpt.policies import Pool, Request, Schedule, Step
-from xgpt.schema import Plan
-from xgpt.schema.step_log import Arrival, Chain, StepRecord
+from xgpt.core import policies
+from xgpt.core.errors import XgptError
+from xgpt.core.policies import Pool, Request, Schedule, Step
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import Arrival, Chain, StepRecord
 from xrunner.executor import Deployer, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
 from xrunner.prefixes import Prefixes

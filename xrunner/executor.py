@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
-from xgpt.errors import XgptError
-from xgpt.policies import BlockTable, Schedule, Step
+from xgpt.core.errors import XgptError
+from xgpt.core.policies import BlockTable, Schedule, Step
 from xrunner.generation import Generation, Logprobs
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from xgpt.schema import ANYONE, Account
+from xgpt.core.schema import ANYONE, Account
 
 FinishReason = Literal["stop", "length", "error"]
 """error: the engine could not go on with the request; its token is none."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xgpt.errors import MachineError
-from xgpt.schema import ModelSpec
+from xgpt.core.errors import MachineError
+from xgpt.core.schema import ModelSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

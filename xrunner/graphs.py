@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from xgpt.schema import SLICE_TOKENS
+from xgpt.core.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel

@@ -1,4 +1,4 @@
-"""Hold keys and values in paged blocks; the schedule (`xgpt.policies.Pool`) assigns blocks to requests.
+"""Hold keys and values in paged blocks; the schedule (`xgpt.core.policies.Pool`) assigns blocks to requests.
 
 Source: vLLM (PagedAttention).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xgpt.schema import SCALE_BYTES, ModelSpec
+from xgpt.core.schema import SCALE_BYTES, ModelSpec
 from xrunner.kernels import huge_pages
 from xrunner.kernels.quantised import quantise
 

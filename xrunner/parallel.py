@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xgpt.errors import InputError
-from xgpt.schema import ModelSpec
+from xgpt.core.errors import InputError
+from xgpt.core.schema import ModelSpec
 from xrunner.generation import NO_TOKEN
 from xrunner.models import EncoderDecoderModel, Model, family_of
 from xrunner.models.experts import MixtureOfExperts

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from xgpt.schema.step_log import Account, Chain
+from xgpt.core.schema.step_log import Account, Chain
 
 KEY_BYTES = 16
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
-from xgpt.policies import Step
-from xgpt.policies.blocks import NO_CHAINS
-from xgpt.schema.step_log import Arrival, Chain, LaneName, StepRecord
+from xgpt.core.policies import Step
+from xgpt.core.policies.blocks import NO_CHAINS
+from xgpt.core.schema.step_log import Arrival, Chain, LaneName, StepRecord
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from xgpt.policies import Request
+from xgpt.core.policies import Request
 from xrunner.generation import Generation, Token
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from xgpt.errors import MachineError
-from xgpt.policies import Schedule
+from xgpt.core.errors import MachineError
+from xgpt.core.policies import Schedule
 from xrunner.executor import Deployer, Executor
 from xrunner.generation import Generation
 

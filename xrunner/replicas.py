@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
-from xgpt import policies
-from xgpt.policies import Pool, Request, Schedule
-from xgpt.policies.routing import BLOCKS_A_KEY, Router
-from xgpt.schema import Plan
-from xgpt.schema.step_log import Chain, StepRecord
+from xgpt.core import policies
+from xgpt.core.policies import Pool, Request, Schedule
+from xgpt.core.policies.routing import BLOCKS_A_KEY, Router
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token

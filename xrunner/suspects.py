@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
-from xgpt.errors import XgptError
+from xgpt.core.errors import XgptError
 
 FAILURES = 3
 PERIOD_S = 60.0

@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from xgpt.checkpoint import STORED_DTYPES, weight_files
-from xgpt.errors import InputError
-from xgpt.schema import DType, ModelSpec, Precision
+from xgpt.checkpoints.files import STORED_DTYPES, weight_files
+from xgpt.core.errors import InputError
+from xgpt.core.schema import DType, ModelSpec, Precision
 from xrunner.kernels import heap
 from xrunner.kernels.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 from xrunner.models import Model

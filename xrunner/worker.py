@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies import BlockTable, Chunk, Step
-from xgpt.schema import SLICE_TOKENS
+from xgpt.core.policies import BlockTable, Chunk, Step
+from xgpt.core.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, Sequences, make_batch
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs

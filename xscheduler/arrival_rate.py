@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.schema import Constraint, PolicySettings
+from xgpt.core.schema import Constraint, PolicySettings
 from xscheduler.space import Ints, Space
 from xsimulator.forecast import Forecast
 from xsimulator.queueing import NUM_LOADS, Array, max_rate

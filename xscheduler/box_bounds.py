@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Constraint
+from xgpt.core.schema import Constraint
 
 if TYPE_CHECKING:
     from xscheduler.space import Evaluation, Ints, Space

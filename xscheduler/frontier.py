@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.schema import PolicySettings
+from xgpt.core.schema import PolicySettings
 from xscheduler.space import Space
 
 NUM_POINTS = 1000

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Curve, Profile, Surface
+from xgpt.core.schema import Curve, Profile, Surface
 
 Array = npt.NDArray[np.float64]
 

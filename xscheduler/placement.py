@@ -13,7 +13,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from xgpt.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
+from xgpt.core.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Constraint, Curve, ModelSpec, Profile
+from xgpt.core.schema import Constraint, Curve, ModelSpec, Profile
 from xscheduler.placement import Placement
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xgpt.io import sha256
-from xgpt.schema import (
+from xgpt.core.io import sha256
+from xgpt.core.schema import (
     Admission,
     Estimate,
     Plan,

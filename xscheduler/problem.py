@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from xgpt.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
 from xscheduler.placement import Placement
 from xscheduler.space import Wish
 from xsimulator.lengths import Reused

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.schema import Constraint, Plan, PolicySettings, Precision, Profile, SearchCertificate
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schema import Constraint, Plan, PolicySettings, Precision, Profile, SearchCertificate
 from xscheduler.arrival_rate import best_under_tighter, by_rate, neighbours, rate_of
 from xscheduler.frontier import TradeOff, frontier
 from xscheduler.lower_tables import lowered
@@ -454,3 +454,15 @@ def _check_context(problem: Problem, lengths: Lengths) -> None:
 def round_up(seconds: float) -> str:
     """Four significant digits, never below the value: a bound that is printed can be asked for."""
     return f"{float(f'{seconds * 1.0005:.4g}'):g}"
+
+
+def headroom_of(constraint: Constraint, profile: Profile) -> float:
+    """Return the headroom of plans: the constraint's, or the known error of the profile's kind."""
+    return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
+
+
+def scheduler(problem: Problem, search: Method = "branch-and-bound") -> Scheduler:
+    """Return the scheduler of a problem; its headroom is the profile's if the constraint names none."""
+    headroom = headroom_of(problem.constraint, problem.profile)
+    constraint = problem.constraint.model_copy(update={"headroom": headroom})
+    return Scheduler(replace(problem, constraint=constraint), search)

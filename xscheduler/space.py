@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import (
+from xgpt.core.schema import (
     Constraint,
     EngineSpec,
     KvPromise,

@@ -4,6 +4,6 @@ A Profile, a Workload and policy settings enter; an Estimate, or a log of simula
 by xscheduler and xgpt.app. Never loads torch.
 """
 
-from xgpt.compiled_code import set_directory
+from xgpt.core.compiled_code import set_directory
 
 set_directory()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema import Calibration, CrossTimes, Plan, Profile
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Calibration, CrossTimes, Plan, Profile
+from xgpt.core.schema.step_log import StepRecord
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepParts
 from xsimulator.executed import executed

@@ -13,10 +13,10 @@ from math import ceil, floor, inf, log, log2
 
 import numpy as np
 
-from xgpt import policies
-from xgpt.schema import Capacity, Goal, Plan, Profile, StageLane
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import gamma_arrivals, sample
+from xgpt.core import policies
+from xgpt.core.schema import Capacity, Goal, Plan, Profile, StageLane
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import Array, GoalNs, Limits, Run, Stream

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from xgpt.policies import Schedule, Step
-from xgpt.schema import Jitter, LaneName
+from xgpt.core.policies import Schedule, Step
+from xgpt.core.schema import Jitter, LaneName
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.costs.transfer import TransferCost

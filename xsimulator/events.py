@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from xgpt.policies import Request, Schedule, Step
-from xgpt.schema import LaneName
-from xgpt.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
+from xgpt.core.policies import Request, Schedule, Step
+from xgpt.core.schema import LaneName
+from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 
 
 class SimulatedRequest(NamedTuple):

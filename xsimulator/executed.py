@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt import policies
-from xgpt.policies import Step
-from xgpt.schema import Plan, Profile
-from xgpt.schema.step_log import StepRecord
+from xgpt.core import policies
+from xgpt.core.policies import Step
+from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import step_counts
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.costs.step_counts import StepCounts

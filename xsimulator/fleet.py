@@ -18,8 +18,8 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Plan, StageLane
-from xgpt.schema.fleet import ReplicaKind
+from xgpt.core.schema import Plan, StageLane
+from xgpt.core.schema.fleet import ReplicaKind
 from xsimulator.capacity import run_of
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts.arrivals import Stream

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from xgpt.schema import Jitter
+from xgpt.core.schema import Jitter
 
 NUM_DRAWN = 2**16
 """Stretches that are drawn once, and used over and over."""

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Workload
-from xgpt.workload import quantile
+from xgpt.core.schema import Workload
+from xgpt.core.workload import quantile
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema import Constraint, Goal
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Constraint, Goal
+from xgpt.core.schema.step_log import StepRecord
 
 Array = npt.NDArray[np.float64]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InfeasibleError
-from xgpt.schema import (
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
     SLICE_TOKENS,
     ClusterSpec,

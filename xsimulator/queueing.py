@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr
 
-from xgpt.schema import Constraint, Goal
+from xgpt.core.schema import Constraint, Goal
 from xsimulator.forecast import Performance
 from xsimulator.forecast.base import Stations
 from xsimulator.lengths import Lengths

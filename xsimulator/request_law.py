@@ -23,8 +23,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import InputError
+from xgpt.core.schema.step_log import StepRecord
 from xsimulator.counts.arrivals import BOTH, Limits, Run
 from xsimulator.lengths import Lengths
 

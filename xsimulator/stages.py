@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from xgpt.errors import InputError
-from xgpt.schema import ClusterSpec, ModelSpec, Stage
+from xgpt.core.errors import InputError
+from xgpt.core.schema import ClusterSpec, ModelSpec, Stage
 
 
 class StageShape(NamedTuple):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import Span
 
 StageKey = tuple[str, int]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.schema import BenchReport
+from xgpt.core.schema import BenchReport
 
 AIMS = {"throughput_rps": 5.0, "latency_s": 8.0, "ttft": 10.0, "itl_p99_s": 15.0, "whole_mean_s": 8.0}
 """Per cent within which the model's error is to lie, in the median over loads."""

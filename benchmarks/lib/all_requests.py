@@ -14,9 +14,9 @@ from contextlib import suppress
 import click
 import numpy as np
 
-from xgpt.app.plan.planning import plan_each
-from xgpt.errors import InfeasibleError
-from xgpt.schema import Constraint, Plan
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Constraint, Plan
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 
 NUM_BOUNDS = 7

@@ -6,10 +6,10 @@ import time
 
 import numpy as np
 
-from xgpt import policies
-from xgpt.app.bench import Load, draw
-from xgpt.schema import Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.benchmark import Load, draw
+from xgpt.core import policies
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import StepRecord
 
 
 def run_alone(plan: Plan, load: Load, seed: int) -> list[StepRecord]:

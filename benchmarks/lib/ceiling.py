@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from xgpt.policies.slack import StepClock
-from xgpt.schema import Plan, Profile
+from xgpt.core.policies.slack import StepClock
+from xgpt.core.schema import Plan, Profile
 from xsimulator.capacity import Trial
 from xsimulator.costs.step_times import with_step_times
 

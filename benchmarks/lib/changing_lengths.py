@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt import policies
-from xgpt.app.bench import served
-from xgpt.app.replanning import propose
-from xgpt.app.simulating import clock_of, outstanding_requests
+from xgpt.benchmark import served
 from xgpt.client import ClientRequest, ClientResult, replay
-from xgpt.io import read_step_log
-from xgpt.observation import Seen
-from xgpt.observer import Observer
-from xgpt.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import quantile, sample
+from xgpt.core import policies
+from xgpt.core.io import read_step_log
+from xgpt.core.schema import Decision, Histogram, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import quantile, sample
+from xgpt.observation.observer import Observer
+from xgpt.observation.windows import Seen
+from xscheduler.replanning.replanner import propose
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import Measured, measure
+from xsimulator.run import clock_of, outstanding_requests
 
 PLANNING_S = 1.0
 """Time from a look to the new plan, on the simulated clock: what a planning process takes next to a busy engine."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xgpt.policies import Blocks
-from xgpt.workload import TraceLengths
+from xgpt.core.policies import Blocks
+from xgpt.core.workload import TraceLengths
 
 
 def exact_share(trace: TraceLengths, capacity: int, block_size: int) -> float:

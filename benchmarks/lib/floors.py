@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import roofline
-from xgpt.schema import ModelSpec, Precision, RunDType
+from xgpt.core.schema import ModelSpec, Precision, RunDType
 
 SECONDS = 4.0
 """For which rates are measured, of each dtype."""

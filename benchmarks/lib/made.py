@@ -7,7 +7,7 @@ import subprocess
 from datetime import date
 from importlib.metadata import version
 
-from xgpt.machine import detect
+from xgpt.core.machine import detect
 
 PACKAGES = ("numpy", "numba", "scipy")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import click
 
-from xgpt.io import cache_dir
+from xgpt.core.io import cache_dir
 from xrunner.vllm.process import preload
 
 SCRIPTS = Path(__file__).parent.parent / "peers"

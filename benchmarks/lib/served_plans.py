@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xgpt.io import dump_json
-from xgpt.machine import detect
-from xgpt.processes import end_with_parent
-from xgpt.schema import (
+from xgpt.core.io import dump_json
+from xgpt.core.machine import detect
+from xgpt.core.processes import end_with_parent
+from xgpt.core.schema import (
     Constraint,
     Estimate,
     Histogram,

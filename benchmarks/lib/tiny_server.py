@@ -22,8 +22,8 @@ from typing import IO
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import ModelSpec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import ModelSpec
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.server import ChatTemplate, EngineThread, ServedModel, TextCodec, create_app, serve

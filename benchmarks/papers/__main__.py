@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.papers import derivations, drift, exegpt, measured, orca, periflow, tcb
 from benchmarks.papers.claims import Claim, Found, Table, as_markdown, claims_table
-from xgpt.io import write_atomic
+from xgpt.core.io import write_atomic
 
 
 class Part(NamedTuple):

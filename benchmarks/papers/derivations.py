@@ -8,14 +8,14 @@ import numpy as np
 
 from benchmarks.papers.claims import Found, Table, judged
 from benchmarks.papers.settings import problem, workload_of
-from xgpt.app.simulating import simulate
-from xgpt.schema import Histogram, TruncatedNormal, WaaSettings, Workload
-from xgpt.workload import histogram
+from xgpt.core.schema import Histogram, TruncatedNormal, WaaSettings, Workload
+from xgpt.core.workload import histogram
 from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
 from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.forecast import FORECASTS, TwoLaneModel
 from xsimulator.lengths import Lengths, phases, steady_decode_batch
+from xsimulator.run import simulate
 
 PAPERS = ((32, 13, 80, 13), (32, 13, 80, 7), (128, 68, 320, 16), (192, 93, 480, 64))
 """Mean, standard deviation and maximum of its tasks' outputs, and N_D as in its Table 6 or near it."""

@@ -9,8 +9,8 @@ import numpy as np
 from benchmarks.papers.claims import Claim, judged, where_it_holds
 from benchmarks.papers.exegpt import simulated
 from benchmarks.papers.settings import BOUND_QUANTILES, best, faster_transformer, problem, workload_of
-from xgpt.schema import Plan, TruncatedNormal, WaaSettings, Workload
-from xgpt.workload import histogram
+from xgpt.core.schema import Plan, TruncatedNormal, WaaSettings, Workload
+from xgpt.core.workload import histogram
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

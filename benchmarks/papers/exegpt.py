@@ -21,15 +21,15 @@ from benchmarks.papers.settings import (
     workload_of,
 )
 from benchmarks.scheduler import LARGE, SCENARIOS, SMALL, Row, rows_of
-from xgpt.app.simulating import simulate
-from xgpt.schema import Plan, StaticSettings
-from xgpt.workload import sample
+from xgpt.core.schema import Plan, StaticSettings
+from xgpt.core.workload import sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.costs.step_cost import LaneCost, StepCounts
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured
+from xsimulator.run import simulate
 from xsimulator.stages import lane, whole
 
 NUM_SIMULATED = 800

@@ -11,9 +11,9 @@ from benchmarks.papers.claims import Found, Table, at_least, judged, within
 from benchmarks.papers.tcb import LEAST, where
 from benchmarks.tcb.__main__ import scaled
 from xgpt import bench, plan
-from xgpt.policies.tcb import Batching
+from xgpt.core.policies.tcb import Batching
+from xgpt.core.schema import BenchReport, Plan, StaticSettings
 from xgpt.resolve import load_model
-from xgpt.schema import BenchReport, Plan, StaticSettings
 
 WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 3
 """Of the model in TCB's shape; requests of a batch, and of a measurement; how often each layout is measured."""

@@ -10,16 +10,16 @@ import numpy as np
 
 from benchmarks.papers.claims import Found, Table, at_least, judged, within
 from benchmarks.papers.settings import problem, workload_of
-from xgpt.app.simulating import clock_of
-from xgpt.policies import build
-from xgpt.schema import Constant, OrcaSettings, Plan, Profile, StaticSettings, Workload
-from xgpt.workload import histogram, sample
+from xgpt.core.policies import build
+from xgpt.core.schema import Constant, OrcaSettings, Plan, Profile, StaticSettings, Workload
+from xgpt.core.workload import histogram, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.costs.curves import Grid
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.run import clock_of
 from xsimulator.stages import lane
 
 MODEL, CLUSTER = "gpt3-175b", "a100-40g-x16"

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.papers import orca
 from benchmarks.papers.claims import Found, at_least, judged
 from benchmarks.papers.settings import problem, workload_of
-from xgpt.workload import sample
+from xgpt.core.workload import sample
 
 RATE = 0.15
 """Requests a second, which both systems sustain."""

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import Constraint, Histogram, Plan, Workload
 from xprofiler import analytic
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

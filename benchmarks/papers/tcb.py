@@ -12,7 +12,7 @@ from benchmarks.papers.claims import Claim, Found, Table, judged, within
 from benchmarks.tcb import competitive
 from benchmarks.tcb.__main__ import Bench, orders, overhead, v100
 from benchmarks.tcb.__main__ import slots as slots_of
-from xgpt.schema import AdmissionOrder
+from xgpt.core.schema import AdmissionOrder
 
 LOAD, BATCHES = 4.0, 8.0
 """Offered load, in what TNB serves at saturation, and how many full batches' time of it."""

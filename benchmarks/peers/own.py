@@ -5,10 +5,10 @@ from pathlib import Path
 
 from answer import Request, answer
 
-from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.policies.admission import make_queue
-from xgpt.schema import DType
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.policies.admission import make_queue
+from xgpt.core.schema import DType
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine

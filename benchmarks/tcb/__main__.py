@@ -45,12 +45,12 @@ from benchmarks.tcb.systems import (
     serve,
     serve_iterations,
 )
-from xgpt.io import write_atomic
-from xgpt.policies.admission import make_queue
-from xgpt.policies.request import Request
-from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows
+from xgpt.core.io import write_atomic
+from xgpt.core.policies.admission import make_queue
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows
+from xgpt.core.schema import AdmissionOrder, DType, ModelSpec
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import AdmissionOrder, DType, ModelSpec
 from xprofiler.analytic import profile
 
 RESULTS = Path("results/tcb.json")

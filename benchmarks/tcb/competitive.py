@@ -20,9 +20,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from xgpt.policies.admission import Queue
-from xgpt.policies.orders import DasOrder, Order, SortedOrder, utility
-from xgpt.policies.request import Request
+from xgpt.core.policies.admission import Queue
+from xgpt.core.policies.orders import DasOrder, Order, SortedOrder, utility
+from xgpt.core.policies.request import Request
 
 SECONDS = 1.0
 """Of the solver for an instance."""

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from xgpt.policies.request import Request
-from xgpt.policies.tcb import LEAVING_SHARE, RowBatch, places_of
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.tcb import LEAVING_SHARE, RowBatch, places_of
 from xrunner.models import Model
 from xrunner.tcb.rows import Layout, rows_of
 

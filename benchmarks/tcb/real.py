@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.tcb.layouts import run_rows
 from benchmarks.tcb.systems import Demand, Machine
-from xgpt.policies import Blocks, BlockTable, Chunk, Schedule, Step
-from xgpt.policies.request import Request
-from xgpt.policies.tcb import RowBatch
-from xgpt.schema import ModelSpec
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.policies import Blocks, BlockTable, Chunk, Schedule, Step
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.tcb import RowBatch
+from xgpt.core.schema import ModelSpec
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.policies.tcb import RowBatch
-from xgpt.schema import ModelSpec, Profile
+from xgpt.core.errors import InputError
+from xgpt.core.policies.tcb import RowBatch
+from xgpt.core.schema import ModelSpec, Profile
 from xsimulator.costs.curves import Array, Grid, Line
 
 

@@ -16,14 +16,14 @@ import numpy as np
 
 from benchmarks.tcb.layouts import BatchCost, length_sorted_batches, slotted_rows
 from benchmarks.tcb.row_cost import RowCost
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, Step
-from xgpt.policies.admission import Queue, make_queue
-from xgpt.policies.orders import DasOrder, utility
-from xgpt.policies.request import Request
-from xgpt.policies.tcb import RowBatch, concatenated_rows, even_rows, padded_rows
-from xgpt.schema import ROW_ORDERS, AdmissionOrder, TruncatedNormal
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import histogram, poisson_arrivals
+from xgpt.core.policies import LaneSettings, OneLane, Pool, Schedule, Step
+from xgpt.core.policies.admission import Queue, make_queue
+from xgpt.core.policies.orders import DasOrder, utility
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows, padded_rows
+from xgpt.core.schema import ROW_ORDERS, AdmissionOrder, TruncatedNormal
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import histogram, poisson_arrivals
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 
 MEAN, SHORTEST, LONGEST = 20.0, 3, 100

@@ -31,7 +31,7 @@ from benchmarks.truth.sources import (
     read,
     thinned,
 )
-from xgpt.schema import DType
+from xgpt.core.schema import DType
 
 MODELS: dict[str, tuple[str, Stored | None]] = {
     "MiniMaxAI/MiniMax-M2.5": ("minimax-m2", None),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.lib.aims import checked
 from benchmarks.truth.sources import Figures, Row, thinned
-from xgpt.schema import BenchReport
+from xgpt.core.schema import BenchReport
 
 NAMES = {
     "throughput_rps": "throughput",

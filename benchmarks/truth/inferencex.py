@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from xgpt.schema import DType
+from xgpt.core.schema import DType
 
 Changes = tuple[tuple[str, Any], ...]
 VLLM_GRAPHS = 2048

@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.errors import InputError
-from xgpt.policies import LaneSettings, as_run_by, lane_settings
+from xgpt.core.errors import InputError
+from xgpt.core.policies import LaneSettings, as_run_by, lane_settings
+from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xgpt.resolve import load_cluster, load_engine, load_model
-from xgpt.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xprofiler import analytic, imported
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts

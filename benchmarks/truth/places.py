@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.truth import experts, here, memory
 from benchmarks.truth.sources import Source, offline_rows, open_rows, silicon_rows
-from xgpt.errors import XgptError
+from xgpt.core.errors import XgptError
 from xprofiler import imported
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs, open_loop
-from xgpt.errors import XgptError
-from xgpt.prefixes import Prefixes
-from xgpt.reuse import ReuseCurve
-from xgpt.schema import DType
-from xgpt.workload import TraceLengths
+from xgpt.core.errors import XgptError
+from xgpt.core.prefixes import Prefixes
+from xgpt.core.reuse import ReuseCurve
+from xgpt.core.schema import DType
+from xgpt.core.workload import TraceLengths
 
 Ints = npt.NDArray[np.int64]
 Figures = dict[str, float]

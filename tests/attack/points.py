@@ -92,7 +92,7 @@ POINTS = {
     18: Point(
         "starvation and shares",
         "any deadline beat all without one; sjf starved long prompts",
-        ("tests/unit/xgpt/policies/test_admission.py",),
+        ("tests/unit/xgpt/core/policies/test_admission.py",),
     ),
     19: Point(
         "sampled outputs beside others",

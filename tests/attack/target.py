@@ -23,7 +23,7 @@ import pytest
 from benchmarks.lib.served_plans import SPEC, Served, one_lane, plan, served, two_lanes
 from tests import fake_vllm
 from tests.attack.client import ADMIN_KEY
-from xgpt.schema import ModelSpec, Plan
+from xgpt.core.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 FELT_S, TIMES_CALM = 3.0, 10
@@ -213,7 +213,7 @@ def attacked(
         keys: further lines of the key file.
         change: what is to be another in the plan.
     """
-    from xgpt.checkpoint import read_spec
+    from xgpt.checkpoints.files import read_spec
 
     model = read_spec(checkpoint)
     placement = "one" if flavour in (FAKE_VLLM, VLLM) else flavour

@@ -20,7 +20,7 @@ import zmq
 from benchmarks.lib.served_plans import PLANS, listening, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, RENDEZVOUS_PORT, on_host, serving, two_hosts
 from tests.attack.target import FLAVOURS, Target, attacked
-from xgpt.schema import ModelSpec, Plan
+from xgpt.core.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
 
 SEVERAL = ("tp", "waa", "replicas")

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tests.attack.client import answers_of, connect, elsewhere, flood, read_all, request, send_unfinished, statuses
 from tests.attack.target import EVERYWHERE, FAKE_VLLM, VLLM, Target, Unharmed, attacked
 from tests.fakes import eventually
-from xgpt.schema import Plan
+from xgpt.core.schema import Plan
 
 
 @pytest.fixture(scope="module", params=EVERYWHERE)

@@ -25,7 +25,7 @@ from tests.attack import target as attack
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import PROBE, Target, attacked
 from tests.fakes import eventually, expected_tokens
-from xgpt.schema import ModelSpec, Plan
+from xgpt.core.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 ENGINE = ("--engine", "vllm")

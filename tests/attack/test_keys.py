@@ -19,7 +19,7 @@ import pytest
 from tests.attack.client import elsewhere, flood, request
 from tests.attack.target import FAKE_VLLM, FLAVOURS, REAL_VLLM, Target, attacked
 from tests.fakes import eventually
-from xgpt.schema import Admission, Plan
+from xgpt.core.schema import Admission, Plan
 
 ALICE, BOB = "alices-alices-alices", "bobs-bobs-bobs-bobs-"
 PROMPT = [5, 6, 7]

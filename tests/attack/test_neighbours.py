@@ -26,8 +26,8 @@ from tests import fake_vllm
 from tests.attack.client import connect, read_all, request
 from tests.attack.target import EVERYWHERE, FAKE_VLLM, FLAVOURS, PROBE, Target, attacked
 from tests.fakes import eventually
-from xgpt.checkpoint import read_spec
-from xgpt.io import dump_json
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.io import dump_json
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 STARTS = (*FLAVOURS, FAKE_VLLM)

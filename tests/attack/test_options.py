@@ -24,8 +24,8 @@ from tests import fake_vllm
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import EVERYWHERE, PROBE, attacked
 from tests.fakes import eventually
-from xgpt.checkpoint import read_spec
-from xgpt.io import dump_json
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.io import dump_json
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 ALICE = "alices-alices-alices"

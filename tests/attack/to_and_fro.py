@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from tests.unit.xrunner.server.test_watch import FakePlanner
-from xgpt import observer
-from xgpt.app.serve import serving
 from xgpt.cli import main
-from xgpt.io import load_json
-from xgpt.schema import Observation, Plan, Proposal
+from xgpt.core.io import load_json
+from xgpt.core.schema import Observation, Plan, Proposal
+from xgpt.observation.windows import observer
+from xgpt.serving import serve as serving
 
 
 class ToAndFro(FakePlanner):

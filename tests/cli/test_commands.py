@@ -11,9 +11,9 @@ import pytest
 from tests.cli.commands import PROBLEM, Xgpt
 from tests.fakes import FakeExecutor, fake_app, fake_engine, running
 from xgpt.cli import COMMANDS
-from xgpt.io import config_names, dump_json, load_json
+from xgpt.core.io import config_names, dump_json, load_json
+from xgpt.core.schema import Histogram, Plan
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Histogram, Plan
 from xprofiler import analytic
 from xrunner.server import Watch
 
@@ -296,7 +296,7 @@ def test_an_internal_error_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPat
     def broken(*_: object) -> None:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("xgpt.app.plan.solving.resolve", broken)
+    monkeypatch.setattr("xgpt.solving.resolve", broken)
     line = xgpt.fails(4, "plan", "--latency-bound", "4")
     assert line == "xgpt: internal error: RuntimeError: two lines (XGPT_TRACEBACK=1 shows where)\n"
 
@@ -305,7 +305,7 @@ def test_an_interrupt_is_one_line(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xgpt.app.plan.solving.resolve", interrupted)
+    monkeypatch.setattr("xgpt.solving.resolve", interrupted)
     ran = xgpt("plan", "--latency-bound", "4")
     # click ends the terminal's "^C" line first.
     assert (ran.code, ran.out, ran.err) == (130, "", "\nxgpt: interrupted\n")
@@ -516,6 +516,6 @@ def test_nothing_is_measured_for_what_is_refused(
     xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch, code: int, options: tuple[str, ...]
 ) -> None:
     """A profile of this machine takes minutes."""
-    monkeypatch.setattr("xgpt.app.plan.profiles.obtain_profile", lambda *given, **more: pytest.fail("it is measured"))
-    monkeypatch.setattr("xgpt.app.plan.problems.obtain_profile", lambda *given, **more: pytest.fail("it is measured"))
+    monkeypatch.setattr("xprofiler.store.obtain_profile", lambda *given, **more: pytest.fail("it is measured"))
+    monkeypatch.setattr("xgpt.problems.obtain_profile", lambda *given, **more: pytest.fail("it is measured"))
     xgpt.fails(code, "plan", "--latency-bound", "4", "--model", "qwen3-0.6b", *options)

@@ -18,12 +18,12 @@ import yaml
 from tests.attack.target import save_checkpoint
 from tests.fakes import eventually
 from tests.planned import cpus, problem_of, scored
-from xgpt.app.export.exporting import export
-from xgpt.app.export.kubernetes import RENDEZVOUS_PORT
-from xgpt.app.export.packages import PORT
-from xgpt.io import dump_json
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Plan
+from xgpt.exporting.export import export
+from xgpt.exporting.kubernetes import RENDEZVOUS_PORT
+from xgpt.exporting.packages import PORT
 from xgpt.resolve import load_cluster
-from xgpt.schema import Plan
 
 LANES = {
     "tp": ("rra", [[2]], {"encode_batch": 4, "decode_iterations": 2}),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.cli.commands import Xgpt
-from xgpt.io import load_json
-from xgpt.schema.fleet import FleetPlan
+from xgpt.core.io import load_json
+from xgpt.core.schema.fleet import FleetPlan
 
 DAY = """
 name: weekday

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from tests.attack.target import save_checkpoint
 from xgpt.cli import cli
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xgpt.resolve import load_model
 
 ID = "maker/small-opt"

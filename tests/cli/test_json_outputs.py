@@ -14,7 +14,7 @@ from tests.fakes import FakeExecutor, fake_app, fake_engine, running
 from tests.planned import planned, problem_of
 from tools.make_schema import FOLDER, OUTPUTS
 from xgpt.cli import COMMANDS
-from xgpt.io import dump_json
+from xgpt.core.io import dump_json
 
 BOUND = ("--latency-bound", "20")
 CURRENT = "vllm serve m --max-num-seqs 64"

@@ -12,9 +12,9 @@ import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
-from xgpt.io import cache_dir, load_json
+from xgpt.core.io import cache_dir, load_json
+from xgpt.core.schema import Plan, Profile
 from xgpt.resolve import load_cluster
-from xgpt.schema import Plan, Profile
 from xprofiler import analytic
 from xrunner.server import Watch
 

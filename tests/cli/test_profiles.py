@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
-from xgpt.app.plan import profiles
-from xgpt.io import cache_dir, load_json, sha256
-from xgpt.schema import Plan, Profile
+from xgpt.core.io import cache_dir, load_json, sha256
+from xgpt.core.schema import Plan, Profile
 from xprofiler import analytic
+from xprofiler import store as profiles
 
 OF = {
     "llama": ("llama-3.1-8b", "h200x1", "bfloat16"),

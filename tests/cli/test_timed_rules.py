@@ -12,13 +12,13 @@ import pytest
 from tests.cli.commands import Xgpt
 from tests.numerics.checkpoints import VOCABULARY, save
 from tests.planned import cpus
-from xgpt import policies
-from xgpt.app.bench import served
-from xgpt.app.plan import tuning
+from xgpt.benchmark import served
 from xgpt.client import ClientRequest, replay
-from xgpt.io import dump_json, load_json, read_step_log
-from xgpt.schema import ClusterSpec, Plan, SlackBudget
-from xgpt.schema.step_log import StepRecord
+from xgpt.core import policies
+from xgpt.core.io import dump_json, load_json, read_step_log
+from xgpt.core.schema import ClusterSpec, Plan, SlackBudget
+from xgpt.core.schema.step_log import StepRecord
+from xscheduler.objectives import tuning
 from xsimulator import events
 
 RNG = np.random.default_rng(3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
-from xgpt.io import configs_dir
+from xgpt.core.io import configs_dir
 
 PLAN = shlex.join(("plan", "--latency-bound", "8", *PROBLEM))
 ON = "--model llama-3.1-8b --cluster h200x1"

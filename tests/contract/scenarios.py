@@ -6,9 +6,8 @@ import functools
 
 import numpy as np
 
-from xgpt.policies import OneLane, Pool, as_run_by, lane_settings
-from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import (
+from xgpt.core.policies import OneLane, Pool, as_run_by, lane_settings
+from xgpt.core.schema import (
     ChunkedSettings,
     Constraint,
     Curve,
@@ -23,7 +22,8 @@ from xgpt.schema import (
     Surface,
     Workload,
 )
-from xgpt.workload import decoding_share, sample
+from xgpt.core.workload import decoding_share, sample
+from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xscheduler.problem import Problem
 from xsimulator.clock import LaneClock

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import BLOCK_SIZE, random_profile
+from xgpt.core.schema import Constraint, Histogram, Profile, Uniform, Workload
+from xgpt.core.workload import histogram
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Constraint, Histogram, Profile, Uniform, Workload
-from xgpt.workload import histogram
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
 from xscheduler.placement_bounds import PlacementBounds

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.numerics.steps import random_batch, random_bias
+from xgpt.core.schema import DECODES, PROMPTS, SCALE_BYTES
 from xgpt.resolve import load_model
-from xgpt.schema import DECODES, PROMPTS, SCALE_BYTES
 from xrunner.attention import BACKENDS, PositionBias, Scoring, amx, default_backend, usable_backends
 from xrunner.attention.numba_cpu import PIECE_NAMES, NumbaAttention, suits_matrices
 from xrunner.attention.pieces import fastest_pieces

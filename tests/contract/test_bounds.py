@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.scenarios import random_profile
 from tests.contract.spaces import EVERY_KIND, FEW, SEEDS, Spaces, every_point
-from xgpt.schema import Curve, RraSettings
+from xgpt.core.schema import Curve, RraSettings
 from xscheduler.box_bounds import box_bounds
 from xscheduler.lower_tables import lowered
 from xscheduler.search import branch_and_bound, checked, exhaustive

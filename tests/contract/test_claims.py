@@ -13,20 +13,20 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
-from xgpt.app.plan.arrivals import COARSE, rate_of, with_capacity
-from xgpt.app.plan.planning import plan_each
-from xgpt.app.plan.problems import scheduler
-from xgpt.app.plan.request import PolicyChoice
-from xgpt.app.plan.saturation import AGREES, PASSED_OVER, TOGETHER
-from xgpt.app.plan.verifying import request_law
-from xgpt.app.simulating import simulate
-from xgpt.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Constraint, Histogram, Plan, Workload
+from xgpt.core.schema.constraint import Objective, Sla
+from xgpt.core.schema.policy import PolicyChoice
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Constraint, Histogram, Plan, Workload
-from xgpt.schema.constraint import Objective, Sla
+from xscheduler.objectives.arrivals import COARSE, rate_of, with_capacity
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.saturation import AGREES, PASSED_OVER, TOGETHER
+from xscheduler.objectives.verifying import request_law
 from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
 from xsimulator.capacity import PRECISION, Trial
+from xsimulator.run import simulate
 
 SPEC, _ = load_model("opt-125m")
 CLUSTER = load_cluster("a40x4")

@@ -16,19 +16,19 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.test_claims import Case
-from xgpt import policies
-from xgpt.app.plan.problems import scheduler
-from xgpt.app.simulating import clock_of
-from xgpt.errors import InfeasibleError
+from xgpt.core import policies
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Constraint, Plan, Profile
+from xgpt.core.workload import sample
 from xgpt.resolve import load_engine
-from xgpt.schema import Constraint, Plan, Profile
-from xgpt.workload import sample
+from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import Run, Stream
 from xsimulator.counts.counted_run import run_by_counts
 from xsimulator.counts.timed_arrivals import TimedRun
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.run import clock_of
 
 NUM_REQUESTS = 80
 
@@ -146,7 +146,7 @@ def test_counts_run_ahead_as_the_engine_does(
     plan = plan.model_copy(update={"engine": AHEAD})
     requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
     with pytest.MonkeyPatch.context() as patch:
-        build = import_module("xgpt.policies.build")  # the package has a function of that name
+        build = import_module("xgpt.core.policies.build")  # the package has a function of that name
         rule = build.settings_of
         others = {"batch_wait_steps": wait_steps, "batch_wait_tokens": wait_tokens}
         patch.setattr(build, "settings_of", lambda *of: replace(rule(*of), whole_prompts=whole_prompts, **others))

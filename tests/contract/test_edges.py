@@ -10,19 +10,19 @@ import pytest
 
 from benchmarks.agreement import KINDS, random_case
 from tests.contract.scenarios import problem
-from xgpt.app.simulating import with_joint_lengths
 from xgpt.cli import main
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.io import load_json
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.io import load_json
+from xgpt.core.schema import Constant, Profile, Workload
+from xgpt.core.workload import histogram, read_lengths, sample
 from xgpt.resolve import load_workload
-from xgpt.schema import Constant, Profile, Workload
-from xgpt.workload import histogram, read_lengths, sample
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.clock import LaneClock, Span, TwoLaneClock
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import Lengths
+from xsimulator.run import with_joint_lengths
 
 
 def planned(of: Problem, kind: str) -> dict[str, float]:

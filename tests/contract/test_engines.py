@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import one_lane, problem, simulate
+from xgpt.core.schema import ChunkedSettings, EngineSpec, OrcaSettings
 from xgpt.resolve import load_engine
-from xgpt.schema import ChunkedSettings, EngineSpec, OrcaSettings
 from xscheduler.box_bounds import breach
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import estimate

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.core.schema import Experts, Plan, Precision, Profile
 from xgpt.resolve import load_model
-from xgpt.schema import Experts, Plan, Precision, Profile
 from xprofiler import analytic, ranks
 from xprofiler.experts import Routing, chances
 from xscheduler.box_bounds import breach

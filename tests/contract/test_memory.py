@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
-from xgpt.schema import OrcaSettings, RraSettings, WaaSettings
-from xgpt.workload import sample
+from xgpt.core.policies import OneLane, Pool, Schedule, TwoLane, TwoLaneSettings, lane_settings
+from xgpt.core.schema import OrcaSettings, RraSettings, WaaSettings
+from xgpt.core.workload import sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock

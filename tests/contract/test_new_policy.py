@@ -12,13 +12,12 @@ import pytest
 from pydantic import PositiveInt
 
 from tests.contract.scenarios import problem
-from xgpt import policies
-from xgpt.app.simulating import simulate
-from xgpt.io import dump_json
-from xgpt.policies import LaneSettings
-from xgpt.policies.lane_settings import RULES
-from xgpt.schema import Plan, PolicySettings, Variable
-from xgpt.schema.policy import SingleLane
+from xgpt.core import policies
+from xgpt.core.io import dump_json
+from xgpt.core.policies import LaneSettings
+from xgpt.core.policies.lane_settings import RULES
+from xgpt.core.schema import Plan, PolicySettings, Variable
+from xgpt.core.schema.policy import SingleLane
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.schedule import Scheduler
 from xsimulator.events import replay
@@ -26,6 +25,7 @@ from xsimulator.forecast import FORECASTS, Performance
 from xsimulator.forecast.base import Columns, column
 from xsimulator.forecast.mixed import Mixed
 from xsimulator.forecast.one_lane import OneLaneModel
+from xsimulator.run import simulate
 
 # The policy -------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.app.plan.arrivals import SHARP, rate_of, with_capacities
-from xgpt.app.plan.planning import plan_each
-from xgpt.schema import Constraint, Plan
+from xgpt.core.schema import Constraint, Plan
+from xscheduler.objectives.arrivals import SHARP, rate_of, with_capacities
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, Trial
 

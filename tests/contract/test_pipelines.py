@@ -10,11 +10,10 @@ import pytest
 from benchmarks.agreement import KINDS, errors, random_case, simulate
 from benchmarks.rounds import draw
 from tests.contract.scenarios import problem
-from xgpt.app.simulating import simulate as simulate_plan
-from xgpt.errors import InfeasibleError, InputError
-from xgpt.policies import OneLane, Pool, lane_settings
-from xgpt.schema import Constant, Curve, Histogram, Precision, Profile, RraSettings, Workload
-from xgpt.workload import histogram
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.policies import OneLane, Pool, lane_settings
+from xgpt.core.schema import Constant, Curve, Histogram, Precision, Profile, RraSettings, Workload
+from xgpt.core.workload import histogram
 from xscheduler.schedule import Scheduler
 from xsimulator.clock import LaneClock
 from xsimulator.costs.step_cost import LaneCost
@@ -22,6 +21,7 @@ from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.forecast import FORECASTS, OneLaneModel, TwoLaneModel, estimate
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory
+from xsimulator.run import simulate as simulate_plan
 from xsimulator.stages import degrees, lane, spread, whole
 
 NUM_CASES = 4

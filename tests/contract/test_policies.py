@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import one_lane, problem, random_settings, simulate
-from xgpt.io import dump_json
-from xgpt.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
+from xgpt.core.io import dump_json
+from xgpt.core.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import LaneCost

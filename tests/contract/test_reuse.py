@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from xgpt.policies import LaneSettings, OneLane, Pool, Request, Schedule, Step, TwoLane, TwoLaneSettings
-from xgpt.schema.step_log import Chain
+from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Schedule, Step, TwoLane, TwoLaneSettings
+from xgpt.core.schema.step_log import Chain
 
 KINDS: dict[str, dict[str, Any]] = {
     "orca": {"mix": True, "max_batch": 5},

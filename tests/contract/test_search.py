@@ -12,9 +12,9 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.contract.spaces import EVERY_KIND, KINDS, SEEDS, Spaces
-from xgpt.errors import InfeasibleError
-from xgpt.io import dump_json
-from xgpt.schema import Constraint, Plan, StaticSettings
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Constraint, Plan, StaticSettings
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search

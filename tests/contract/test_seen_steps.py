@@ -7,14 +7,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from tests.contract.test_counts import Arrivals, drawn
-from xgpt.app.simulating import run_requests
-from xgpt.workload import TraceLengths
+from xgpt.core.workload import TraceLengths
 from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import Stream
 from xsimulator.counts.counted_run import counted_run
 from xsimulator.lengths import Lengths
 from xsimulator.request_law import SeenSteps, request_law
+from xsimulator.run import run_requests
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
-from xgpt.policies.admission import make_queue
-from xgpt.schema import ANYONE, Account, AdmissionOrder, KvPromise
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
+from xgpt.core.policies.admission import make_queue
+from xgpt.core.schema import ANYONE, Account, AdmissionOrder, KvPromise
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
 from xrunner.generation import NO_TOKEN, Generation, Logprobs

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.test_counts import Arrivals, by_counts, drawn, one_by_one, simulated
-from xgpt import policies
-from xgpt.app.simulating import clock_of
-from xgpt.schema import Plan, SlackBudget, Thresholds
+from xgpt.core import policies
+from xgpt.core.schema import Plan, SlackBudget, Thresholds
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import SimulatedEngine, replay
+from xsimulator.run import clock_of
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from xgpt.policies import LaneSettings, OneLane, Pool, Step
-from xgpt.schema import Constant, Histogram, TruncatedNormal, Workload
-from xgpt.workload import histogram, sample
+from xgpt.core.policies import LaneSettings, OneLane, Pool, Step
+from xgpt.core.schema import Constant, Histogram, TruncatedNormal, Workload
+from xgpt.core.workload import histogram, sample
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.lengths import Lengths, phases, steady_decode_batch
 

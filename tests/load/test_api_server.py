@@ -21,13 +21,13 @@ import pytest
 import yaml
 
 import xgpt
-from tests.unit.xgpt.app.fleet.test_exporting import deployable
-from tests.unit.xgpt.app.test_exports import CRDS, PLANS
-from xgpt.app.export.exporting import export
-from xgpt.app.fleet.autoscaling import Autoscaler
-from xgpt.app.fleet.controller import Controller
-from xgpt.app.fleet.drivers.kubernetes import ApiServer, Kubernetes
-from xgpt.errors import MachineError
+from tests.unit.xgpt.exporting.test_exports import CRDS, PLANS
+from tests.unit.xgpt.exporting.test_fleet import deployable
+from xgpt.core.errors import MachineError
+from xgpt.exporting.export import export
+from xgpt.operating.drivers.kubernetes import ApiServer, Kubernetes
+from xscheduler.fleet.autoscaling import Autoscaler
+from xscheduler.fleet.controller import Controller
 
 CONFIG = os.environ.get("XGPT_KUBECONFIG")
 FLEET = "xgpt-llama-3-1-8b"
@@ -66,7 +66,7 @@ def namespace() -> Iterator[str]:
 
 def define(kind: str) -> None:
     """Make the server know a kind whose schema stands among the tests."""
-    path = Path(xgpt.__file__).parents[1] / "tests" / "unit" / "xgpt" / "app" / "crds" / CRDS[kind]
+    path = Path(xgpt.__file__).parents[1] / "tests" / "unit" / "xgpt" / "exporting" / "crds" / CRDS[kind]
     group = {"LeaderWorkerSet": "leaderworkerset.x-k8s.io", "DynamoGraphDeployment": "nvidia.com"}[kind]
     version = {"name": path.stem.rpartition("-")[2], "served": True, "storage": True}
     schema = {"openAPIV3Schema": json.loads(path.read_text())["openAPIV3Schema"]}

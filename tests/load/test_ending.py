@@ -12,7 +12,7 @@ from benchmarks.faults import requests
 from benchmarks.lib.served_plans import PLANS, left_over, listening, one_lane, plan, served
 from tests.fakes import eventually
 from xgpt.client import replay
-from xgpt.io import dump_json
+from xgpt.core.io import dump_json
 
 HOLD = """
 import sys, time, xgpt

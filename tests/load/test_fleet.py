@@ -18,10 +18,10 @@ import pytest
 import xgpt
 from tests.fleets import fleet_of
 from tests.planned import SHORT, cpus
-from xgpt.app.fleet.drivers.local import LocalWorld
-from xgpt.io import dump_json
-from xgpt.schema import ModelSpec
-from xgpt.schema.fleet import FleetPlan
+from xgpt.core.io import dump_json
+from xgpt.core.schema import ModelSpec
+from xgpt.core.schema.fleet import FleetPlan
+from xgpt.operating.drivers.local import LocalWorld
 
 SPEC = ModelSpec(
     name="tiny",

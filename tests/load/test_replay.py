@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes import VOCAB_SIZE, FakeExecutor, expected_tokens, fake_app, fake_engine, running
 from xgpt.client import ClientRequest, replay
-from xgpt.errors import InputError, MachineError
+from xgpt.core.errors import InputError, MachineError
 
 
 def requests(count: int, *, gap_s: float | None = None) -> list[ClientRequest]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from xgpt.checkpoint import read_spec
-from xgpt.schema import DType
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.schema import DType
 from xrunner.models import Model
 from xrunner.weights import Checkpoint, load_model
 

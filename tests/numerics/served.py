@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tests.numerics.checkpoints import VOCABULARY
-from xgpt import policies
-from xgpt.app.serve.engines import build_engine
+from xgpt.core import policies
+from xgpt.serving.engines import build_engine
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.engine import Engine

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from xgpt.policies import Blocks, BlockTable
+from xgpt.core.policies import Blocks, BlockTable
 from xrunner.attention import PositionBias, Sequences, make_batch
 
 

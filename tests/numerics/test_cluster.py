@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.planned import placements_of, problem_of, scored
-from xgpt import policies
-from xgpt.policies import BlockTable, Chunk, Step
+from xgpt.core import policies
+from xgpt.core.policies import BlockTable, Chunk, Step
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor

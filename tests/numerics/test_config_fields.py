@@ -11,10 +11,10 @@ from tests.numerics.checkpoints import FAMILIES, VOCABULARY, WITH_EXPERTS
 from tests.numerics.steps import start
 from tests.numerics.test_families import step_logits
 from tests.numerics.test_weights import copy_with
-from xgpt import config_fields
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InputError
-from xgpt.policies import Chunk, Step
+from xgpt.checkpoints import fields as config_fields
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InputError
+from xgpt.core.policies import Chunk, Step
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.generation import Generation
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.checkpoints import load_checkpoint
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InputError
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InputError
 from xrunner.parallel import Part
 from xrunner.weights import Checkpoint, load_model
 

@@ -10,8 +10,8 @@ from torch.nn.functional import linear
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, load_checkpoint, save
 from tests.numerics.steps import start
-from xgpt.checkpoint import read_spec
-from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.attention import BACKENDS, usable_backends
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine

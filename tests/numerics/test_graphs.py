@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.numerics.steps import run_again
-from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import SLICE_TOKENS
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import SLICE_TOKENS
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Sequences, make_batch
 from xrunner.attention.base import pack, unpack

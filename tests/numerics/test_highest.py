@@ -10,8 +10,8 @@ from torch.nn.functional import linear
 
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run, served_here, served_on
 from tests.planned import placements_of, planned, problem_of
-from xgpt.app.serve.engines import build_engine
-from xgpt.schema import HEAD
+from xgpt.core.schema import HEAD
+from xgpt.serving.engines import build_engine
 from xrunner.generation import Generation, SamplingParams
 from xrunner.kernels import highest
 from xrunner.kernels.highest import MOST_REST, Screen, fastest_screen

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.numerics.steps import run_again
-from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xrunner.ahead import AheadWorker
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine

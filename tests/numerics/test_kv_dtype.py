@@ -11,11 +11,11 @@ from tests.numerics.checkpoints import CHECKPOINTS
 from tests.numerics.served import PROMPTS, greedy, served_here, served_on
 from tests.numerics.steps import start
 from tests.planned import SHORT, cpus, placements_of, planned, problem_of
-from xgpt.app.serve.engines import build_engine
-from xgpt.app.serve.serving import ServeRequest
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InputError
-from xgpt.policies import Chunk, Step
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InputError
+from xgpt.core.policies import Chunk, Step
+from xgpt.serving.engines import build_engine
+from xgpt.serving.serve import ServeRequest
 from xprofiler import analytic
 from xrunner.attention import Sequences, make_batch
 from xrunner.build import WorkerSettings, build_worker

@@ -8,9 +8,9 @@ import pytest
 import xprofiler.measurement_order
 from tests.numerics.served import greedy, served_here, served_on
 from tests.planned import SHORT, placements_of, planned
-from xgpt.checkpoint import read_spec
-from xgpt.machine import detect, num_cores
-from xgpt.schema import Constraint
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.machine import detect, num_cores
+from xgpt.core.schema import Constraint
 from xprofiler import encoder_decoder, measure
 from xprofiler.bench import jitter_of
 from xrunner.cluster.workers import Workers

@@ -9,9 +9,9 @@ import torch
 from tests.numerics.checkpoints import CHECKPOINTS, WITH_EXPERTS
 from tests.numerics.ranks import groups_of, in_parallel, pipes_of
 from tests.numerics.steps import start
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InputError
-from xgpt.policies import Chunk, Step
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InputError
+from xgpt.core.policies import Chunk, Step
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.generation import Generation, SamplingParams
 from xrunner.parallel import Part

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.planned import problem_of, scored
-from xgpt.app.bench import Load, bench_plan
+from xgpt.benchmark import Load, bench_plan
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.executed import executed
 

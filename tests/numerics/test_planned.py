@@ -11,10 +11,10 @@ import torch
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY, random_shape, save
 from tests.numerics.served import engine_on, greedy, run, served_here, served_on
 from tests.planned import placements_of, planned, problem_of, scored
-from xgpt.app.serve.engines import build_engine
-from xgpt.app.simulating import simulate
-from xgpt.checkpoint import read_spec
+from xgpt.checkpoints.files import read_spec
+from xgpt.serving.engines import build_engine
 from xrunner.generation import Generation
+from xsimulator.run import simulate
 
 POLICIES = ("rra", "waa", "chunked", "orca", "static")
 

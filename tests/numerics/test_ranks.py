@@ -2,7 +2,7 @@
 
 import pytest
 
-from xgpt.machine import detect, num_cores
+from xgpt.core.machine import detect, num_cores
 from xgpt.resolve import load_model
 from xprofiler import measure, ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES
-from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLane, Pool, Step
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.policies import LaneSettings, OneLane, Pool, Step
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.executor import WorkerLost

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import roofline
-from xgpt.checkpoint import read_spec
+from xgpt.checkpoints.files import read_spec
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -13,12 +13,12 @@ from tests.fakes import fake_app, running
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run
 from tests.numerics.test_worker import refuse_to_draw
 from tests.planned import CPU, SHORT, cpus, planned, problem_of
-from xgpt.app.serve.engines import build_engine
-from xgpt.app.serve.serving import ServeRequest
-from xgpt.errors import InputError
-from xgpt.policies import Pool, Request, build, build_rows
-from xgpt.policies.tcb import lay_out
-from xgpt.schema import Plan
+from xgpt.core.errors import InputError
+from xgpt.core.policies import Pool, Request, build, build_rows
+from xgpt.core.policies.tcb import lay_out
+from xgpt.core.schema import Plan
+from xgpt.serving.engines import build_engine
+from xgpt.serving.serve import ServeRequest
 from xrunner.generation import Generation, SamplingParams
 
 LAYOUTS = ("padded", "rows", "slots")

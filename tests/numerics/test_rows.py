@@ -10,9 +10,9 @@ from benchmarks.tcb import layouts
 from benchmarks.tcb.layouts import run_rows, slotted_rows
 from tests.numerics.checkpoints import VOCABULARY
 from tests.numerics.test_families import FIRST_SHAPES, make_worker
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.policies.request import Request
-from xgpt.policies.tcb import concatenated_rows, padded_rows
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.tcb import concatenated_rows, padded_rows
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 

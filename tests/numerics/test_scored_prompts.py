@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from xgpt.checkpoint import read_spec
-from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xrunner import worker as workers
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine

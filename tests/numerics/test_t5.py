@@ -14,11 +14,10 @@ from tests.contract.scenarios import problem
 from tests.numerics.checkpoints import T5_START, VOCABULARY, load_checkpoint
 from tests.numerics.test_families import compare, make_worker, must_differ
 from tests.numerics.test_weights import copy_with
-from xgpt import policies
-from xgpt.app.simulating import simulate
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InputError
-from xgpt.policies import LaneSettings, OneLane, Pool
+from xgpt.checkpoints.files import read_spec
+from xgpt.core import policies
+from xgpt.core.errors import InputError
+from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.engine import Engine
 from xrunner.generation import Generation
@@ -26,6 +25,7 @@ from xrunner.models import EncoderDecoderModel
 from xrunner.models.layers import RelativeBias
 from xscheduler.schedule import Scheduler
 from xsimulator.events import replay
+from xsimulator.run import simulate
 
 CHUNKED = LaneSettings(mix=True, token_budget=16, max_batch=9)
 ORCA = LaneSettings(mix=True, max_batch=9)

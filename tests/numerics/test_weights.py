@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.checkpoints import load_checkpoint
-from xgpt.checkpoint import read_spec, sampling_defaults
-from xgpt.errors import InputError
+from xgpt.checkpoints.files import read_spec, sampling_defaults
+from xgpt.core.errors import InputError
 from xprofiler import measure
 from xrunner import weights
 from xrunner.build import WorkerSettings, build_worker

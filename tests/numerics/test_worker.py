@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.numerics.steps import start
-from xgpt.checkpoint import read_spec
-from xgpt.errors import InputError, MachineError
-from xgpt.policies import Chunk, LaneSettings, OneLane, Pool, Step
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner import sampling as drawing
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine

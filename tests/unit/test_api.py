@@ -17,10 +17,10 @@ import pytest
 
 import xgpt
 from xgpt import api
-from xgpt.app.arguments import BenchArguments, LoadArguments, PlanArguments
-from xgpt.app.plan.request import PlanRequest
+from xgpt.arguments import BenchArguments, LoadArguments, PlanArguments
 from xgpt.cli import COMMANDS, main
-from xgpt.schema import Constraint
+from xgpt.core.schema import Constraint
+from xgpt.requests import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.planned import num_params
-from xgpt import machine
-from xgpt.app.plan.profiles import check_belongs
-from xgpt.errors import InputError, MachineError
-from xgpt.io import config_names, configs_dir, load_json
+from xgpt.core import machine
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import config_names, configs_dir, load_json
+from xgpt.core.schema import ModelSpec, Profile
+from xgpt.core.workload import quantile
 from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import ModelSpec, Profile
-from xgpt.workload import quantile
 from xprofiler import native_version
+from xprofiler.store import check_belongs
 
 # The paper's model of three layers has no size in its name: 0.9e9 follows from its shape.
 UNNAMED = {"tcb-seq2seq": 0.9e9, "qwen3-14b": 14.8e9}

@@ -32,8 +32,10 @@ def stands(name: str) -> bool:
 
 
 def test_what_is_missing_is_found() -> None:
-    assert stands("xgpt.schema.plan.Plan") and stands("tests/unit/test_docs.py") and stands("xgpt/cli")
-    assert not stands("xgpt.nothing") and not stands("xgpt.schema.plan.Nothing") and not stands("xgpt/cli/nothing.py")
+    assert stands("xgpt.core.schema.plan.Plan") and stands("tests/unit/test_docs.py") and stands("xgpt/cli")
+    assert (
+        not stands("xgpt.nothing") and not stands("xgpt.core.schema.plan.Nothing") and not stands("xgpt/cli/nothing.py")
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.test_imports import PACKAGES, ROOT
-from xgpt.policies.lane_settings import RULES
+from xgpt.core.policies.lane_settings import RULES
 from xsimulator.forecast import FORECASTS
 
-ROOMS = ("xgpt/schema", "xgpt/policies", "xsimulator/forecast")
+ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
 ALLOWED = {
-    "xgpt/app/report/plan_text.py": "what a plan does, in words for people",
+    "xgpt/reporting/plan_text.py": "what a plan does, in words for people",
     "xgpt/cli/options.py": "the choices of --policy: a command's help loads no package",
-    "xgpt/app/plan/request.py": "what these choices stand for",
-    "xgpt/app/plan/planning.py": "what other planners offer, and which policies vLLM runs",
-    "xgpt/app/compare/comparing.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
+    "xgpt/requests.py": "what these choices stand for",
+    "xscheduler/objectives/best_plans.py": "what other planners offer, and which policies vLLM runs",
+    "xgpt/comparing/compare.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
     "xrunner/vllm/command.py": "how large a step vLLM is told to take, of a policy's own settings",
     "xrunner/vllm/lane.py": "which policies run within one vLLM",
     "xrunner/vllm/waa.py": "runs the two lanes of waa as two of them",
@@ -58,7 +58,7 @@ def test_no_other_code_names_a_policy() -> None:
     "source",
     [
         'kinds = ("orca", 3)',
-        "from xgpt.schema import WaaSettings",
+        "from xgpt.core.schema import WaaSettings",
         "isinstance(policy, schema.RraSettings)",
         "def _waa(size): ...",
     ],

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.tcb.layouts import slotted_rows
 from benchmarks.tcb.row_cost import RowCost
-from xgpt.errors import InputError
-from xgpt.policies.request import Request
-from xgpt.policies.tcb import concatenated_rows, padded_rows
+from xgpt.core.errors import InputError
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.tcb import concatenated_rows, padded_rows
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.analytic import profile
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.resolve import load_cluster, load_model, load_workload
-from xgpt.schema import (
+from xgpt.core.schema import (
     Admission,
     Constraint,
     KvPromise,
@@ -13,6 +12,7 @@ from xgpt.schema import (
     Stage,
     WaaSettings,
 )
+from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

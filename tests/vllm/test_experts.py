@@ -8,8 +8,8 @@ import pytest
 
 from tests.vllm.offline import ROOM, draw_requests, generate, start
 from tests.vllm.plans import plan_with
-from xgpt.io import dump_json, read_step_log
-from xgpt.schema import ChunkedSettings
+from xgpt.core.io import dump_json, read_step_log
+from xgpt.core.schema import ChunkedSettings
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 

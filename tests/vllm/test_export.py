@@ -11,8 +11,8 @@ import httpx
 
 from tests.vllm.offline import Requests
 from tests.vllm.plans import exportable, here, plan_with
-from xgpt.app.export.exporting import PORT, export
-from xgpt.schema import RraSettings
+from xgpt.core.schema import RraSettings
+from xgpt.exporting.export import PORT, export
 from xrunner.vllm.process import PYTHON_VARIABLE
 
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))

@@ -11,8 +11,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
-from xgpt.app.export.exporting import Target, export
-from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
+from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
+from xgpt.exporting.export import Target, export
 from xrunner.vllm.command import HOST, Launch, launch
 from xrunner.vllm.host import parser
 from xrunner.vllm.waa import launches

@@ -11,9 +11,9 @@ from vllm import LLM, SamplingParams
 
 from tests.vllm.offline import ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
-from xgpt.io import dump_json, read_step_log
-from xgpt.schema import ChunkedSettings, OrcaSettings, RraSettings
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.io import dump_json, read_step_log
+from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.vllm.channel import FrontSide
 from xrunner.vllm.lane import build_lane
 from xrunner.vllm.scheduler import XgptScheduler

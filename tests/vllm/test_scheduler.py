@@ -13,8 +13,8 @@ from vllm import LLM
 
 from tests.vllm.offline import MOST_TOKENS, ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
-from xgpt.io import dump_json, read_step_log, sha256
-from xgpt.schema import (
+from xgpt.core.io import dump_json, read_step_log, sha256
+from xgpt.core.schema import (
     AdmissionOrder,
     ChunkedSettings,
     OrcaSettings,
@@ -25,7 +25,7 @@ from xgpt.schema import (
     StepTimes,
     Thresholds,
 )
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.vllm.channel import Accepted, FrontSide, Stepped, Up
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay

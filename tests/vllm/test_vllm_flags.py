@@ -9,8 +9,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from xgpt.app.compare.vllm_command import GPU_SHARE, read_vllm_command
-from xgpt.app.compare.vllm_flags import ALIASES, REFUSED, TAKES, VERSION, Takes
+from xgpt.comparing.vllm_command import GPU_SHARE, read_vllm_command
+from xgpt.comparing.vllm_flags import ALIASES, REFUSED, TAKES, VERSION, Takes
 from xgpt.resolve import load_cluster
 from xrunner.vllm import TESTED_VERSION
 

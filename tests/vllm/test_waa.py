@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.offline import Requests
 from tests.vllm.plans import exportable, here, waa_plan
-from xgpt.schema import StepRecord, WaaSettings
+from xgpt.core.schema import StepRecord, WaaSettings
 from xrunner.generation import Generation
 from xrunner.vllm.command import CPU_BLOCK_SIZE
 from xrunner.vllm.process import PYTHON_VARIABLE

@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from xgpt import __version__
-from xgpt.errors import InfeasibleError, XgptError, nearest
+from xgpt.core.errors import InfeasibleError, XgptError, nearest
+from xgpt.core.version import __version__
 
 COMMANDS = (
     "plan",
@@ -107,7 +107,7 @@ def _takes(name: str, option: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; every error is one line on standard error and an exit code (see xgpt.errors)."""
+    """Run the command line; every error is one line on standard error and an exit code (see xgpt.core.errors)."""
     try:
         code = cli.main(arguments, prog_name="xgpt", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

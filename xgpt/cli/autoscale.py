@@ -84,7 +84,7 @@ def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> 
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.errors import InputError
+    from xgpt.core.errors import InputError
 
     if trace is not None:
         refuse_idle(set(asked) - {"look_s"}, "it does not go with --simulate")

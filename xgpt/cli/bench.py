@@ -37,8 +37,8 @@ def command(target: str, calibrate: str | None, as_json: bool, **asked: Any) -> 
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.io import check_writable, dump_json, write_atomic
-    from xgpt.schema import UrlReport
+    from xgpt.core.io import check_writable, dump_json, write_atomic
+    from xgpt.core.schema import UrlReport
 
     if target.startswith(("http://", "https://")):
         refuse_idle(["engine"], "it goes with a plan; a URL has its own")

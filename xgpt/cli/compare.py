@@ -10,7 +10,7 @@ from xgpt.cli.options import constraint_options, json_option, problem_options, r
 from xgpt.cli.values import Whole
 
 if TYPE_CHECKING:
-    from xgpt.schema import Plan
+    from xgpt.core.schema import Plan
 
 
 @click.command("compare")
@@ -44,11 +44,11 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.app.compare.comparing import gain_in_words
-    from xgpt.app.report.plan_text import settings_text
     from xgpt.cli import render
-    from xgpt.io import check_writable, dump_json, sha256, write_atomic
-    from xgpt.schema.outputs import CompareOutput, GainOutput
+    from xgpt.comparing.compare import gain_in_words
+    from xgpt.core.io import check_writable, dump_json, sha256, write_atomic
+    from xgpt.core.schema.outputs import CompareOutput, GainOutput
+    from xgpt.reporting.plan_text import settings_text
 
     if asked["current"] is None:
         refuse_idle(["output"], "it goes with --current: only what runs now is written")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from xgpt.app.export.exporting import Target
+    from xgpt.exporting.export import Target
 
 
 @click.command("export")
@@ -32,8 +32,8 @@ def command(plan_path: str, target: Target, output: str) -> None:
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.app.export.exporting import start_command
-    from xgpt.io import write_atomic
+    from xgpt.core.io import write_atomic
+    from xgpt.exporting.export import start_command
 
     files = api.export(plan_path, target)
     for name, text in files.items():

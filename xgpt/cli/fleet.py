@@ -88,7 +88,7 @@ def command(among: str | None, devices: str | None, output: str, as_json: bool, 
     from xgpt import api
     from xgpt.cli import render
     from xgpt.cli.fleet_tables import summary
-    from xgpt.io import check_writable, dump_json, write_atomic
+    from xgpt.core.io import check_writable, dump_json, write_atomic
 
     check_writable(Path(output))
     clusters = priced(among, asked)
@@ -104,8 +104,8 @@ def command(among: str | None, devices: str | None, output: str, as_json: bool, 
 
 def _counts(devices: str | None) -> int | dict[str, int] | None:
     """Return the devices in text like 64, or like h100x8=16,a100x16=32."""
-    from xgpt.errors import InputError
-    from xgpt.numbers import whole
+    from xgpt.core.errors import InputError
+    from xgpt.core.numbers import whole
 
     if devices is None:
         return None

@@ -11,7 +11,7 @@ from xgpt.cli.render import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from xgpt.schema.fleet import FleetFigures, FleetPlan
+    from xgpt.core.schema.fleet import FleetFigures, FleetPlan
 
 
 def summary(fleet: FleetPlan) -> Iterator[object]:
@@ -38,7 +38,7 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
 
 def kinds_table(fleet: FleetPlan) -> Table:
     """Return a table of the kinds of replicas."""
-    from xgpt.app.report.plan_text import settings_text
+    from xgpt.reporting.plan_text import settings_text
 
     rows = [
         [

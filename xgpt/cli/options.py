@@ -13,7 +13,7 @@ from xgpt.cli.values import Decimal, Rates, Seconds, Whole
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from xgpt.io import ConfigKind
+    from xgpt.core.io import ConfigKind
 
 DTYPES = ["float32", "float16", "bfloat16", "int8", "float8"]
 
@@ -26,7 +26,7 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from xgpt.io import config_names
+        from xgpt.core.io import config_names
 
         found = [CompletionItem(name) for name in config_names(kind) if name.startswith(incomplete)]
         return [*found, CompletionItem(incomplete, type="file")]
@@ -239,8 +239,8 @@ policy_option = click.option(
 
 def priced(among: str | None, asked: dict[str, Any]) -> dict[str, float] | None:
     """Return the names and prices in text like a40x4=0.5,h100x8=2.9, which take the place of --cluster's default."""
-    from xgpt.errors import InputError
-    from xgpt.numbers import decimal
+    from xgpt.core.errors import InputError
+    from xgpt.core.numbers import decimal
 
     if among is None:
         return None
@@ -325,7 +325,7 @@ def refuse_idle(names: Collection[str], accepted: str) -> None:
     Raises:
         InputError: `accepted` says what they go with.
     """
-    from xgpt.errors import InputError
+    from xgpt.core.errors import InputError
 
     context = click.get_current_context()
     for name in names:

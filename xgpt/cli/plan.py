@@ -11,7 +11,7 @@ from xgpt.cli.options import constraint_options, json_option, policy_option, pri
 from xgpt.cli.values import Decimal
 
 if TYPE_CHECKING:
-    from xgpt.app.plan.solving import Planned
+    from xgpt.solving import Planned
 
 
 @click.command("plan")
@@ -81,7 +81,7 @@ def command(
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.io import check_writable, dump_json, write_atomic
+    from xgpt.core.io import check_writable, dump_json, write_atomic
 
     check_writable(Path(output))
     clusters = priced(among, asked)
@@ -97,8 +97,8 @@ def command(
 
 def _summary(planned: Planned) -> Iterator[object]:
     """Yield what was planned, each policy's plan, and the evidence for the chosen one."""
-    from xgpt.app.report import plan_text
     from xgpt.cli import render
+    from xgpt.reporting import plan_text
 
     problem, best = planned.problem, planned.best
     bound_s = best.constraint.latency_bound_s
@@ -138,8 +138,8 @@ def _count(devices: str | None) -> Any:
 
 def _held(fix: tuple[str, ...]) -> dict[str, int]:
     """Return the names and values in texts like max_batch=128."""
-    from xgpt.errors import InputError
-    from xgpt.numbers import whole
+    from xgpt.core.errors import InputError
+    from xgpt.core.numbers import whole
 
     found = {}
     for part in fix:

@@ -50,8 +50,8 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.errors import InputError
-    from xgpt.io import check_writable, dump_json, sha256, write_atomic
+    from xgpt.core.errors import InputError
+    from xgpt.core.io import check_writable, dump_json, sha256, write_atomic
 
     if asked["engine"] == "vllm" and asked["import_from"] is None and output is None and not as_json:
         raise InputError("output", None, "give -o FILE; `xgpt plan --profile FILE` then plans for vLLM")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from xgpt.app.plan.profiles import Progress
-    from xgpt.app.plan.sizing import ClusterChoice
-    from xgpt.app.simulating import Simulated
-    from xgpt.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
+    from xgpt.core.progress import Progress
+    from xgpt.core.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
+    from xscheduler.objectives.sizing import ClusterChoice
+    from xsimulator.run import Simulated
 
 
 def show(*parts: object) -> None:
@@ -87,8 +87,8 @@ def at_work(what: str) -> Iterator[None]:
 
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
-    from xgpt.app.plan.arrivals import rate_of
-    from xgpt.app.report.plan_text import settings_text
+    from xgpt.reporting.plan_text import settings_text
+    from xscheduler.objectives.arrivals import rate_of
 
     rows = []
     for kind, plan in plans.items():
@@ -151,8 +151,8 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     """Return a table of what looser latency bounds would gain over the chosen plan."""
-    from xgpt.app.plan.arrivals import maximised
-    from xgpt.app.report.plan_text import settings_text
+    from xgpt.reporting.plan_text import settings_text
+    from xscheduler.objectives.arrivals import maximised
 
     rows = [
         [
@@ -262,7 +262,7 @@ def url_table(report: UrlReport) -> Table:
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Table:
-    from xgpt.app.report.plan_text import settings_text
+    from xgpt.reporting.plan_text import settings_text
 
     rows = []
     for kind, report in reports.items():

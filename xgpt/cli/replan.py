@@ -49,10 +49,10 @@ def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> 
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.app.report.plan_text import settings_text
     from xgpt.cli import render
-    from xgpt.io import check_writable, dump_json, load_json, write_atomic
-    from xgpt.schema import Plan
+    from xgpt.core.io import check_writable, dump_json, load_json, write_atomic
+    from xgpt.core.schema import Plan
+    from xgpt.reporting.plan_text import settings_text
 
     if output is not None:
         check_writable(Path(output))

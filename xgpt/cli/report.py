@@ -27,7 +27,7 @@ def command(plan_path: str, output: str, **asked: Any) -> None:
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.io import check_writable, write_atomic
+    from xgpt.core.io import check_writable, write_atomic
 
     check_writable(Path(output))
     with render.at_work("simulating, and drawing"):

@@ -36,8 +36,8 @@ def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> N
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.io import write_atomic
-    from xgpt.schema.outputs import SimulateOutput
+    from xgpt.core.io import write_atomic
+    from xgpt.core.schema.outputs import SimulateOutput
 
     with render.at_work("simulating"):
         run = api.simulate(plan_path, **asked)

@@ -12,7 +12,7 @@ class Whole(click.IntRange):
     """An integer in a range; refuses 1_0 and digits of other alphabets, which Python would take."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from xgpt.numbers import whole
+        from xgpt.core.numbers import whole
 
         try:
             return super().convert(whole(value) if isinstance(value, str) else value, param, ctx)
@@ -24,7 +24,7 @@ class Decimal(click.FloatRange):
     """A number in a range; refuses nan, inf and what `Whole` refuses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from xgpt.numbers import decimal
+        from xgpt.core.numbers import decimal
 
         try:
             return super().convert(decimal(value) if isinstance(value, str) else value, param, ctx)
@@ -53,7 +53,7 @@ class Seconds(click.ParamType):
         self.allow_inf = allow_inf
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        from xgpt.numbers import decimal
+        from xgpt.core.numbers import decimal
 
         accepted = "seconds above 0" + (", or inf for no bound" if self.allow_inf else "")
         try:
@@ -73,7 +73,7 @@ class Rates(click.ParamType):
     name = "rates"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from xgpt.numbers import decimal
+        from xgpt.core.numbers import decimal
 
         stages = []
         for part in str(value).split(","):

@@ -17,7 +17,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
-from xgpt.schema import DECODES, PROMPTS, SCALE_BYTES
+from xgpt.core.schema import DECODES, PROMPTS, SCALE_BYTES
 from xrunner.attention import amx
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.numba_decode import LINE, LOG2_E, Keys, Scored, decode

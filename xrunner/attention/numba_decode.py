@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from xgpt.schema import SCALE_BYTES
+from xgpt.core.schema import SCALE_BYTES
 from xrunner.attention.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)

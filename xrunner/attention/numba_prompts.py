@@ -16,7 +16,7 @@ import numpy as np
 from numba import literally, njit, types
 from numba.extending import overload, register_jitable
 
-from xgpt.schema import SCALE_BYTES
+from xgpt.core.schema import SCALE_BYTES
 from xrunner.attention import amx
 from xrunner.attention.lanes import SQUARE, lanes_to_rows, rows_to_lanes
 from xrunner.attention.numba_decode import LINE, LINE_BYTES, LOG2_E, NEVER, limit

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import torch
 
-from xgpt.schema import DECODES, PROMPTS, ModelSpec
+from xgpt.core.schema import DECODES, PROMPTS, ModelSpec
 from xrunner.attention.base import Batch, Sequences, make_batch
 from xrunner.attention.numba_cpu import PIECE_NAMES, PIECES, NumbaAttention, Vectors, suits_matrices
 from xrunner.attention.numba_prompts import Matrices

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from xgpt.schema import DType, Frozen, ModelSpec, Plan, Stage
+from xgpt.core.schema import DType, Frozen, ModelSpec, Plan, Stage
 from xrunner.parallel import Part
 
 

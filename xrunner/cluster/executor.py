@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import msgspec
 import zmq
 
-from xgpt.errors import MachineError, XgptError
-from xgpt.policies import BlockTable, Step
-from xgpt.schema import Stage
+from xgpt.core.errors import MachineError, XgptError
+from xgpt.core.policies import BlockTable, Step
+from xgpt.core.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.sockets import Sockets

@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.cluster.sockets import interface_of
 
 ALIVE_S = 0.5

@@ -7,7 +7,7 @@ import time
 
 import zmq
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers
 from xrunner.cluster.sockets import Secret, Sockets

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from xgpt.errors import MachineError, XgptError
-from xgpt.policies import BlockTable, Chunk, Step
-from xgpt.processes import end_with_parent
+from xgpt.core.errors import MachineError, XgptError
+from xgpt.core.policies import BlockTable, Chunk, Step
+from xgpt.core.processes import end_with_parent
 from xrunner.build import WorkerSettings, build_worker, warm_up
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment

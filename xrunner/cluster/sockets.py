@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 
 NAMED_WITHIN_S = 30.0
 SIOCGIFADDR = 0x8915

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 import zmq
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster.sockets import Secret, Sockets
 

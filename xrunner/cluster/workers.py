@@ -11,7 +11,7 @@ from typing import Self
 
 import zmq
 
-from xgpt.errors import MachineError, XgptError
+from xgpt.core.errors import MachineError, XgptError
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers

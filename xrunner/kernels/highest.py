@@ -18,7 +18,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from xgpt.schema import HEAD
+from xgpt.core.schema import HEAD
 from xrunner.kernels.packed import LAYOUTS, TIE, PackedLinear, Shape, in_eight_bits, layouts_of, mean_times, pack
 from xrunner.kernels.quantised import OPTIONS, quantise
 from xrunner.kernels.threads import compiled, run

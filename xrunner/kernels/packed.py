@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xgpt.schema import DType
+from xgpt.core.schema import DType
 from xrunner.kernels import fused, matrix_panels, panels, small, split_panels, strassen
 from xrunner.kernels.panels import Finish
 from xrunner.kernels.quantised import quantise, rescale

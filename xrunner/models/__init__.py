@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xgpt.errors import InputError
-from xgpt.schema import ModelSpec
+from xgpt.core.errors import InputError
+from xgpt.core.schema import ModelSpec
 from xrunner.models.base import DecoderModel, Model
 from xrunner.models.deepseek import DeepseekModel
 from xrunner.models.encoder_decoder import EncoderDecoderModel

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import DType, ModelSpec
+from xgpt.core.schema import DType, ModelSpec
 from xrunner.attention import AttentionBackend, Batch, Scoring
 from xrunner.kv_cache import KvCache
 from xrunner.models.layers import Attend, Embedding, Empty, Head, LayerNorm, Linear, RmsNorm, Rotary

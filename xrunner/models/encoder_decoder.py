@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
 from xrunner.attention import AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
 from xrunner.kv_cache import KvCache
 from xrunner.models.base import Model

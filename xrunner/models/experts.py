@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
 from xrunner.models.layers import Empty, GatedMlp, parameter
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
 from xrunner.attention import Batch
 from xrunner.models.base import DecoderModel
 from xrunner.models.layers import Attention, Embedding, Empty, Mlp

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
 from xrunner.attention.base import Scoring
 from xrunner.models.layers import Attend, Empty, Linear, RmsNorm, Rotary, parameter
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from xgpt.errors import InputError
-from xgpt.schema import HEAD, DType, LinearRope, ModelSpec, RopeScaling, YarnRope
+from xgpt.core.errors import InputError
+from xgpt.core.schema import HEAD, DType, LinearRope, ModelSpec, RopeScaling, YarnRope
 from xrunner.attention.base import PLAIN, PositionBias, Scoring
 from xrunner.kernels import fused, small
 from xrunner.kernels.highest import Screen

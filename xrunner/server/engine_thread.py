@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xgpt.errors import XgptError
-from xgpt.observation import Seen
-from xgpt.policies import Request
-from xgpt.schema.step_log import ANYONE, Account, StepRecord
+from xgpt.core.errors import XgptError
+from xgpt.core.policies import Request
+from xgpt.core.schema.step_log import ANYONE, Account, StepRecord
+from xgpt.observation.windows import Seen
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.errors import ApiError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import Protocol
 
-from xgpt.policies import Request
-from xgpt.schema import Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.policies import Request
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xgpt.policies.tcb import RowBatch
-from xgpt.schema import SLICE_TOKENS
+from xgpt.core.policies.tcb import RowBatch
+from xgpt.core.schema import SLICE_TOKENS
 from xrunner.attention import Batch, Scoring
 from xrunner.models import DecoderModel, EncoderDecoderModel, Model
 from xrunner.tcb.attention import PADDING, attend_slots, same_owner

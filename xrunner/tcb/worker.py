@@ -7,8 +7,8 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from xgpt.policies import BlockTable, Request, Step
-from xgpt.policies.tcb import Batching, lay_out
+from xgpt.core.policies import BlockTable, Request, Step
+from xgpt.core.policies.tcb import Batching, lay_out
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.grammar import Grammars

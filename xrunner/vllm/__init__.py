@@ -1,7 +1,7 @@
 """Run plans inside vLLM: a scheduler class, the flags that start vLLM, and the channel that re-plans it.
 
 A Plan enters; a command line for vLLM leaves, and its engine core loads `scheduler.XgptScheduler`, which asks
-xgpt.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch: so it
+xgpt.core.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch: so it
 imports no torch of its own accord and nothing else of xrunner. Only `scheduler` and `offline` import vllm.
 """
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from xgpt.io import sha256
-from xgpt.schema import ANYONE, Account, LaneName, Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.io import sha256
+from xgpt.core.schema import ANYONE, Account, LaneName, Plan
+from xgpt.core.schema.step_log import StepRecord
 
 WARM_UP = -1
 """The number of a request that is a host's own."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xgpt.errors import InputError
-from xgpt.machine import num_cores
-from xgpt.schema import ClusterSpec, LaneName, Plan, Stage, WaaSettings
+from xgpt.core.errors import InputError
+from xgpt.core.machine import num_cores
+from xgpt.core.schema import ClusterSpec, LaneName, Plan, Stage, WaaSettings
 from xrunner.vllm.lane import settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
@@ -108,14 +108,9 @@ def launch(
         InputError: vLLM cannot run such a plan.
     """
     settings_of(plan)  # refuses what vLLM cannot run
-    caching = "--enable-prefix-caching" if reuse and reuses(plan) else "--no-enable-prefix-caching"
+    caching = "--enable-prefix-caching" if reuse and plan.vllm_shares_prompts else "--no-enable-prefix-caching"
     started = _launch(plan, "both", plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})})
     return replace(started, arguments=(*started.arguments, caching))
-
-
-def reuses(plan: Plan) -> bool:
-    """Whether vLLM can share prompts' K/V under a plan: in one lane, of a model that attends in no windows."""
-    return plan.policy.lanes == ("both",) and plan.model.sliding_window is None
 
 
 def launch_lane(

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xgpt.io import dump_json
-from xgpt.policies import Request
-from xgpt.schema import Plan
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.io import dump_json
+from xgpt.core.policies import Request
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.executor import Use
 from xrunner.generation import FinishReason, Generation, Logprobs, SamplingParams, Token
 from xrunner.vllm.channel import Accepted, Began, Failed, Output, Refused, Stepped, Submit

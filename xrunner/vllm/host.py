@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from xrunner.vllm.channel import WARM_UP, Cancel, Down, Failed, HostSide, Ready, Submit
 
 if TYPE_CHECKING:
-    from xgpt.schema import LaneName
+    from xgpt.core.schema import LaneName
 
 HEALTH_S = 1.0
 """Between two looks at whether the engine lives."""

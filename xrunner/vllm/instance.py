@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from subprocess import Popen
 
-from xgpt.errors import MachineError
-from xgpt.schema import LaneName, Plan, StepRecord
+from xgpt.core.errors import MachineError
+from xgpt.core.schema import LaneName, Plan, StepRecord
 from xrunner.vllm.channel import WARM_UP, Cancel, FrontSide, Ready, Stepped, Submit, Up
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started

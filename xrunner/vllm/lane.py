@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xgpt.errors import InputError
-from xgpt.policies import OneLane, Pool
-from xgpt.policies.build import queue_of
-from xgpt.policies.build import settings_of as lane_settings_of
-from xgpt.policies.lane_settings import LaneSettings
-from xgpt.schema import Plan, WaaSettings
+from xgpt.core.errors import InputError
+from xgpt.core.policies import OneLane, Pool
+from xgpt.core.policies.build import queue_of
+from xgpt.core.policies.build import settings_of as lane_settings_of
+from xgpt.core.policies.lane_settings import LaneSettings
+from xgpt.core.schema import Plan, WaaSettings
 
 
 def settings_of(plan: Plan) -> LaneSettings:

@@ -14,8 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from xgpt.io import StepLogWriter
-from xgpt.schema.step_log import ANYONE, Account, Arrival, StepRecord
+from xgpt.core.io import StepLogWriter
+from xgpt.core.schema.step_log import ANYONE, Account, Arrival, StepRecord
 from xrunner.vllm import TESTED_VERSION, installed_version
 from xrunner.vllm.channel import CoreSide, Output, Stepped
 from xrunner.vllm.mirror import chain_of

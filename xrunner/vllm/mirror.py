@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from xgpt.errors import InputError
-from xgpt.policies import BlockTable
+from xgpt.core.errors import InputError
+from xgpt.core.policies import BlockTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
-    from xgpt.schema.step_log import Chain
+    from xgpt.core.schema.step_log import Chain
 
 KEY_BYTES = 16
 """Of vLLM's hashes, which are longer, what is enough to tell blocks apart."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.vllm import TESTED_VERSION
 
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"

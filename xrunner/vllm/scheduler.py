@@ -1,6 +1,6 @@
 """Our rule inside vLLM: a scheduler class for `--scheduler-cls`.
 
-xgpt.policies decides which requests each step encodes and which it decodes; vLLM's own scheduler then does all the
+xgpt.core.policies decides which requests each step encodes and which it decodes; vLLM's own scheduler then does all the
 rest (batches, outputs) with nothing else in its sight. Its requests are mirrored in a `Pool`, which promises K/V memory
 no less carefully than vLLM does, so that vLLM never has to preempt of its own accord. With vLLM's prefix caching on,
 the pool also finds, shares and gives up blocks, and vLLM follows (`mirror`).
@@ -22,12 +22,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-from xgpt import policies
-from xgpt.errors import InputError
-from xgpt.io import load_json
-from xgpt.policies import BlockTable, Step
-from xgpt.schema import Plan
-from xgpt.schema.step_log import Chain, StepRecord
+from xgpt.core import policies
+from xgpt.core.errors import InputError
+from xgpt.core.io import load_json
+from xgpt.core.policies import BlockTable, Step
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.vllm.channel import Began
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger

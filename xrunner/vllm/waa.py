@@ -20,10 +20,10 @@ from typing import Any
 
 from msgspec import structs
 
-from xgpt import policies
-from xgpt.errors import InputError
-from xgpt.policies import Request, Step
-from xgpt.schema import LaneName, Plan
+from xgpt.core import policies
+from xgpt.core.errors import InputError
+from xgpt.core.policies import Request, Step
+from xgpt.core.schema import LaneName, Plan
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 from xrunner.vllm.channel import Failed, Output, Stepped, Submit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xgpt.errors import InfeasibleError
-from xgpt.schema import Plan
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Plan
 from xscheduler.replanning.judge import Judge, replaced
 from xscheduler.space import runnable
 from xsimulator.forecast import FORECASTS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from xgpt.errors import InfeasibleError
-from xgpt.schema import Constraint, Outcome, Plan, Profile
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Constraint, Outcome, Plan, Profile
 from xscheduler.placement import Placement
 from xscheduler.replanning.candidates import SWAPPABLE, find_candidates
 from xscheduler.replanning.judge import Judge, Terms

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from xgpt.errors import InfeasibleError
-from xgpt.schema import Admission, Outcome, Plan
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Admission, Outcome, Plan
 from xscheduler.problem import Problem
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.situation import Situation

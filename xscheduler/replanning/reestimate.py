@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xgpt.schema import Plan, Profile, Workload
+from xgpt.core.schema import Plan, Profile, Workload
 from xscheduler.problem import reused_by
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.forecast import FORECASTS

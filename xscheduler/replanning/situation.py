@@ -7,7 +7,7 @@ from math import sqrt
 
 import numpy as np
 
-from xgpt.schema import Histogram, Observation, ObservedReuse, Plan, Profile, ReuseEstimate, Workload
+from xgpt.core.schema import Histogram, Observation, ObservedReuse, Plan, Profile, ReuseEstimate, Workload
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem, reused_by
 from xsimulator.lengths import Reused

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from xgpt.schema import PolicySettings
+from xgpt.core.schema import PolicySettings
 from xscheduler.space import Space
 
 Method = Literal["branch-and-bound", "exhaustive", "optuna"]

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Curve, Surface
+from xgpt.core.schema import Curve, Surface
 
 Array = npt.NDArray[np.float64]
 Floats = npt.ArrayLike

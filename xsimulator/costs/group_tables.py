@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from xgpt.errors import InputError
-from xgpt.schema import Profile
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Profile
 from xsimulator.costs.curves import Grid, Line, Table
 from xsimulator.lengths import Lengths
 

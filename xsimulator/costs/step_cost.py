@@ -22,8 +22,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from xgpt.errors import InputError
-from xgpt.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
+from xgpt.core.errors import InputError
+from xgpt.core.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
 from xsimulator.costs.curves import MOST_KNOWN, Array, Grid, Line, Table
 from xsimulator.costs.group_tables import Degrees, GroupTables
 from xsimulator.costs.step_counts import StepCounts, StepParts

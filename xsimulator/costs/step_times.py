@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from xgpt.policies.slack import StepClock
-from xgpt.schema import Plan, Profile, StepTimes
+from xgpt.core.policies.slack import StepClock
+from xgpt.core.schema import Plan, Profile, StepTimes
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.costs.step_counts import StepCounts
 

@@ -1,7 +1,7 @@
 """xsimulator.counts.compiled: loops compiled by numba, and how they are kept.
 
 A helper is compiled into what calls it. What Python calls is compiled when it is first run, some seconds, and kept on
-disk (`xgpt.compiled_code`).
+disk (`xgpt.core.compiled_code`).
 """
 
 from __future__ import annotations

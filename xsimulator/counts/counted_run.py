@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from xgpt import policies
-from xgpt.policies.in_time import InTimeOrder
-from xgpt.schema import Plan, StageLane
+from xgpt.core import policies
+from xgpt.core.policies.in_time import InTimeOrder
+from xgpt.core.schema import Plan, StageLane
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals, two_lane_arrivals
 from xsimulator.counts.arrivals import Kv, Run, Stream

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.policies.lane_settings import LaneSettings
-from xgpt.policies.rule import ADJUSTMENT
+from xgpt.core.policies.lane_settings import LaneSettings
+from xgpt.core.policies.rule import ADJUSTMENT
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_tables import NUM_PARTS, pass_stages, step_ns, step_tables
 from xsimulator.counts.arrivals import BOTH, NONE, Kv, Run, Stream
@@ -32,7 +32,7 @@ MANY = np.iinfo(np.int64).max // 2
 
 
 class OneLaneRun(Run):
-    """rra, orca, chunked and static, as `xgpt.policies.OneLane`."""
+    """rra, orca, chunked and static, as `xgpt.core.policies.OneLane`."""
 
     def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
         num_batches = settings.microbatches

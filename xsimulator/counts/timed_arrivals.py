@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.policies.in_time import InTimeOrder
-from xgpt.policies.lane_settings import LaneSettings
-from xgpt.policies.request import Request
-from xgpt.policies.slack import LaneForecast, Room, Slack, TimeRoom, TokenRoom
+from xgpt.core.policies.in_time import InTimeOrder
+from xgpt.core.policies.lane_settings import LaneSettings
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.slack import LaneForecast, Room, Slack, TimeRoom, TokenRoom
 from xsimulator.clock import Clock
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
@@ -63,7 +63,7 @@ class _Step(NamedTuple):
 
 
 class TimedRun:
-    """One run of orca's or chunked's rule over a stream, as `xgpt.policies.OneLane`.
+    """One run of orca's or chunked's rule over a stream, as `xgpt.core.policies.OneLane`.
 
     All requests of a micro-batch have a token more with each step that decodes, so which of them is due first changes
     only as requests come and go.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xgpt.policies.waa import TwoLaneSettings
+from xgpt.core.policies.waa import TwoLaneSettings
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_tables import NUM_PARTS, line_value, pass_stages, step_ns, step_tables
 from xsimulator.costs.transfer import TransferCost
@@ -28,7 +28,7 @@ from xsimulator.counts.counting import (
 
 
 class TwoLaneRun(Run):
-    """waa, as `xgpt.policies.waa.TwoLane`."""
+    """waa, as `xgpt.core.policies.waa.TwoLane`."""
 
     def __init__(
         self, settings: TwoLaneSettings, encode: LaneCost, decode: LaneCost, kv: Kv, stream: Stream, **how: bool

@@ -6,7 +6,7 @@ from collections import ChainMap
 from collections.abc import Iterable
 from typing import Any
 
-from xgpt.schema import PolicySettings
+from xgpt.core.schema import PolicySettings
 from xsimulator.forecast.base import Forecast
 from xsimulator.forecast.mixed import Chunked, Orca
 from xsimulator.forecast.one_lane import OneLaneModel
@@ -30,7 +30,7 @@ CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compu
 
 
 TUNED: dict[str, Any] = {"slack": "chunked", "phases": "rra"}
-"""Choices that add settings to a policy which only simulation can compare (`xgpt.app.plan.tuning`)."""
+"""Choices that add settings to a policy which only simulation can compare (`xscheduler.objectives.tuning`)."""
 
 
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import EngineSpec, Plan, PolicySettings
+from xgpt.core.schema import EngineSpec, Plan, PolicySettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps

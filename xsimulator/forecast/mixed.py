@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xgpt.schema import ChunkedSettings, OrcaSettings
+from xgpt.core.schema import ChunkedSettings, OrcaSettings
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.mixes import MixedSteps, most_displaced
 from xsimulator.forecast.one_lane import OneLaneModel

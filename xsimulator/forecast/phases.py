@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.policies.rule import ADJUSTMENT
+from xgpt.core.policies.rule import ADJUSTMENT
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.performance import upper_deviate
 from xsimulator.lengths import Lengths

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtr
 
-from xgpt.policies.rule import ADJUSTMENT
-from xgpt.schema import Plan, RraSettings
-from xgpt.workload import decoding_share
+from xgpt.core.policies.rule import ADJUSTMENT
+from xgpt.core.schema import Plan, RraSettings
+from xgpt.core.workload import decoding_share
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel

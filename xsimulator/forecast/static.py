@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xgpt.schema import StaticSettings
+from xgpt.core.schema import StaticSettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel

@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import ndtri
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xsimulator.costs.curves import Array, Table
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.transfer import TransferCost

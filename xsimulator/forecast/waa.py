@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.schema import Plan, WaaSettings
+from xgpt.core.schema import Plan, WaaSettings
 from xsimulator.costs.curves import Array
 from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
 from xsimulator.forecast.lane_balance import as_interpolated

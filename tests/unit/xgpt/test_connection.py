@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from xgpt.connection import Connection, Failure
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 404 Not Found\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n2\r\nbc\r\n0\r\n\r\n"

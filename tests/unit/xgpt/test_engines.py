@@ -8,13 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 import xgpt
-from xgpt.app.report.plan_text import mixing_in_words
 from xgpt.cli import cli
-from xgpt.errors import InputError
-from xgpt.io import config_names
+from xgpt.core.errors import InputError
+from xgpt.core.io import config_names
+from xgpt.core.schema import EngineSpec, Plan
+from xgpt.core.schema.engine import UNSOURCED
+from xgpt.reporting.plan_text import mixing_in_words
 from xgpt.resolve import engine_of, load_engine
-from xgpt.schema import EngineSpec, Plan
-from xgpt.schema.engine import UNSOURCED
 
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
 

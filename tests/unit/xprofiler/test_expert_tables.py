@@ -19,8 +19,8 @@ from tests.unit.xprofiler.test_imported import (
     gemm_rows,
     write,
 )
-from xgpt.errors import InputError
-from xgpt.schema import Experts, LatentAttention, ModelSpec, Profile, Quantization
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Experts, LatentAttention, ModelSpec, Profile, Quantization
 from xprofiler import analytic, imported
 
 EXPERTS = Experts(number=16, active=4, ffn_size=512, skew=1.2)

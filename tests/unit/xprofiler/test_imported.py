@@ -13,9 +13,9 @@ import pytest
 from pyarrow import parquet
 
 from xgpt.cli import main
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
+from xgpt.core.schema import EngineSpec, ModelSpec, Profile, Quantization
 from xgpt.resolve import load_cluster, load_engine
-from xgpt.schema import EngineSpec, ModelSpec, Profile, Quantization
 from xprofiler import analytic, imported
 
 SPEC = ModelSpec(

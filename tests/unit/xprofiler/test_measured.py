@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from xgpt.machine import detect
+from xgpt.core.machine import detect
 from xgpt.resolve import load_model
 from xprofiler import measure
 from xprofiler.bench import Points, jitter_of

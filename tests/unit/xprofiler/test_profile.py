@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.errors import InputError
-from xgpt.io import config_names, parse
+from xgpt.core.errors import InputError
+from xgpt.core.io import config_names, parse
+from xgpt.core.schema import Profile
+from xgpt.core.schema.profile import MOST_HEADROOM, RESTLESS
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Profile
-from xgpt.schema.profile import MOST_HEADROOM, RESTLESS
 from xprofiler import analytic, bench
 from xprofiler.bench import SHORT_STEPS, Bench, jitter_of, least_certain, mean_without_stalls, spread
 from xprofiler.measurement_order import PASSES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from xgpt.core.schema import ModelSpec, Profile
+from xgpt.core.schema.step_log import StepRecord
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import ModelSpec, Profile
-from xgpt.schema.step_log import StepRecord
 from xprofiler import vllm
 from xprofiler.measurement_order import PASSES, in_passes
 from xprofiler.vllm import BESIDE_CONTEXT, NUM_DECODES, PIECES, SHORT, Probe

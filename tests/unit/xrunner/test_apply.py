@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeExecutor, expected_tokens
-from xgpt.errors import MachineError
-from xgpt.policies import LaneSettings, OneLane, Pool, Schedule, TwoLane, TwoLaneSettings
-from xgpt.schema import Stage
+from xgpt.core.errors import MachineError
+from xgpt.core.policies import LaneSettings, OneLane, Pool, Schedule, TwoLane, TwoLaneSettings
+from xgpt.core.schema import Stage
 from xrunner.engine import Engine
 from xrunner.executor import Executor
 from xrunner.generation import Generation, Token

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.schema import StepRecord
+from xgpt.core.schema import StepRecord
 from xrunner import core_waits
 from xrunner.core_waits import CoreWaits
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
 from xrunner.attention.reference import gather_kv
 from xrunner.kv_cache import KvCache, write_kv
 

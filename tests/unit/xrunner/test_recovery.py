@@ -7,10 +7,10 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from xgpt.errors import MachineError
-from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
-from xgpt.policies.admission import make_queue
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import MachineError
+from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
+from xgpt.core.policies.admission import make_queue
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime, WorkerLost
 from xrunner.generation import NO_TOKEN, Generation

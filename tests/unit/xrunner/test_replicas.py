@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes import FakeExecutor, fake_engine
-from xgpt.errors import MachineError
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import MachineError
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.replicas import Replicas

@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import ModelSpec
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import ModelSpec
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams

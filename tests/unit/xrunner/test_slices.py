@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xgpt.policies import Chunk, Step
+from xgpt.core.policies import Chunk, Step
 from xrunner.worker import slices
 
 

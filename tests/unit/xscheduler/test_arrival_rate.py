@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.contract.scenarios import problem
-from xgpt.schema import Constraint
+from xgpt.core.schema import Constraint
 from xscheduler.arrival_rate import neighbours
 from xscheduler.schedule import Scheduler
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from xgpt.policies import OneLane, Pool, Schedule, Step, lane_settings
-from xgpt.schema import ChunkedSettings
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.policies import OneLane, Pool, Schedule, Step, lane_settings
+from xgpt.core.schema import ChunkedSettings
+from xgpt.core.schema.step_log import StepRecord
 from xsimulator.events import SimulatedEngine, SimulatedRequest, replay
 
 SECOND = 1_000_000_000

@@ -5,17 +5,17 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.planned import placements_of, planned
-from xgpt.app.replanning import BackgroundPlanner
-from xgpt.app.simulating import simulate
-from xgpt.errors import InputError
-from xgpt.schema import Calibration
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Calibration
 from xscheduler.problem import Problem
+from xscheduler.replanning.replanner import BackgroundPlanner
 from xscheduler.schedule import Scheduler
 from xsimulator.calibrate import PARTS, calibrate, corrected, steps_of
 from xsimulator.clock import Span
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.executed import paces, paces_of_workers
+from xsimulator.run import simulate
 from xsimulator.stages import whole
 
 PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)

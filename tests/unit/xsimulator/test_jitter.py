@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.contract.scenarios import problem
-from xgpt.app.simulating import run_requests, simulate
-from xgpt.io import dump_json
-from xgpt.schema import Constraint, Jitter, Profile
-from xgpt.workload import TraceLengths
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Constraint, Jitter, Profile
+from xgpt.core.workload import TraceLengths
 from xscheduler.schedule import Scheduler
 from xsimulator.clock import Span
 from xsimulator.jitter import NUM_DRAWN, JitteredTimes
+from xsimulator.run import run_requests, simulate
 
 STALLS = Jitter(seconds=0.01, ratios=(*[0.95] * 90, *[1.0] * 8, 2.0, 4.5))
 """One short step in a hundred takes twice as long, one 4.5 times; the mean is 1."""

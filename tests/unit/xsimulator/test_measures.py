@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xgpt.errors import InputError
-from xgpt.schema import Constraint
-from xgpt.schema.step_log import Arrival, StepRecord
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Constraint
+from xgpt.core.schema.step_log import Arrival, StepRecord
 from xsimulator.measures import Measured, RequestTimes, mean_gaps, measure, request_times
 
 S = 10**9

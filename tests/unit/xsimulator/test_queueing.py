@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.schema import Goal, Histogram, Workload
+from xgpt.core.schema import Goal, Histogram, Workload
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS, Performance

@@ -11,15 +11,15 @@ from benchmarks.lib.exact_reuse import exact_share
 from tests.fakes import FakeExecutor
 from tools.make_workload import main
 from tools.structured import conversations, shared_prompts
-from xgpt.app.simulating import reused_share
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.reuse import ReuseCurve, _greater_before
-from xgpt.schema import KvPromise
-from xgpt.schema.step_log import StepRecord
-from xgpt.workload import TraceLengths
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.reuse import ReuseCurve, _greater_before
+from xgpt.core.schema import KvPromise
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import TraceLengths
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.run import reused_share
 
 BLOCK = 16
 

@@ -2,8 +2,8 @@
 
 import json
 
-from xgpt.policies import Chunk, Step
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.policies import Chunk, Step
+from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import Span
 from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from xgpt.errors import InputError, nearest
-from xgpt.schema import Plan
+from xgpt.core.errors import InputError, nearest
+from xgpt.core.schema import Plan
 from xrunner.server.access.keys import Key
 from xrunner.server.api.errors import ApiError
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xrunner.server.access.keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready"})

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.errors import InputError, nearest
-from xgpt.numbers import decimal
-from xgpt.schema import ANYONE, Account
+from xgpt.core.errors import InputError, nearest
+from xgpt.core.numbers import decimal
+from xgpt.core.schema import ANYONE, Account
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
 from xrunner.server.api.errors import refuse
 from xrunner.server.api.protocol import GenerationRequest
 

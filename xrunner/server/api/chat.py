@@ -15,7 +15,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xrunner.server.api.call_formats import call_format
 
 Message = dict[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from xgpt import __version__
-from xgpt.schema import ModelSpec
+from xgpt.core.schema import ModelSpec
+from xgpt.core.version import __version__
 from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from xgpt.numbers import decimal
+from xgpt.core.numbers import decimal
 from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.protocol import (
     MAX_DEADLINE_S,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
 

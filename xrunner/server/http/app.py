@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xgpt.pages import render_live
 from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts

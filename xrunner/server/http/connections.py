@@ -19,7 +19,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.server.access.hosts import OPEN_PATHS
 from xrunner.server.api.errors import ApiError, error_response
 from xrunner.server.request_info import ABORT

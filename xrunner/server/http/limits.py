@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xgpt.errors import InputError
-from xgpt.schema import Plan
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Plan
 from xrunner.server.api.allowance import OutputRule
 
 

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.allowance import check_tokens
 from xrunner.server.api.errors import ApiError, refuse

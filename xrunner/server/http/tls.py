@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 
 CERTIFICATE, KEY = "ssl_certfile", "ssl_keyfile"
 

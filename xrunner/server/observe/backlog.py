@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 from math import ceil, exp, inf
 from typing import NamedTuple
 
-from xgpt.schema import ANYONE, Account, Plan
+from xgpt.core.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
 """Share of its memory that must be filled before a rate is given."""
@@ -125,7 +125,7 @@ class Backlog:
         or a long one would never be accepted. A full phase lasts as long as planned, at the recent pace, and a smaller
         one less; with several replicas, each with its own phases, the present one counts as full and just begun. From
         its admission on, an output takes the planned latency. Assumes that each account's requests enter in the order
-        of arrival, and accounts as `xgpt.policies.admission` says.
+        of arrival, and accounts as `xgpt.core.policies.admission` says.
 
         Args:
             slowness: measured over predicted time of steps.

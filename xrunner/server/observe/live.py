@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.schema import Histogram
+from xgpt.core.schema import Histogram
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.watch import MAX_HISTORY, Watch
 from xrunner.server.served import ServedEngine

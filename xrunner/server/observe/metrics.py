@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from xgpt.schema import Account, Decision
+from xgpt.core.schema import Account, Decision
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine
 

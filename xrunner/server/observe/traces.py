@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 
-from xgpt import __version__
+from xgpt.core.version import __version__
 from xrunner.server.request_info import RequestInfo
 
 CLOSE_S = 3.0

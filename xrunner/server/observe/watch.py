@@ -1,6 +1,6 @@
 """Observe how a served plan performs, have it judged when lengths or pace change, and switch to a better plan.
 
-Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.schema.Planner`), and so do the
+Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.core.schema.Planner`), and so do the
 test for changes and the summary of lengths; the loop itself only lists the requests of the window.
 """
 
@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from xgpt.errors import XgptError
-from xgpt.observation import Seen
-from xgpt.observer import Observer, Snapshot
-from xgpt.schema import Decision, Observation, Plan, Planner
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import XgptError
+from xgpt.core.schema import Decision, Observation, Plan, Planner
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.observation.observer import Observer, Snapshot
+from xgpt.observation.windows import Seen
 
 logger = logging.getLogger(__name__)
 

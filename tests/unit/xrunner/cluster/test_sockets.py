@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.cluster import sockets
 
 

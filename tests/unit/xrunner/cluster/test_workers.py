@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zmq
 
 from tests.fakes import eventually
-from xgpt.errors import MachineError
+from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster import nodes
 from xrunner.cluster.launching import LauncherSettings

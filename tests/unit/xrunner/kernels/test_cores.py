@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.lib.served_plans import PLANS, one_lane, plan, served
-from xgpt.schema import Plan
+from xgpt.core.schema import Plan
 from xrunner.kernels.cores import own_cores, take_cores
 
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

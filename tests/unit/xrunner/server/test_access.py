@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
-from xgpt.errors import InputError
-from xgpt.schema import Account
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Account
 from xrunner.server import AllowedHosts, ApiKeys, check_exposure, log_json
 from xrunner.server.access.keys import Key
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt import policies
-from xgpt.app.simulating import clock_of
-from xgpt.schema import ANYONE, Plan
-from xgpt.workload import sample
+from xgpt.core import policies
+from xgpt.core.schema import ANYONE, Plan
+from xgpt.core.workload import sample
 from xrunner.server.observe.backlog import Backlog
 from xscheduler.schedule import Scheduler
 from xsimulator.events import SimulatedEngine, SimulatedRequest
+from xsimulator.run import clock_of
 
 OF = problem("opt-13b", "h200x1", "summarization", 6.0)
 

@@ -22,7 +22,7 @@ from tests.fakes import (
     fake_engine,
     running,
 )
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xrunner.server import ChatTemplate, load_tokenizer
 from xrunner.server.api.chat import load_chat_template
 

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
-from xgpt.errors import InputError
-from xgpt.schema import Account, Constraint
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Account, Constraint
 from xrunner.server import ApiKeys, Watch, log_json
 from xrunner.server.access.keys import Key
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.fakes import SPEC, FakeExecutor, byte_codec, eventually, fake_app, fake_engine, fake_plan, running
-from tests.unit.xgpt.policies.test_in_time import nanosecond_a_token
-from xgpt.errors import InputError
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.policies.admission import make_queue
-from xgpt.schema import Account, Admission, AdmissionOrder, Histogram, StaticSettings, Workload
+from tests.unit.xgpt.core.policies.test_in_time import nanosecond_a_token
+from xgpt.core.errors import InputError
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.policies.admission import make_queue
+from xgpt.core.schema import Account, Admission, AdmissionOrder, Histogram, StaticSettings, Workload
 from xrunner.server import ApiKeys, Limits, Watch
 from xrunner.server.access.keys import Key
 from xrunner.server.access.quota import Quotas

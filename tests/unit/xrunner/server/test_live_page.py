@@ -10,7 +10,7 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from tests.fakes import FakeExecutor, fake_app, fake_engine, fake_plan, running
 from tests.unit.xrunner.server.test_watch import FakePlanner, ask
-from xgpt.schema import Decision
+from xgpt.core.schema import Decision
 from xrunner.server import Watch
 
 FLAGS = (

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from xgpt.client import ClientRequest, replay
-from xgpt.errors import InputError, MachineError
+from xgpt.core.errors import InputError, MachineError
 from xrunner.server.http.connections import most_connections
 from xrunner.server.http.tls import server_context
 
@@ -193,7 +193,7 @@ def test_an_engine_that_has_failed_ends_the_process() -> None:
     program = """
 import sys
 from tests.fakes import *
-from xgpt.errors import XgptError
+from xgpt.core.errors import XgptError
 from xrunner.server import serve
 try:
     serve(fake_app(fake_engine(FakeExecutor(fail_at=7))), "127.0.0.1", 0)

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
-from xgpt.errors import InputError
-from xgpt.schema import Account, Constraint, Plan, RequestClass
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Account, Constraint, Plan, RequestClass
 from xrunner.server import ApiKeys, Classes, Watch
 
 ALICE, BOB, OPS = "alices-alices-alices", "bobs-bobs-bobs-bobs=", "operators-operators"

@@ -10,8 +10,8 @@ import pytest
 
 from tests.fakes import STAGES, FakeExecutor, eventually, expected_tokens, fake_app, fake_plan, running
 from tests.unit.xrunner.server.test_watch import FakePlanner
-from xgpt.policies import LaneSettings, OneLane, Pool
-from xgpt.schema import Observation, OrcaSettings, Plan, Proposal
+from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import Observation, OrcaSettings, Plan, Proposal
 from xrunner.engine import Engine
 from xrunner.server import ApiKeys, Watch
 

@@ -27,8 +27,8 @@ from tests.fakes import (
     fake_plan,
     running,
 )
-from xgpt.errors import MachineError
-from xgpt.policies import BlockTable, LaneSettings, OneLane, Pool, Step
+from xgpt.core.errors import MachineError
+from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve

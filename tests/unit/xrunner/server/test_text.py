@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from tests.fakes import byte_codec
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 from xrunner.server.api.text import REPLACEMENT, Detokenizer, StopStrings, TextCodec, load_tokenizer
 from xrunner.server.api.writers import ChatWriter, CompletionWriter, Delta
 

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
-from xgpt.app.serve.serving import open_tracer
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
+from xgpt.serving.serve import open_tracer
 from xrunner.server import ApiKeys
 from xrunner.server.observe.traces import Tracer
 
@@ -134,7 +134,7 @@ def test_traces_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_collector_that_is_gone_does_not_hold_up_the_end() -> None:
     program = """
 from tests.fakes import *
-from xgpt.app.serve.serving import open_tracer
+from xgpt.serving.serve import open_tracer
 import httpx, time
 with socket.create_server(("127.0.0.1", 0)) as unused:
     port = unused.getsockname()[1]
@@ -159,12 +159,12 @@ def test_nothing_is_loaded_that_was_not_asked_for() -> None:
     program = """
 import sys
 from tests.fakes import *
-from xgpt.app.serve.serving import open_tracer
+from xgpt.serving.serve import open_tracer
 assert open_tracer(None) is None
 fake_app(fake_engine(FakeExecutor()))
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 sys.modules["opentelemetry"] = None  # as where it is not installed
-from xgpt.errors import InputError
+from xgpt.core.errors import InputError
 try:
     open_tracer("http://127.0.0.1:4318")
 except InputError as error:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.fakes import SPEC, FakeExecutor, eventually, fake_app, fake_engine, fake_plan, running
-from xgpt.app.replanning import NICENESS, BackgroundPlanner, observe_source
-from xgpt.errors import InputError, MachineError
-from xgpt.observation import observe, observe_lengths
-from xgpt.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
+from xgpt.observation.windows import observe, observe_lengths
 from xrunner.server import Watch
+from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_source
 from xscheduler.schedule import Scheduler
 
 
@@ -136,7 +136,7 @@ def test_lengths_are_not_told_in_the_loops_thread(path: str, monkeypatch: pytest
         in_loop.append(asyncio._get_running_loop() is not None)
         return observe(*args)
 
-    monkeypatch.setattr("xgpt.observer.observe", noting)
+    monkeypatch.setattr("xgpt.observation.observer.observe", noting)
     with running(fake_app(fake_engine(FakeExecutor()))) as url:
         ask(url, 3, 4)
         told = get(url, path).text

@@ -13,9 +13,9 @@ from tests import fake_vllm
 from tests.fakes import eventually, expected_tokens, fake_app, fake_plan, running
 from tests.unit.xrunner.server.test_watch import FakePlanner, ask, get
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
-from xgpt.errors import InputError, MachineError
-from xgpt.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
-from xgpt.schema.step_log import StepRecord
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
+from xgpt.core.schema.step_log import StepRecord
 from xrunner.generation import Generation, Token
 from xrunner.server import Watch
 from xrunner.vllm import instance

@@ -11,11 +11,10 @@ from click.testing import CliRunner
 
 from tests.vllm.plans import exportable, here, plan_with
 from xgpt.cli import cli
-from xgpt.errors import InputError, MachineError
-from xgpt.io import dump_json, sha256
-from xgpt.policies import Request
-from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import (
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import dump_json, sha256
+from xgpt.core.policies import Request
+from xgpt.core.schema import (
     Account,
     Admission,
     Arrival,
@@ -30,6 +29,7 @@ from xgpt.schema import (
     StepRecord,
     WaaSettings,
 )
+from xgpt.resolve import load_cluster, load_model
 from xrunner.vllm.channel import (
     Accepted,
     Cancel,

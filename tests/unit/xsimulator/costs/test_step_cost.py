@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from xgpt.core.schema import Surface
 from xgpt.resolve import load_cluster, load_model
-from xgpt.schema import Surface
 from xprofiler import analytic
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.costs.step_cost import LaneCost

@@ -9,9 +9,9 @@ import pytest
 
 from tests.contract.scenarios import problem
 from tests.contract.test_counts import by_counts, one_by_one
-from xgpt.app.plan.planning import plan_each
-from xgpt.schema import Constraint, Plan
-from xgpt.workload import poisson_arrivals, sample
+from xgpt.core.schema import Constraint, Plan
+from xgpt.core.workload import poisson_arrivals, sample
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, CapacitySearch, Trial, capacity
 from xsimulator.counts.arrivals import Stream

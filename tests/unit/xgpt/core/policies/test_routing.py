@@ -1,0 +1,51 @@
+"""Requests go where their prompts' beginnings lie, unless that replica has much more to do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.fakes import fake_plan
+from tools.structured import conversations, shared_prompts
+from xgpt.core.policies.routing import BLOCKS_A_KEY, Router, share_of_replica
+from xgpt.core.reuse import ReuseCurve
+from xgpt.core.workload import TraceLengths
+
+A, B = (b"a1", b"a2", b"a3"), (b"b1", b"b2")
+
+
+def test_where_the_longest_beginning_lies_or_else_the_fewest_are() -> None:
+    router = Router(3, slack=2)
+    assert [router.route(A), router.route(B), router.route(())] == [0, 1, 2]
+    assert router.route((*A[:2], b"other")) == 0
+    assert router.route(B) == 1
+    assert router.route(A) == 0
+    assert router.load == [3, 2, 1]
+    assert router.route(A) == 0, "two more than the least is not too many"
+    assert router.route(A) == 2, "three are"
+    assert router.route(A) == 2, "where its beginning lies now"
+    for number in (0, 0, 0, 0):
+        router.leave(number)
+    assert router.route(B) == 1 and router.load == [0, 3, 3]
+
+
+def found(trace: TraceLengths, tokens: float) -> float:
+    return ReuseCurve(trace, 16).share(tokens)
+
+
+def test_a_replica_finds_nearly_as_much_as_one_that_has_all_requests() -> None:
+    """With half of the requests and a quarter of the memory; routed one by one in turns it finds much less."""
+    plan = fake_plan(replicas=4, block_size=16)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"decode_batch": 16.0})})
+    for make, kept in ((shared_prompts, 20_000), (conversations, 12_000)):
+        trace = make(6000, np.random.default_rng(0))
+        mine = share_of_replica(trace, plan)
+        assert 0.2 < len(mine.input) / 6000 < 0.3
+        in_turns = trace.take(np.arange(0, 6000, 4))
+        assert found(mine, kept) > found(in_turns, kept) + 0.1
+        assert found(mine, kept) > found(trace, 4 * kept) - 0.15
+
+
+def test_one_replica_has_all_requests() -> None:
+    trace = shared_prompts(50, np.random.default_rng(0))
+    assert share_of_replica(trace, fake_plan()) is trace
+    assert BLOCKS_A_KEY > 1

@@ -1,0 +1,219 @@
+"""The page on which one plans: its answers, its server, and the page itself in a browser where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.browser import CHROMIUM, browser
+from xgpt.core.errors import InputError
+from xgpt.exploring.explore import Explorer
+from xgpt.exploring.ui import MOST_BYTES, Worker
+
+ONE = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "orca", "latency_bound_s": 8}
+MANY = {"model": "gpt3-175b", "cluster": "a40x32", "workload": "translation", "latency_bound_s": 40}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The page's address, as `xgpt ui` says it."""
+    command = [sys.executable, "-m", "xgpt", "ui", "--port", "0", "--no-browser"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        yield process.stderr.readline().split()[2]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130)
+        process.stderr.close()
+
+
+def ask(url: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    headers = {"Content-Type": "application/json"}
+    with httpx.stream("POST", f"{url}ask", content=json.dumps(asked), headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            yield json.loads(line)
+
+
+def test_an_answer_comes_part_by_part_and_settles_on_what_plan_writes() -> None:
+    parts = list(Explorer().answers(ONE | {"current": "vllm serve x"}))
+    told = [part["part"] for part in parts]
+    assert told == ["plans", "trade-off", "timeline", "looser", "plans", *["timeline"] * (len(told) - 6), "current"]
+    first, settled = parts[0], parts[4]
+    assert not first["settled"] and settled["settled"]
+    assert first["rows"][0]["rate_per_s"] == pytest.approx(settled["rows"][0]["rate_per_s"], rel=0.1)
+    assert {row["policy"] for row in first["rows"]} == {line["name"] for line in parts[1]["lines"]}
+    rates = [row["rate_per_s"] for row in parts[3]["rows"]]
+    assert rates == sorted(rates)
+    assert "times as many" in parts[-1]["gain"]
+    from xgpt import plan
+
+    mine = plan(**ONE)
+    assert json.loads(settled["plan"])["policy"] == mine.policy.model_dump(mode="json")
+
+
+def test_what_is_drawn_is_what_is_settled_on() -> None:
+    """Simulation may choose another policy than closed forms do."""
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 15}
+    parts = list(Explorer().answers(asked))
+    (plan,) = (json.loads(part["plan"]) for part in parts if part["part"] == "plans" and part["settled"])
+    drawn = [part["rows"] for part in parts if part["part"] == "timeline"]
+    assert len(drawn[-1]) == len(plan["stages"])
+
+
+@pytest.mark.parametrize(("asked", "within_s"), [(ONE, 0.3), (MANY, 1.5)])
+def test_the_next_bound_is_answered_at_once(asked: dict[str, Any], within_s: float) -> None:
+    explorer = Explorer()
+    for part in explorer.answers(asked):
+        if part["part"] == "trade-off":
+            break
+    begin_s = time.process_time()
+    first = next(explorer.answers(asked | {"latency_bound_s": 1.1 * asked["latency_bound_s"]}))
+    assert first["part"] == "plans"
+    assert time.process_time() - begin_s < within_s
+
+
+def test_a_bound_that_nothing_keeps_has_a_trade_off_and_the_nearest() -> None:
+    parts = Explorer().answers(ONE | {"latency_bound_s": 0.05, "objective": "saturated"})
+    first = next(parts)
+    assert first["part"] == "infeasible" and first["nearest_bound_s"] > 0.05
+    assert next(parts)["part"] == "trade-off"
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(InputError, match="did you mean"):
+        next(Explorer().answers(ONE | {"model": "llama-3.1-8bb"}))
+
+
+def test_the_server_answers_this_page_alone(url: str) -> None:
+    assert "<title>Plan" in httpx.get(url).text
+    assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
+    plain = httpx.post(f"{url}ask", content=json.dumps(ONE), headers={"Content-Type": "text/plain"})
+    assert plain.status_code == 415
+    for wrong in ("[]", "{"):
+        assert httpx.post(f"{url}ask", content=wrong, headers={"Content-Type": "application/json"}).status_code == 400
+    (part, end) = ask(url, {"model": "nothing", "latency_bound_s": 8})
+    assert part["part"] == "error" and "give a path or one of" in part["reason"] and end["part"] == "end"
+    (part, _) = ask(url, {**ONE, "current": 5})
+    assert part["part"] == "error" and "current" in part["reason"]
+    (part, _) = ask(url, {"nonsense": 1, "latency_bound_s": 8})
+    assert part["part"] == "error" and "nonsense" in part["reason"]
+
+
+def test_a_newer_question_supersedes_the_one_before(url: str) -> None:
+    slow, begin_s = ask(url, MANY), time.monotonic()
+    assert next(slow)["part"] == "plans"
+    quick = list(ask(url, ONE | {"objective": "saturated"}))
+    assert quick[-1]["part"] == "end" and quick[-2]["settled"]
+    rest = [part["part"] for part in slow]
+    assert "end" not in rest
+    assert time.monotonic() - begin_s < 30
+
+
+def test_a_trace_becomes_a_workload(url: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{url}trace?name=../mine.csv", content="input,output\n10,4\n30,8\n", headers=headers)
+    assert answer.json()["mean"] == {"input": 20, "output": 6} and answer.json()["workload"]["name"] == "mine"
+    for odd in ("x" * 300, "a%00b.csv", ""):
+        answer = httpx.post(f"{url}trace?name={odd}", content="input,output\n10,4\n", headers=headers)
+        assert answer.status_code == 200 and len(answer.json()["workload"]["name"]) <= 64
+    wrong = httpx.post(f"{url}trace?name=mine.csv", content="input,output\n10,-4\n", headers=headers)
+    assert wrong.status_code == 400 and "-4" in wrong.json()["error"] and "/tmp" not in wrong.json()["error"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_one_plans_in_a_browser(url: str, tmp_path: Path) -> None:
+    with browser(tmp_path / "profile") as page:
+        page.open(f"{url}#model=llama-3.1-8b&cluster=h200x1&workload=orca&bound=8")
+        page.wait("document.body?.dataset.state === 'settled'")
+        assert page.run("document.querySelectorAll('#policies tr').length") == 4
+        assert page.run("document.querySelectorAll('#trade-off path').length") == 4
+        assert page.run("document.querySelectorAll('#timeline rect.step').length") > 10
+        settled = page.run("document.getElementById('rate').textContent")
+        page.run("document.getElementById('pin').click()")
+        rates, took_ms = [], []
+        for position in (300, 500, 700, 900):
+            page.run(
+                f"(() => {{ const slider = document.getElementById('slider'); slider.value = {position};"
+                "delete document.body.dataset.firstMs; slider.dispatchEvent(new Event('input')); })()"
+            )
+            page.wait("document.body.dataset.firstMs !== undefined || !document.getElementById('trouble').hidden")
+            took_ms.append(float(page.run("document.body.dataset.firstMs ?? 0")))
+            rates.append(float(page.run("document.getElementById('throughput').textContent")))
+        assert all(looser >= 0.99 * tighter for tighter, looser in pairwise(rates)), rates
+        print("ms to the first answer:", took_ms)
+        assert page.run("document.querySelectorAll('#pins tr td')[3].textContent") == settled
+        page.run("document.querySelector('#pins button').click()")
+        page.wait("document.body.dataset.state === 'settled'")
+        assert page.run("document.getElementById('bound').value") == "8"
+        assert page.run("document.getElementById('command').textContent").endswith("--workload orca --latency-bound 8")
+        page.run("Object.assign(document.getElementById('bound'), {value: '0.01'}).dispatchEvent(new Event('input'))")
+        page.wait("!document.getElementById('nearest').hidden && document.body.dataset.state === 'settled'")
+        page.run("document.getElementById('nearest').click()")
+        page.wait("document.getElementById('trouble').hidden && document.body.dataset.state === 'settled'")
+        unnamed = (
+            "[...document.querySelectorAll('input, select, textarea')].filter((e) => !e.labels.length && !e.ariaLabel)"
+        )
+        assert page.run(f"{unnamed}.length") == 0
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        page.shoot(tmp_path / "phone.png")
+        assert page.complaints == []
+
+
+def test_the_process_may_end_and_the_page_goes_on(url: str) -> None:
+    children = subprocess.check_output(["pgrep", "-f", "xgpt.exploring.explore"], text=True).split()
+    for child in children:
+        if b"xgpt.exploring.explore" in Path(f"/proc/{child}/cmdline").read_bytes():
+            parent = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1]
+            if f"--port\0{0}" in Path(f"/proc/{parent}/cmdline").read_text():
+                os.kill(int(child), signal.SIGKILL)
+    parts = list(ask(url, ONE | {"objective": "saturated"}))
+    if parts[-1]["part"] == "error":  # the question met the process in its end
+        parts = list(ask(url, ONE | {"objective": "saturated"}))
+    assert parts[-1]["part"] == "end"
+
+
+def test_a_body_in_chunks_is_no_longer_than_another(url: str) -> None:
+    """Its length was looked up in a header that it does not have."""
+    headers = {"Content-Type": "application/json"}
+    parts = (b" " * 2**20 for _ in range(MOST_BYTES // 2**20 + 1))
+    answer = httpx.post(f"{url}ask", content=parts, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()) == (413, {"error": f"at most {MOST_BYTES} bytes"})
+
+
+@pytest.mark.parametrize("noticed", ["gone", "silent"])
+def test_a_question_right_behind_the_end_of_the_process_is_answered(noticed: str) -> None:
+    """It had the last word of the process that was gone for its answer, or might have waited for ever."""
+
+    async def parts() -> list[str]:
+        worker = Worker()
+        try:
+            await worker.start()
+            process = worker._process
+            assert process is not None
+            await worker._is_ready.wait()
+            process.kill()
+            reading = worker._reading
+            assert reading is not None
+            while process.returncode is None if noticed == "gone" else not reading.done():
+                await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                return [json.loads(part)["part"] async for part in worker.answers(ONE | {"latency_bound_s": 0.05})]
+        finally:
+            await worker.stop()
+
+    assert "error" not in asyncio.run(parts())

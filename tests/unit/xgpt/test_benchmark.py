@@ -1,0 +1,193 @@
+"""What a bench makes of a log: the machine's pace, and the model's error at that pace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.benchmark import Load, bench_plan, draw
+from xgpt.cli import render
+from xgpt.client import ClientResult
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.io import StepLogWriter
+from xgpt.core.schema import BenchReport, Constraint, StepRecord
+from xgpt.core.workload import TraceLengths
+from xscheduler.schedule import Scheduler
+from xsimulator.run import outstanding_requests, read_log, requests_to_end, run_requests
+
+OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
+PACE = 1.4
+
+
+def benched(
+    kind: str,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    headroom: float = 0.0,
+    *,
+    slow_after: bool = False,
+    replicas: int = 1,
+    waits: bool = False,
+) -> BenchReport:
+    """A bench of a machine whose every step takes `PACE` times as long as the profile says, and which is else as it is
+    modelled.
+
+    Args:
+        slow_after: once the measured requests have ended, steps take ten times as long.
+        waits: every 40th step waits for a core ten times as long as it computes.
+    """
+    constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0, headroom=headroom)
+    plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0].model_copy(update={"replicas": replicas})
+
+    @contextmanager
+    def server(plan: Any, directory: Path, step_log: Path) -> Iterator[str]:
+        drawn = draw(plan, load, np.random.default_rng(0))
+        slow = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": PACE})})
+        with closing(StepLogWriter(step_log)) as write:
+            of_each = (every(number, replicas, TraceLengths(*drawn[:3])) for number in range(replicas))
+            logs = [run_requests(slow, OF.profile, requests, drawn.max_output) for requests in of_each]
+            log = sorted(
+                (renumbered(record, number, replicas) for number, of_one in enumerate(logs) for record in of_one),
+                key=lambda record: record.end_ns,
+            )
+            log = list(waiting(log)) if waits else log
+            measured = set(range(load.num_requests))
+            last_ns = max(record.end_ns for record in log if measured & set(record.finished))
+            for record in log:
+                if slow_after and record.start_ns >= last_ns:
+                    later = {name: 10 * getattr(record, name) - 9 * last_ns for name in ("start_ns", "end_ns")}
+                    record = record._replace(**later)
+                write(record)
+        yield "http://127.0.0.1:1"
+
+    async def replay(url: str, requests: list[Any], *, concurrency: int | None, **_: Any) -> list[ClientResult]:
+        assert concurrency == (None if load.arrivals else replicas * outstanding_requests(plan))
+        return [ClientResult(0.0, 1.0) for _ in requests]
+
+    monkeypatch.setattr("xgpt.benchmark.replay", replay)
+    return bench_plan(plan, load, np.random.default_rng(0), profile=OF.profile, server=server)[0]
+
+
+def every(number: int, replicas: int, requests: TraceLengths) -> TraceLengths:
+    """The requests of a replica, where they take turns."""
+    return requests.take(range(number, len(requests.input), replicas))
+
+
+def renumbered(record: StepRecord, number: int, replicas: int) -> StepRecord:
+    """A record with requests numbered as all replicas' are, of a replica that numbered its own."""
+
+    def of(id_: int) -> int:
+        return id_ * replicas + number
+
+    return record._replace(
+        encode=tuple((of(id_), start, length) for id_, start, length in record.encode),
+        decode=tuple(map(of, record.decode)),
+        finished=tuple(map(of, record.finished)),
+        arrivals=tuple(arrival._replace(id=of(arrival.id)) for arrival in record.arrivals),
+        preempted=tuple(map(of, record.preempted)),
+        replica=number,
+    )
+
+
+def waiting(log: list[StepRecord]) -> Iterator[StepRecord]:
+    """The steps, of which every 40th waits for a core ten times as long as it computes."""
+    late_ns = 0
+    for i, record in enumerate(log):
+        wait_ns = 10 * (record.end_ns - record.start_ns) if i % 40 == 39 else 0
+        arrivals = tuple(arrival._replace(arrival_ns=arrival.arrival_ns + late_ns) for arrival in record.arrivals)
+        start_ns, end_ns = record.start_ns + late_ns, record.end_ns + late_ns + wait_ns
+        yield record._replace(start_ns=start_ns, end_ns=end_ns, arrivals=arrivals, core_wait_ns=wait_ns)
+        late_ns += wait_ns
+
+
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_batches_that_end_together_can_be_measured(count: int) -> None:
+    plan = Scheduler(OF).best(["orca"])
+    total = requests_to_end(plan, count) + outstanding_requests(plan)
+    alike = TraceLengths(np.full(total, 100), np.full(total, 40), None)
+    log, num_ended = [], 0
+    for record in run_requests(plan, OF.profile, alike, 40):
+        log.append(record)
+        num_ended += len(record.finished)
+        if num_ended >= requests_to_end(plan, count):
+            break
+    assert read_log(plan, plan.workload, log, count, saturated=True).num_requests >= count
+
+
+@pytest.mark.parametrize("kind", ["chunked", "orca", "rra", "static"])
+def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    load = Load(300, arrivals=ArrivalProcess.at([(2.0, 40.0), (5.0, None)]))
+    report = benched(kind, load, monkeypatch)
+    assert report.pace == pytest.approx(PACE, rel=1e-3)
+    assert report.arrival_rate_per_s == pytest.approx(300 / (40 + 220 / 5))
+    assert report.figure("tpot_p50_s").error < -0.2
+    for figure in report.figures:
+        assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
+    notes = " ".join(render.bench_notes(report))
+    assert "steps took 40.0% longer than the profile says" in notes and "goodput at" in notes
+    assert len(render.bench_table(report).rows) == len(report.figures)
+    assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
+
+
+def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = benched("rra", Load(60, arrivals=ArrivalProcess.at(5.0)), monkeypatch, slow_after=True)
+    assert report.pace == pytest.approx(PACE, rel=1e-3)
+    assert report.figure("whole_mean_s").error_at_pace == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("arrivals", [None, ArrivalProcess.at(5.0)])
+def test_what_others_took_of_the_cores_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, arrivals: ArrivalProcess | None
+) -> None:
+    report = benched("chunked", Load(100, arrivals=arrivals), monkeypatch, waits=True)
+    waits = report.core_waits
+    assert waits is not None
+    assert abs(report.figure("itl_p99_s").error_at_pace or 0.0) > 0.05  # no pace stands for one step in forty
+    assert waits.gaps.error_at_pace == pytest.approx(0.0, abs=1e-3)
+    assert waits.pace == pytest.approx(PACE, rel=1e-3)
+    assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.1)
+    assert report.pace is not None and report.pace > 1.05 * PACE
+    assert f"{waits.seconds:.1f} s in all; without that the pace is 1.400" in " ".join(render.bench_notes(report))
+
+
+def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert benched("chunked", Load(60), monkeypatch).core_waits is None
+
+
+@pytest.mark.parametrize("kind", ["chunked", "rra"])
+def test_saturated_the_drawn_requests_are_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Few requests draw other lengths than a long run has, which is neither the plan's fault nor the machine's."""
+    report = benched(kind, Load(60), monkeypatch)
+    for figure in report.figures:
+        assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
+    throughput = report.figure("throughput_rps")
+    drawn = PACE * throughput.measured / throughput.predicted - 1
+    assert f"move throughput by {100 * drawn:+.1f}%" in " ".join(render.bench_notes(report))
+    assert report.bound_kept is None  # it is one on requests that arrive
+
+
+def test_saturated_the_prediction_is_what_the_plan_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    throughput = benched("chunked", Load(1500), monkeypatch).figure("throughput_rps")
+    assert throughput.error == pytest.approx(PACE - 1, abs=0.06)
+
+
+@pytest.mark.parametrize("kind", ["orca", "rra"])
+def test_two_replicas_are_measured_as_one_is(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Twice the throughput, and the latencies of one: their steps, mixed in one log, are not those of one engine."""
+    one = benched(kind, Load(800), monkeypatch)
+    two = benched(kind, Load(1600), monkeypatch, replicas=2)
+    assert two.pace == pytest.approx(PACE, rel=1e-3)
+    for metric, times in (("throughput_rps", 2), ("latency_s", 1), ("ttft_s", 1), ("itl_p99_s", 1)):
+        assert two.figure(metric).measured == pytest.approx(times * one.figure(metric).measured, rel=0.15), metric
+
+
+def test_arrivals_at_two_replicas_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = benched("chunked", Load(600, arrivals=ArrivalProcess.at(20.0)), monkeypatch, replicas=2)
+    for metric in ("throughput_rps", "whole_mean_s", "ttft_mean_s"):
+        assert report.figure(metric).error_at_pace == pytest.approx(0.0, abs=0.05), metric

@@ -1,0 +1,120 @@
+"""The report of a plan: self-contained, escaped, and clean in a browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.cli.render import plans_table
+from xgpt.core.schema import Capacity, Plan
+from xgpt.pages import render
+from xgpt.reporting.report import NUM_REQUESTS, report
+from xscheduler.schedule import Scheduler
+from xscheduler.space import POLICIES
+from xsimulator.run import simulate
+
+HOSTILE = "</style><script>alert(1)</script>'\"&$x^2$"
+
+
+def a_plan(kind: str, latency_bound_s: float | None = 4.0) -> Plan:
+    return Scheduler(problem("llama-3.1-8b", "h200x1", "orca", latency_bound_s)).best((kind,))
+
+
+def page_of(plan: Plan) -> str:
+    return report(plan, problem("llama-3.1-8b", "h200x1", "orca").profile, np.random.default_rng(0))
+
+
+@pytest.fixture(scope="module")
+def hostile_page() -> str:
+    plan = a_plan("chunked")
+    named = {
+        "model": plan.model.model_copy(update={"name": HOSTILE}),
+        "cluster": plan.cluster.model_copy(update={"name": HOSTILE, "price_per_device_hour": 2.5}),
+        "workload": plan.workload.model_copy(update={"name": HOSTILE}),
+        "estimate": plan.estimate.model_copy(update={"warnings": (HOSTILE,), "cost_per_million_tokens": 0.5}),
+        "search": plan.search.model_copy(update={"bound": HOSTILE}),
+    }
+    return page_of(plan.model_copy(update=named))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in POLICIES if kind != "waa"])
+def test_the_report_says_what_the_plan_says(kind: str) -> None:
+    plan = a_plan(kind)
+    page = page_of(plan)
+    e = plan.estimate
+    for said in (plan.model.name, plan.search.bound, plan.profile.sha256, f"{e.latency_s:.3f}", "bound 4 s"):
+        assert said in page
+    assert page.count("data:image/svg+xml;base64,") == 5
+    assert page == page_of(plan), "same plan, same page"
+
+
+def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() -> None:
+    plan = a_plan("rra")
+    plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"sla": "request"})})
+    profile = problem("llama-3.1-8b", "h200x1", "orca").profile
+    measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0))
+    shown = re.search(r"latency at p99, s</td><td>[\d.]+</td><td>([\d.]+)</td>", page_of(plan))
+    assert shown is not None and shown[1] == f"{measured.request_latency_s:.3f}" != f"{measured.latency_s:.3f}"
+
+
+def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
+    plan = a_plan("static")
+    none = Capacity(rate_per_s=0, whole_s=0, share_kept=0, num_requests=2000, warm_up_requests=32, seed=0)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": none})})
+    assert "from arrival to the last token, p99, s</td><td>-</td><td>-</td>" in page_of(plan)
+    columns = {str(column.header): list(column.cells) for column in plans_table({"static": plan}).columns}
+    assert (columns["arrivals/s"], columns.get("whole s", ["-"])) == (["0.000"], ["-"])
+
+
+def test_nothing_is_loaded_and_nothing_runs(hostile_page: str) -> None:
+    assert "<script" not in hostile_page
+    assert hostile_page.count("</style>") == 1
+    assert "&lt;script&gt;alert(1)" in hostile_page
+    for address in re.findall(r"""(?:src|href)=["']([^"']*)""", hostile_page):
+        assert address.startswith("data:")
+    assert "url(" not in hostile_page
+    assert "@import" not in hostile_page
+
+
+def test_a_value_that_is_left_out_is_an_error() -> None:
+    with pytest.raises(Exception, match="heading"):
+        render("report.html")
+
+
+def test_a_browser_shows_it_without_complaint(hostile_page: str, tmp_path: Path) -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no chromium on this machine")
+    page, shot, paper = tmp_path / "report.html", tmp_path / "shot.png", tmp_path / "report.pdf"
+    page.write_text(hostile_page, encoding="utf-8")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-pdf-header-footer",
+        "--enable-logging=stderr",
+        "--window-size=1366,900",
+    ]
+    for output in (f"--screenshot={shot}", f"--print-to-pdf={paper}"):
+        ran = subprocess.run(
+            [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", output, page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert "CONSOLE" not in ran.stderr, ran.stderr
+    assert shot.read_bytes().startswith(b"\x89PNG")
+    assert shot.stat().st_size > 20_000, "more than an empty page"
+    assert paper.read_bytes().startswith(b"%PDF")

@@ -1,0 +1,35 @@
+"""The load factor: the day, simulated, says how many replicas a load takes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xgpt.core.errors import InfeasibleError
+from xscheduler.fleet.sizes import FleetProblem, planning, solve_fleet
+
+
+def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:
+    """Return the load factor, and the replicas, of a load of 6.5 where `enough` replicas keep the share."""
+    monkeypatch.setattr(planning, "share_kept", lambda model, share: share)
+    simulated: Any = lambda replicas, interval_s: 1.0 if replicas.max() >= enough else 0.5  # noqa: E731
+    model: Any = SimpleNamespace(day=SimpleNamespace(requests=range(10)), simulate=simulated)
+    problem = FleetProblem(np.asarray([6.5]), np.ones((1, 1)), np.ones(1), np.ones(1), 1.0)
+    factor, solution, _ = planning._settled(model, problem, solve_fleet(problem), 0.99, 60.0)
+    return factor, int(solution.replicas[0, 0])
+
+
+@pytest.mark.parametrize(("enough", "factor"), [(6, 0.9), (7, 1.0), (8, 1.125), (9, 1.2375)])
+def test_the_factor_is_the_highest_of_those_that_come_to_the_fewest_replicas(
+    monkeypatch: pytest.MonkeyPatch, enough: int, factor: float
+) -> None:
+    """A controller that multiplied a growing load by a lower one would start the next replica too late."""
+    assert settled(monkeypatch, enough) == (pytest.approx(factor), enough)
+
+
+def test_a_share_that_no_factor_keeps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InfeasibleError, match=r"0\.5000 of the requests keep the bounds"):
+        settled(monkeypatch, 10**6)

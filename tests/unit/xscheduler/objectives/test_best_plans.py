@@ -1,0 +1,56 @@
+"""Which policies are planned for, and what stands in the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from xgpt import api
+from xgpt.reporting.plan_text import missing_in_words
+
+# T5-11B's encoder takes most of the time of a summary: divided by computation, most devices encode.
+SUBJECT = {"model": "t5-11b", "workload": "summarization", "latency_bound_s": 12, "objective": "saturated"}
+
+
+def plans_of(**asked):
+    return api.solve(**SUBJECT, **asked).plans
+
+
+@pytest.fixture(scope="module")
+def both():
+    return plans_of(cluster="a40x8", policy="waa")
+
+
+def test_waa_is_the_better_of_its_two_allocations(both):
+    assert list(both) == sorted(both, key=lambda kind: -both[kind].estimate.throughput_rps)
+    assert {plan.policy.allocation for plan in both.values()} == {"compute", "memory"}
+    throughputs = [plan.estimate.throughput_rps for plan in both.values()]
+    assert throughputs[0] > 1.05 * throughputs[1]
+    encoding = {
+        kind: sum(stage.tp for stage in plan.stages if stage.lane == "encode") / plan.devices_per_replica
+        for kind, plan in both.items()
+    }
+    assert encoding["waa-c"] >= encoding["waa-m"]
+
+
+@pytest.mark.parametrize(("kind", "allocation"), [("waa-c", "compute"), ("waa-m", "memory")])
+def test_each_allocation_can_be_asked_for(both, kind, allocation):
+    (alone,) = plans_of(cluster="a40x8", policy=kind).values()
+    assert alone.policy.kind == "waa" and alone.policy.allocation == allocation
+    assert alone.stages == both[kind].stages
+    assert alone.estimate.throughput_rps == both[kind].estimate.throughput_rps
+
+
+def test_auto_and_exegpt_show_both(both):
+    assert {"rra", "waa-c", "waa-m"} == set(plans_of(cluster="a40x8", policy="exegpt"))
+    found = plans_of(cluster="a40x8")
+    assert {"waa-c", "waa-m"} < set(found) and found["waa-m"].stages == both["waa-m"].stages
+
+
+def test_two_devices_can_be_divided_in_one_way():
+    (by_compute,) = plans_of(cluster="a40x8", policy="waa-c", devices=2).values()
+    (by_memory,) = plans_of(cluster="a40x8", policy="waa-m", devices=2).values()
+    assert (by_compute.policy.allocation, by_memory.policy.allocation) == ("compute", "memory")
+    assert by_compute.estimate.throughput_rps == by_memory.estimate.throughput_rps
+    plans = plans_of(cluster="a40x8", policy="waa", devices=2)
+    assert list(plans) == ["waa"]
+    assert missing_in_words("waa", plans) == ["waa: waa-c and waa-m divide these devices alike"]

@@ -1,0 +1,96 @@
+"""Re-planning by arrival rates: what a plan maximises is what it is judged by."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from xgpt.core import policies
+from xgpt.core.schema import Constraint, Observation, Plan
+from xgpt.core.workload import sample
+from xgpt.observation.windows import observe_lengths
+from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.replanning.replanner import propose
+from xsimulator.events import replay
+from xsimulator.run import simulate
+
+OF = problem("llama-3.1-8b", "h200x1", "azure-conv")
+
+
+@functools.cache
+def running() -> Plan:
+    subject = OF
+    constraint = Constraint(latency_bound_s=8.0, objective="arrivals")
+    return next(iter(plan_each(subject.under(constraint), "orca").values()))
+
+
+def observed(input_factor: float, output_factor: float, rate: float | None = None) -> Observation:
+    inputs, outputs = sample(OF.workload, 2000, np.random.default_rng(0))
+    lengths = [
+        np.maximum(1, (factor * of).astype(int)) for factor, of in ((input_factor, inputs), (output_factor, outputs))
+    ]
+    found = observe_lengths(lengths[0], lengths[1], OF.workload)
+    return found.model_copy(update={"arrival_rate_per_s": rate})
+
+
+def test_the_plan_that_keeps_a_higher_arrival_rate_takes_over() -> None:
+    decision, plan = propose(running(), OF.profile, observed(1.0, 0.5))
+    assert decision.best is not None and plan is not None
+    now, then = decision.running.arrival_rate_per_s, decision.best.arrival_rate_per_s
+    assert now is not None and then is not None
+    assert then >= 1.05 * now
+    assert decision.gain == pytest.approx(then / now - 1)
+    assert rate_of(plan) == then
+    assert plan.constraint == running().constraint
+    assert decision.best.latency_s * (1 + plan.constraint.headroom) <= 8.0
+
+
+def test_an_encoder_decoder_goes_over_to_a_plan_for_other_lengths() -> None:
+    of = problem("t5-11b", "h200x1", "translation")
+    constraint = Constraint(latency_bound_s=6.0)
+    plan = next(iter(plan_each(of.under(constraint), "orca").values()))
+    inputs, outputs = sample(of.workload, 2000, np.random.default_rng(0))
+    shorter = observe_lengths(inputs // 2 + 1, outputs // 3 + 1, of.workload)
+    decision, other = propose(plan, of.profile, shorter)
+    assert other is not None and decision.gain > 0.05
+    measured, log = simulate(other, of.profile, shorter.workload, 300, np.random.default_rng(1))
+    assert measured.latency_s <= 6.0
+    schedule = policies.build(plan)
+    assert schedule.apply(policies.build(other)) == (decision.action == "swap")
+    assert replay(policies.build(other), log) == log
+
+
+def test_what_gains_little_stays() -> None:
+    decision, plan = propose(running(), OF.profile, observed(1.0, 1.0))
+    assert decision.best is not None
+    assert (plan is None) == (decision.gain < 0.05)
+
+
+@pytest.mark.parametrize(("share", "keeps"), [(0.8, True), (1.2, False)])
+def test_the_bound_is_broken_where_more_arrive_than_it_is_kept_for(share: float, keeps: bool) -> None:
+    decision, _ = propose(running(), OF.profile, observed(1.0, 1.0, share * rate_of(running())))
+    assert decision.running.keeps_bound is keeps
+
+
+def test_on_one_device_a_static_batch_may_give_way_to_another_policy() -> None:
+    plan = plan_each(OF.under(Constraint(latency_bound_s=8.0, objective="arrivals")), "static")["static"]
+    decision, then = propose(plan, OF.profile, observed(1.0, 1.0))
+    assert decision.action == "redeploy" and then is not None and then.policy.kind != "static"
+    assert decision.gain > 0.05 and decision.pause_s > 0
+
+
+def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smaller_gain() -> None:
+    """With the best plan of a slightly tighter bound as the running one: it gains some, and less than 5%."""
+    subject, kept = OF, observed(1.0, 1.0)
+    tighter = subject.under(Constraint(latency_bound_s=7.0, objective="arrivals"))
+    plan = next(iter(plan_each(tighter, "chunked").values()))
+    plan = plan.model_copy(update={"constraint": running().constraint})
+    before, _ = propose(plan, subject.profile, kept)
+    after, _ = propose(plan, subject.profile, kept.model_copy(update={"goodput": 0.9}))
+    assert before.running.keeps_bound and 0.02 < before.gain < 0.05 and before.action == "keep"
+    assert after.running.keeps_bound is False and after.action == "swap"
+    assert after.reason.startswith("90.0% of recent requests kept their bounds, 0.99 are to")

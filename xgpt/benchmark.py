@@ -1,0 +1,441 @@
+"""Replay a workload against a served plan, and compare predicted with measured figures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.client import ClientRequest, ClientResult, replay
+from xgpt.connection import own_api_key
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.busy import busy_of_workers
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import dump_json, read_step_log, sha256
+from xgpt.core.policies.routing import share_of_replica
+from xgpt.core.policies.tcb import Batching
+from xgpt.core.processes import end_with_parent
+from xgpt.core.schema import BenchReport, Comparison, CoreWaits, EngineKind, Plan, Profile, UrlReport, Workload
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import Floats, Ints, TraceLengths, sample
+from xgpt.resolve import load_workload
+from xprofiler.store import profile_of
+from xsimulator.calibrate import calibrate as fit
+from xsimulator.executed import Paces, paces, paces_of_workers
+from xsimulator.measures import Measured, RequestTimes, steps_of_first, window_of, without_core_waits
+from xsimulator.run import (
+    check_fits,
+    outstanding_requests,
+    read_log,
+    requests_to_end,
+    run_replica,
+    times_of,
+    warm_up_of,
+)
+
+Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
+
+FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
+"""Figures that are read off a log; latencies count from admission."""
+NOTABLE_WAIT = 0.1
+"""Share of a step's time that it waited for a core, from which on the step is counted as one that waited."""
+URL_VOCABULARY = 1000
+"""Token ids below this are sent to an endpoint whose vocabulary is not known; any vocabulary is larger."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests with which a plan or an endpoint is measured.
+
+    Attributes:
+        num_requests: requests that are measured; more are sent, so that they are measured in a steady state.
+        workload: their lengths; None: the plan's own, for an endpoint those of summarization.
+        arrivals: the times at which they are sent; None: a closed loop.
+        stream: ask for streamed answers. Figures of a plan come from the engine's log in any case; the client shares
+            the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth longer.
+        concurrency: outstanding requests of the closed loop against an endpoint.
+        ca_file: certificate authorities for an https endpoint (PEM); None: the system's.
+    """
+
+    num_requests: int = 300
+    workload: Workload | None = None
+    arrivals: ArrivalProcess | None = None
+    stream: bool = False
+    concurrency: int = 32
+    ca_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Benched:
+    """The result of `bench`.
+
+    Attributes:
+        report: predicted and measured figures of a plan, or the client's figures of an endpoint.
+        steps: the steps that the plan's engine executed.
+        profile: the plan's profile, fitted to these steps; None: not asked for.
+    """
+
+    report: BenchReport | UrlReport
+    steps: tuple[StepRecord, ...] = ()
+    profile: Profile | None = None
+
+
+def bench(
+    target: Plan | str,
+    load: Load,
+    seed: int = 0,
+    *,
+    engine: EngineKind = "native",
+    batching: Batching = "flat",
+    profile: Profile | None = None,
+    calibrate: bool = False,
+) -> Benched:
+    """Measure a plan, served here by a process of its own, or the endpoint behind a URL.
+
+    Args:
+        seed: of the requests.
+        batching: layout of a whole batch.
+        profile: the plan's profile; None: the copy kept on this machine.
+        calibrate: fit the profile to the measured steps.
+
+    Raises:
+        MachineError: the server does not start or dies, or the endpoint does not answer.
+        InputError: the plan cannot hold the requests, or too few steps were measured to fit a profile.
+    """
+    rng = np.random.default_rng(seed)
+    if isinstance(target, str):
+        if load.arrivals is not None:
+            accepted = "a URL is measured in a closed loop; give `concurrency`"
+            raise InputError("arrival_rate_per_s", load.arrivals.stages[0].rate_per_s, accepted)
+        workload = load.workload or load_workload("summarization")
+        return Benched(bench_url(target, replace(load, workload=workload), rng))
+    server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
+    if profile is None:
+        try:
+            profile = profile_of(target)
+        except InputError:  # at saturation the plan says what to expect
+            if calibrate or load.arrivals is not None or load.workload is not None:
+                raise
+    report, steps = bench_plan(target, load, rng, engine=engine, profile=profile, server=server)
+    if not calibrate:
+        return Benched(report, tuple(steps))
+    assert profile is not None
+    fitted, calibration = fit(target, profile, steps)
+    return Benched(report.model_copy(update={"calibration": calibration}), tuple(steps), fitted)
+
+
+def bench_plan(
+    plan: Plan,
+    load: Load,
+    rng: np.random.Generator,
+    *,
+    profile: Profile | None,
+    engine: EngineKind = "native",
+    server: Server | None = None,
+) -> tuple[BenchReport, list[StepRecord]]:
+    """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
+
+    Without arrivals the loop is closed: as many requests are outstanding as keep the engine saturated, and the
+    prediction is the plan's estimate. With them, and for another workload than the plan's, it is what the simulated
+    engine does with the same requests.
+
+    Args:
+        profile: the plan's profile; None: not on this machine, and not needed where the plan's own workload saturates
+            it.
+
+    Raises:
+        MachineError: the server does not start, or dies.
+        InputError: the plan cannot hold the workload's requests.
+    """
+    load = replace(load, workload=load.workload or plan.workload)
+    drawn = draw(plan, load, rng)
+    requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
+    rates = [gflops()]
+    with tempfile.TemporaryDirectory() as directory:
+        step_log = Path(directory) / "steps.jsonl"
+        start = server or partial(served, engine=engine)
+        with start(plan, Path(directory), step_log) as url:
+            results = asyncio.run(
+                replay(
+                    url,
+                    requests,
+                    concurrency=plan.replicas * outstanding_requests(plan) if load.arrivals is None else None,
+                    enough=requests_to_end(plan, load.num_requests),
+                    stream=load.stream,
+                )
+            )
+            pipelined = engine == "native" and len(plan.stages) > len({stage.lane for stage in plan.stages})
+            busy_s = busy_of_workers(url) if pipelined else {}
+        log = read_step_log(step_log)
+    rates.append(gflops())
+    if all(result.error is not None for result in results):
+        raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
+    report = _report(plan, profile, load, drawn, log, results, busy_s)
+    return report.model_copy(update={"calibration_gflops": tuple(rates)}), log
+
+
+class Drawn(NamedTuple):
+    """Requests of a load; arrivals_s is zero where the loop is closed. # each [requests]"""
+
+    inputs: Ints
+    outputs: Ints
+    arrivals_s: Floats
+    max_output: int
+
+
+def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
+    """Draw the lengths and arrivals of a load.
+
+    Raises:
+        InputError: the plan cannot hold them.
+    """
+    workload, arrivals = load.workload or plan.workload, load.arrivals
+    check_fits(plan, workload)
+    counted = requests_to_end(plan, load.num_requests) if arrivals is None else load.num_requests
+    total = counted + plan.replicas * outstanding_requests(plan)  # as many are still there when those have ended
+    inputs, outputs = sample(workload, total, rng)
+    times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
+    return Drawn(inputs, outputs, times, workload.output.lengths[-1])
+
+
+def _requests(plan: Plan, drawn: Drawn, rng: np.random.Generator, *, closed: bool) -> list[ClientRequest]:
+    """Return the drawn requests, with prompts of random tokens."""
+    return [
+        ClientRequest(
+            prompt_ids=rng.integers(0, plan.model.vocab_size, int(length)).tolist(),
+            output_length=int(output),
+            max_tokens=drawn.max_output,
+            send_at_s=None if closed else float(arrival),
+        )
+        for length, output, arrival in zip(drawn.inputs, drawn.outputs, drawn.arrivals_s, strict=True)
+    ]
+
+
+def _report(
+    plan: Plan,
+    profile: Profile | None,
+    load: Load,
+    drawn: Drawn,
+    log: list[StepRecord],
+    results: Sequence[ClientResult],
+    busy_s: Mapping[str, float],
+) -> BenchReport:
+    """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
+    workload, arrivals = load.workload or plan.workload, load.arrivals
+    measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
+    times = None if arrivals is None else times_of(plan, log, load.num_requests)
+    # Steps before and after the window do not count: the machine's pace may have been another one then.
+    if arrivals is None:
+        within = window_of(log, warm_up_of(plan, log), load.num_requests)
+    else:
+        within = steps_of_first(log, load.num_requests)
+    steps = None
+    if profile is not None:
+        # Steps of a pipeline wait for each other, so its workers tell what they took, of the whole run.
+        steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
+    pace = None if steps is None else steps.ratio
+    predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
+    at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
+    seen = _figures(measured, times)
+    constraint, bound = plan.constraint, plan.constraint.latency_bound_s
+    kept: bool | None = None
+    share: float | None = None
+    if times is not None and constraint.maximises_arrivals:
+        kept, share = times.keeps(constraint), times.goodput(constraint)
+    elif bound is not None and not constraint.maximises_arrivals:
+        kept = (measured.latency_s if constraint.sla == "length" else measured.request_latency_s) <= bound
+        share = measured.share_within(bound)
+    whole_s = [result.end_s - result.send_s for result in results]
+    return BenchReport(
+        plan_sha256=sha256(plan),
+        policy=plan.policy.kind,
+        workload=workload.name,
+        arrival_rate_per_s=None if arrivals is None else arrivals.mean_rate(load.num_requests),
+        num_requests=measured.num_requests if times is None else len(times.whole_s),
+        num_failed=sum(result.error is not None for result in results),
+        window_s=measured.window_s,
+        figures=tuple(
+            Comparison(metric=name, predicted=predicted[name], measured=seen[name], at_pace=at_pace.get(name))
+            for name in seen
+            if name in predicted
+        ),
+        pace=pace,
+        paces={} if steps is None else steps.by_lane,
+        core_waits=None if steps is None else _core_waits(plan, profile, load, drawn, log, within, steps),
+        latency_bound_s=bound,
+        bound_kept=kept,
+        share_within_bound=share,
+        quantile=constraint.quantile,
+        counts_waiting=constraint.maximises_arrivals,
+        end_to_end_p99_s=_quantile(whole_s, 0.99),
+        failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
+    )
+
+
+def _core_waits(
+    plan: Plan,
+    profile: Profile | None,
+    load: Load,
+    drawn: Drawn,
+    log: list[StepRecord],
+    within: Sequence[StepRecord],
+    steps: Paces,
+) -> CoreWaits | None:
+    """Return what steps lost by waiting for cores, and the gaps without that, measured and predicted at their pace."""
+    if any(record.core_wait_ns is None for record in within):
+        return None
+    waited_ns = [record.core_wait_ns or 0 for record in within]
+    shares = [ns / (record.end_ns - record.start_ns) for ns, record in zip(waited_ns, within, strict=True)]
+    seconds = sum(waited_ns) / 1e9
+    pace = steps.ratio * (1 - seconds / float(steps.measured_s.sum()))
+    workload, closed = load.workload or plan.workload, load.arrivals is None
+    measured = read_log(plan, workload, without_core_waits(log), load.num_requests, saturated=closed)
+    predicted, at_pace = (_simulated(plan, profile, load, drawn, each)["itl_p99_s"] for each in (1.0, pace))
+    gaps = Comparison(metric="itl_p99_s", predicted=predicted, measured=measured.itl_p99_s, at_pace=at_pace)
+    share = sum(each >= NOTABLE_WAIT for each in shares) / len(shares)
+    return CoreWaits(seconds=seconds, share_of_steps=share, pace=pace, gaps=gaps)
+
+
+def _claimed(plan: Plan, load: Load) -> dict[str, float]:
+    """Return what the plan states of its own workload at saturation, in the long run; empty for any other load."""
+    if load.arrivals is not None or load.workload != plan.workload:
+        return {}
+    return {name: getattr(plan.estimate, name) for name in FIGURES}
+
+
+def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
+    """Return the figures of the very requests that were sent, on the simulated engine, each step `pace` times as long
+    as the plan says."""
+    assert profile is not None and load.workload is not None
+    closed = load.arrivals is None
+    slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
+    own = share_of_replica(TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan)
+    count = max(1, load.num_requests // plan.replicas)
+    measured, log = run_replica(plan.model_copy(update={"profile": slower}), profile, load.workload, own, count)
+    return _figures(measured, None if closed else times_of(plan, log, count))
+
+
+def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
+    """Return figures by name; where requests arrive, their times count from arrival."""
+    found = {name: float(getattr(measured, name)) for name in FIGURES}
+    if times is not None:
+        del found["ttft_s"]
+        found |= times.figures
+    return found
+
+
+def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
+    """Replay sampled requests against any running endpoint, and return what the client measured.
+
+    Raises:
+        InputError: `ca_file` holds no certificate, or XGPT_API_KEY is not a key.
+        MachineError: nothing answers there, or every request failed.
+    """
+    workload, num_requests = load.workload, load.num_requests
+    assert workload is not None
+    inputs, outputs = sample(workload, num_requests, rng)
+    requests = [
+        ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
+        for i, o in zip(inputs, outputs, strict=True)
+    ]
+    sent = replay(url, requests, concurrency=load.concurrency, ca_file=load.ca_file, api_key=own_api_key())
+    results = asyncio.run(sent)
+    done = [result for result in results if result.error is None]
+    if not done:
+        raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")
+    seconds = max(result.end_s for result in done)
+    gaps = [b - a for result in done for a, b in pairwise(result.token_s)]
+    return UrlReport(
+        url=url,
+        workload=workload.name,
+        num_requests=len(done),
+        num_failed=len(results) - len(done),
+        throughput_rps=len(done) / seconds,
+        output_tokens_per_s=sum(result.num_tokens for result in done) / seconds,
+        end_to_end_p50_s=_quantile([r.end_s - r.send_s for r in done], 0.5),
+        end_to_end_p99_s=_quantile([r.end_s - r.send_s for r in done], 0.99),
+        ttft_p50_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.5),
+        ttft_p99_s=_quantile([r.token_s[0] - r.send_s for r in done], 0.99),
+        itl_p99_s=_quantile(gaps, 0.99) if gaps else 0.0,
+    )
+
+
+@contextmanager
+def served(
+    plan: Plan,
+    directory: Path,
+    step_log: Path | None = None,
+    *,
+    engine: EngineKind = "native",
+    replan: bool = False,
+    options: Sequence[str] = (),
+) -> Iterator[str]:
+    """Run `xgpt serve` in a process of its own, on a free port, and yield its URL; the process ends with the block.
+
+    Args:
+        directory: where the plan is written.
+        replan: let the server change to other plans.
+        options: further options of `xgpt serve`.
+    """
+    plan_path = directory / "plan.json"
+    plan_path.write_text(dump_json(plan))
+    command = [sys.executable, "-m", "xgpt", "serve", str(plan_path), "--port", "0", "--engine", engine]
+    command += [*([] if replan else ["--no-replan"]), *([] if step_log is None else ["--step-log", str(step_log)])]
+    command += [*options, "--log-level", "error"]  # its log is not read, and a full pipe would stop it
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # also where this process is killed
+    )
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line.strip())
+            if "listening on " in line:
+                break
+        else:
+            raise MachineError(
+                f"the server did not start: {lines[-1].removeprefix('xgpt: ') if lines else 'no message'}"
+            )
+        yield line.rpartition("listening on ")[2].strip()
+        if process.poll() is not None:
+            raise MachineError(f"the server died with exit code {process.returncode}")
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+
+
+def gflops() -> float:
+    """Return the GFLOP/s of a fixed matrix product, which show the state of the machine's clock."""
+    a = np.ones((1024, 1024), np.float32)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return round(2 * 1024**3 / best / 1e9, 1)
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return float(np.quantile(values, q))

@@ -1,0 +1,1 @@
+"""Read model configurations and the metadata of weight files."""

@@ -1,0 +1,189 @@
+"""Read the shape of a checkpoint from its config.json alone, without torch: planning needs no more."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from xgpt.checkpoints.fields import check_fields
+from xgpt.checkpoints.readers import FAMILIES, OTHER_NAMES, common
+from xgpt.core.errors import InputError
+from xgpt.core.io import parse
+from xgpt.core.schema import DType, ModelSpec
+
+STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What safetensors calls a dtype, and what we do; all that weights may be stored in."""
+
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (1e-9, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 10),
+}
+"""Settings of generation_config.json that are defaults of requests, and the values that are taken."""
+
+ENCODER_DECODERS = ("t5", "mt5")
+"""Of the family t5."""
+FROM_PARTS = ("gemma3",)
+"""Whose config.json holds that of a language model."""
+
+
+def read_spec(directory: Path) -> ModelSpec:
+    """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
+
+    Its stop tokens are those of generation_config.json, where there is one that names any. Embedding and head are tied
+    where config.json says so and no head is stored.
+
+    Raises:
+        InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field
+            that is not known; or the directory also holds an adapter.
+    """
+    if _read_object(directory / "config.json") is None:
+        raise InputError("model", str(directory), "the directory must hold a config.json")
+    if (adapter := directory / "adapter_config.json").is_file():
+        raise InputError("model", str(adapter), "adapters are not supported: merge it into the weights, or remove it")
+    return _read_spec(directory / "config.json", directory)
+
+
+def read_config(path: Path) -> ModelSpec:
+    """Return the model that a config.json alone describes: its stop tokens and what is tied are as it says.
+
+    Raises:
+        InputError: as `read_spec` does.
+    """
+    if not path.is_file():
+        raise InputError("config", str(path), "there is no such file")
+    return _read_spec(path, None)
+
+
+def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
+    """Return what config.json says, and the directory that holds it, if any."""
+    config = _read_object(path) or {}
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in {*FAMILIES, *FROM_PARTS}:
+        raise InputError(
+            f"{path}: model_type", family, f"known families: {', '.join(sorted({*FAMILIES, *FROM_PARTS}))}"
+        )
+    family, config = _text_of(family, config)
+    check_fields(family, config)
+    generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
+    try:
+        fields = common(config, generation) | FAMILIES[family](config)
+        if family in ENCODER_DECODERS:
+            fields["bos_token_id"] = _decoder_start(config, generation)
+    except KeyError as error:
+        raise InputError(f"{path}: {error.args[0]}", None, "a model of this family needs it") from None
+    headers = [] if directory is None else list(_headers(directory))
+    if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
+        fields["default_dtype"] = stored
+    if headers:
+        is_stored = any('"lm_head.weight"' in header for header in headers)
+        # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
+        fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
+    fields |= {"name": (directory or path).resolve().name, "family": OTHER_NAMES.get(family, family)}
+    return parse(fields, ModelSpec, str(path))
+
+
+def sampling_defaults(directory: Path) -> dict[str, float]:
+    """Return what generation_config.json says of how tokens are chosen: defaults of requests, as vLLM takes them.
+
+    Raises:
+        InputError: a value is out of its range.
+    """
+    path = directory / "generation_config.json"
+    generation = _read_object(path) or {}
+    found = {name: generation[name] for name in SAMPLING_RANGES if generation.get(name) is not None}
+    for name, value in found.items():
+        low, high = SAMPLING_RANGES[name]
+        if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
+            raise InputError(f"{path}: {name}", value, f"it must be {low:g} to {high:g}")
+    return found
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object; None where there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError("model", str(path), f"it cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InputError("model", str(path), "it must hold a JSON object")
+    return value
+
+
+def _headers(directory: Path) -> Iterator[str]:
+    """The headers of the weights' files, in JSON; an empty one of a broken file, which loading its weights reports.
+
+    A safetensors file starts with the length of its header, 8 bytes little-endian, and the header.
+    """
+    for path in weight_files(directory):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            is_whole = 8 + length <= path.stat().st_size
+            yield file.read(length).decode(errors="replace") if is_whole else ""
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that hold a checkpoint's weights, as `transformers` chooses them; none where none are there.
+
+    model.safetensors, or the shards that model.safetensors.index.json names, each in the same directory.
+
+    Raises:
+        InputError: the index is broken, or names a file that is not there.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        return []
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = {str(shard): tensor for tensor, shard in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError("model", str(index), f"it is not a safetensors index: {error!r}") from None
+    if not shards:
+        raise InputError("model", str(index), "its weight_map must name the tensors")
+    for shard, tensor in shards.items():
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            accepted = f"{tensor} must be in a *.safetensors of the same directory"
+            raise InputError("model", f"{index}: {shard}", accepted)
+        if not (directory / shard).is_file():
+            raise InputError("model", str(directory), f"it must hold {shard}, with {tensor} in it")
+    return [directory / shard for shard in sorted(shards)]
+
+
+def _stored_dtype(headers: list[str]) -> DType | None:
+    """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None where none can be read."""
+    names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
+    found = {STORED_DTYPES[name] for name in names}
+    return found.pop() if len(found) == 1 else None
+
+
+def _text_of(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the family and config.json of a model's language part: of Gemma 3, which may read images, too.
+
+    Raises:
+        InputError: it holds no such part.
+    """
+    if family != "gemma3":
+        return family, config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise InputError("config.json: text_config", text, "it must be an object")
+    outside = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
+    return "gemma3_text", outside | text | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
+
+
+def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
+    """Return the token that a decoder starts with: generation_config.json's, or else config.json's."""
+    for where in (generation, config):
+        for field in ("decoder_start_token_id", "bos_token_id"):
+            if where.get(field) is not None:
+                return cast(int, where[field])
+    raise KeyError("decoder_start_token_id")

@@ -1,0 +1,129 @@
+"""Read the fields of config.json that all families share, and check single fields."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from xgpt.core.errors import InputError
+from xgpt.core.schema import StoredDType
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+}
+"""What Hugging Face calls an activation, and what `ModelSpec` does."""
+
+
+def count(config: dict[str, Any], field: str) -> int:
+    """Return a whole number of at least one.
+
+    Raises:
+        InputError: it is something else.
+        KeyError: it is left out.
+    """
+    value = config[field]
+    if type(value) is not int or value < 1:
+        raise InputError(f"config.json: {field}", value, "it must be a whole number, at least 1")
+    return value
+
+
+def activation(config: dict[str, Any], field: str, default: str) -> str:
+    """Return the activation that `field` names.
+
+    Raises:
+        InputError: it is not one of those known.
+    """
+    name = config.get(field, default)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise InputError(f"config.json: {field}", name, f"known activations: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that every family writes in the same way."""
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = config.get("eos_token_id")
+    fields: dict[str, Any] = {
+        "vocab_size": config["vocab_size"],
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    }
+    dtype = config.get("torch_dtype") if config.get("dtype") is None else config["dtype"]
+    if dtype is not None:
+        if dtype not in get_args(StoredDType):
+            raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
+        fields["default_dtype"] = dtype
+    if (stored := quantization(config)) is not None:
+        fields["quantization"] = stored
+    return fields
+
+
+def windows(config: dict[str, Any], default: int | None, full_every: int | None) -> dict[str, Any]:
+    """Return the sliding window, and the layers that have none.
+
+    Args:
+        default: the window where config.json names none.
+        full_every: every so manieth layer attends to all tokens, unless `layer_types` says otherwise; None: no layer.
+
+    Raises:
+        InputError: a layer is of another kind.
+    """
+    window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
+    if window is not None and (type(window) is not int or window < 2):
+        # Of a window of one, transformers' own cache keeps all tokens.
+        raise InputError("config.json: sliding_window", window, "it must be a whole number, at least 2")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full = [i for i in range(num_layers) if full_every is not None and (i + 1) % full_every == 0]
+    else:
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or not set(kinds) <= {"full_attention", "sliding_attention"}
+        ):
+            accepted = "it must be 'full_attention' or 'sliding_attention' for each layer"
+            raise InputError("config.json: layer_types", kinds, accepted)
+        full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    if window is None or len(full) == num_layers:
+        return {}
+    return {"sliding_window": window, "full_attention_layers": tuple(full)}
+
+
+def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how weights are stored; None: in the dtype.
+
+    Raises:
+        InputError: the method is not one of those known.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    known = "fp8, mxfp4, gptq and awq of 4 bits, modelopt's FP8, compressed-tensors of 8 bits or 4-bit integers"
+    refused = InputError("config.json: quantization_config", given, f"known methods: {known}")
+    if not isinstance(given, dict):
+        raise refused
+    match given:
+        case {"quant_method": "fp8", "weight_block_size": [_, _]}:
+            return {"kind": "fp8_block"}
+        case {"quant_method": "fp8"}:
+            return {"kind": "fp8", "finds_scales": given.get("activation_scheme", "dynamic") == "dynamic"}
+        case {"quant_method": "modelopt", "quant_algo": "FP8"}:
+            return {"kind": "fp8"}
+        case {"quant_method": "mxfp4"}:
+            return {"kind": "mxfp4", "experts_only": True}
+        case {"quant_method": "gptq" | "awq", "bits": 4}:
+            return {"kind": "int4"}
+        case {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights, **group}}}:
+            match weights, group.get("input_activations"):
+                case {"num_bits": 8, "type": "float"}, {"num_bits": 8, **scales}:
+                    return {"kind": "fp8", "finds_scales": bool(scales.get("dynamic"))}
+                case {"num_bits": 8, "type": "int"}, {"num_bits": 8}:
+                    return {"kind": "int8"}
+                case {"num_bits": 4, "type": "int"}, None:
+                    return {"kind": "int4"}
+    raise refused

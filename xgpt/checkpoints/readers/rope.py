@@ -1,0 +1,117 @@
+"""Read rotary embeddings from config.json: their base, their scaling, and the dimensions that are rotated."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from xgpt.core.errors import InputError
+
+KINDS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {"factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+        | {"original_max_position_embeddings"}
+    ),
+    "longrope": frozenset(
+        {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"}
+    ),
+}
+"""Kinds of rotary embeddings, and the settings that each has."""
+PLAIN = ("default", "llama3")
+ANY = ("default", "linear", "llama3", "yarn")
+
+
+def rope(
+    config: dict[str, Any], kinds: tuple[str, ...] = PLAIN, theta: float = 10000.0, *, head_dim: int | None = None
+) -> dict[str, Any]:
+    """Return rotary settings: `rope_theta` and `rope_scaling` before transformers 5, `rope_parameters` since.
+
+    Where both stand, transformers 5 takes the older.
+
+    Args:
+        kinds: those that the family has.
+        theta: the base where config.json names none.
+        head_dim: of a family of which not all dimensions need turn; None: all do.
+
+    Raises:
+        InputError: a setting is not known, or of another kind.
+        KeyError: a setting of the kind is left out.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    found = config.get(name) or {}
+    if not isinstance(found, dict):
+        raise InputError(f"config.json: {name}", found, "it must be an object")
+    kind = _kind(found, kinds, name)
+    partial = [found.get("partial_rotary_factor"), config.get("partial_rotary_factor")]
+    share = next((value for value in partial if value is not None), 1.0)
+    if share != 1.0 and head_dim is None:
+        raise InputError("config.json: partial_rotary_factor", share, "only 1.0 is supported")
+    base = found.get("rope_theta", config.get("rope_theta"))
+    fields: dict[str, Any] = {"rope_theta": theta if base is None else base}
+    if share != 1.0 and head_dim is not None:
+        turned = int(head_dim * share)
+        if not 2 <= turned < head_dim or turned % 2:
+            raise InputError("config.json: partial_rotary_factor", share, f"an even part of a head's {head_dim}")
+        fields["rotary_dim"] = turned
+    if kind != "default":
+        fields["rope_scaling"] = _scaling(kind, found, config)
+    return fields
+
+
+def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
+    """Return rotary settings of a family whose layers with a sliding window have a base of their own (Gemma 3)."""
+    by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
+        accepted = "it must be an object of full_attention and sliding_attention"
+        raise InputError("config.json: rope_parameters", by_kind, accepted)
+    full, sliding = by_kind.get("full_attention") or {}, by_kind.get("sliding_attention") or {}
+    for name, found in (("rope_scaling", scaling), ("rope_parameters.full_attention", full)):
+        if not isinstance(found, dict):
+            raise InputError(f"config.json: {name}", found, "it must be an object")
+    own = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
+    base = config.get("rope_theta")
+    fields = rope(own, ("default", "linear"), theta if base is None else base)
+    local = rope({"rope_parameters": sliding}, ("default",), config.get("rope_local_base_freq", sliding_theta))
+    return fields | {"sliding_rope_theta": local["rope_theta"]}
+
+
+def _kind(found: dict[str, Any], kinds: tuple[str, ...], name: str) -> str:
+    kind = found.get("rope_type", found.get("type", "default"))
+    if "longrope" in kinds and kind in ("su", "yarn"):
+        kind = "longrope"  # Phi-3's earlier names of it
+    if not isinstance(kind, str) or kind not in kinds:
+        raise InputError("config.json: rope_type", kind, f"known types: {', '.join(kinds)}")
+    for field in found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *KINDS[kind]}:
+        raise InputError(f"config.json: {name}.{field}", found[field], f"rope_type {kind} has no such setting")
+    return kind
+
+
+def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if kind == "linear":
+        return {"kind": kind, "factor": found["factor"]}
+    longest = config["max_position_embeddings"]
+    original = config.get("original_max_position_embeddings", found.get("original_max_position_embeddings", longest))
+    fields: dict[str, Any] = {"kind": kind, "original_max_position": original}
+    if kind == "llama3":
+        return fields | {name: found[name] for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    factor = found.get("factor")
+    factor = longest / original if factor is None else factor
+    fields["attention_factor"] = found.get("attention_factor")
+    if kind == "yarn":
+        if fields["attention_factor"] is None:
+            own, all_dims = found.get("mscale"), found.get("mscale_all_dim")
+            of = (magnitude(factor, own) / magnitude(factor, all_dims)) if own and all_dims else magnitude(factor)
+            fields["attention_factor"] = of
+        fields |= {"factor": factor, "truncate": found.get("truncate", True)}
+        return fields | {"beta_fast": found.get("beta_fast") or 32.0, "beta_slow": found.get("beta_slow") or 1.0}
+    if fields["attention_factor"] is None:
+        fields["attention_factor"] = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return fields | {"short_factor": tuple(found["short_factor"]), "long_factor": tuple(found["long_factor"])}
+
+
+def magnitude(factor: float, share: float = 1.0) -> float:
+    """Return by what YaRN multiplies queries and keys for a context that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0

@@ -1,0 +1,33 @@
+"""Ask a server how long its workers have computed."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from xgpt.core.errors import MachineError
+
+TOLD_WITHIN_S = 1.2
+"""Time within which all workers have reported: they report twice a second."""
+TIMEOUT_S = 10.0
+
+
+def busy_of_workers(url: str) -> dict[str, float]:
+    """Return the seconds that each worker has executed steps since it was ready, after it has reported its last step.
+
+    Raises:
+        MachineError: the server does not answer.
+    """
+    time.sleep(TOLD_WITHIN_S)
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, trust_env=False).text
+    except httpx.HTTPError as error:
+        raise MachineError(f"{url}/metrics does not answer: {error}") from None
+    return {
+        sample.labels["process"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "xgpt_busy_seconds_total"
+    }

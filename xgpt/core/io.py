@@ -1,0 +1,267 @@
+"""Read and write files: configs by name or path, JSON and YAML as schema types, atomic writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from xgpt.core.errors import InputError, MachineError, XgptError, nearest, reason_of
+from xgpt.core.refusals import refusal
+from xgpt.core.schema.step_log import StepRecord
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=BaseModel)
+LARGEST = 4e18
+"""Numbers in files are at most this, so that sums and products of them stay finite and fit into 64 bits."""
+ConfigKind = Literal["models", "devices", "clusters", "engines", "workloads"]
+
+
+def configs_dir() -> Path:
+    """Return the directory of the shipped configs: inside the package in a wheel, next to it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def cache_dir() -> Path:
+    """Return where profiles are cached: XDG_CACHE_HOME/xgpt, or ~/.cache/xgpt."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "xgpt"
+
+
+def config_names(kind: ConfigKind) -> list[str]:
+    return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
+
+
+FILES = (".yaml", ".yml", ".csv", ".json", ".jsonl")
+"""How names end that can be files alone."""
+
+
+def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
+    """Return the file behind a name on the command line: a shipped config, or a path.
+
+    Args:
+        field: where the name was given; None: in the argument that is called like the kind.
+
+    Raises:
+        InputError: neither exists; the message lists what does.
+    """
+    shipped = configs_dir() / kind / f"{name}.yaml"
+    if "/" not in name and shipped.is_file():
+        return shipped
+    path = Path(name)
+    if path.exists():
+        return path
+    field = field or kind.removesuffix("s")
+    if path.suffix in FILES or path.name != name:
+        raise InputError(field, name, "there is no such file or directory")
+    names = config_names(kind)
+    raise InputError(field, name, f"give a path or one of {', '.join(names)}{nearest(name, names)}")
+
+
+def parse(data: Any, type_: type[T], field: str) -> T:
+    """Validate `data`; `field` names it in the error.
+
+    Raises:
+        InputError: the first thing that is wrong, in one line.
+    """
+    try:
+        return type_.model_validate(data)
+    except ValidationError as error:
+        raise refusal(error, type_, data, field) from None
+
+
+def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
+    """Validate a function's keyword arguments; the error names the argument.
+
+    Raises:
+        InputError: the first one that is not accepted or not known, in one line.
+    """
+    try:
+        return type_.model_validate(given)
+    except ValidationError as error:
+        raise refusal(error, type_, given) from None
+
+
+def load_cluster_yaml(path: Path) -> Any:
+    """Return a cluster's document; a `device` that is a name stands for the document of that kind of device.
+
+    Raises:
+        InputError: there is no such file, or no such device.
+    """
+    data = load_yaml(path, "cluster")
+    if isinstance(data, dict) and isinstance(data.get("device"), str):
+        data["device"] = load_yaml(find_config("devices", data["device"]), "device")
+    return data
+
+
+def _read_text(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(field, str(path), "there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
+
+
+def load_yaml(path: Path, field: str) -> Any:
+    try:
+        document = yaml.safe_load(_read_text(path, field))
+    except yaml.YAMLError as error:
+        summary = " ".join(str(error).split())
+        raise InputError(field, str(path), f"it is not YAML: {summary}") from None
+    if document is None:
+        raise InputError(field, str(path), "it is empty")
+    return document
+
+
+def load_json(path: Path, type_: type[T], field: str) -> T:
+    """Read one of our JSON files, checking its schema version before anything else.
+
+    Raises:
+        InputError: missing, not JSON, of another schema version, or invalid.
+    """
+
+    def number(text: str) -> float:
+        value = float(text) if set(text) & set(".eE") else int(text)
+        if abs(value) > LARGEST:
+            raise InputError(field, text, f"no number in such a file is beyond {LARGEST:.0e}")
+        return value
+
+    try:
+        data = json.loads(_read_text(path, field), parse_int=number, parse_float=number)
+    except (ValueError, RecursionError) as error:  # numbers of many digits, deep nesting
+        raise InputError(field, str(path), f"it is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(field, str(path), "it must hold a JSON object")
+    expected = type_.model_fields["schema_version"].default
+    if data.get("schema_version") != expected:
+        raise InputError(
+            f"{field}.schema_version",
+            data.get("schema_version"),
+            f"a {field} of this version has {expected}; give one, or make it again",
+        )
+    return parse(data, type_, field)
+
+
+def dump_json(value: BaseModel) -> str:
+    """Return the text of one of our files. It is read back first: what is written here can be read.
+
+    Raises:
+        XgptError: it cannot (`model_copy` checks nothing), with the field that is wrong.
+    """
+    text = value.model_dump_json(indent=1) + "\n"
+    try:
+        type(value).model_validate_json(text)
+    except ValidationError as error:
+        field = type(value).__name__.lower()
+        raise XgptError(f"not written: {refusal(error, type(value), json.loads(text), field)}") from None
+    return text
+
+
+def sha256(value: BaseModel) -> str:
+    """Hash of what a value says, independent of how its file is formatted."""
+    return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write all of `text` or nothing.
+
+    Raises:
+        MachineError: the place cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Look before the work whose result goes there, which may take minutes.
+
+    Raises:
+        MachineError: the place cannot be written.
+    """
+    place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not place.is_dir():
+        reason = f"{place} is no directory"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = "Permission denied"
+    else:
+        return
+    raise MachineError(f"cannot write {path}: {reason}")
+
+
+class StepLogWriter:
+    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measures` and of replays.
+
+    Where a line cannot be written, on a full disk for instance, the log ends there; the engine goes on.
+
+    Attributes:
+        num_lost: steps that have not been written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb")
+        except OSError as error:
+            raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
+        self._path = path
+        self._encode = msgspec.json.Encoder().encode
+        self.num_lost = 0
+
+    def __call__(self, record: StepRecord) -> None:
+        if self.num_lost:
+            self.num_lost += 1
+            return
+        try:
+            self._file.write(self._encode(record) + b"\n")
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        """Let readers see what has been written so far."""
+        if not self.num_lost:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._end(error)
+
+    def close(self) -> None:
+        self.flush()
+        with suppress(OSError):  # what is left over after an error cannot be written now, either
+            self._file.close()
+
+    def _end(self, error: OSError) -> None:
+        self.num_lost = 1
+        logger.warning("the step log %s ends: %s", self._path, reason_of(error))
+
+
+def read_step_log(path: Path) -> list[StepRecord]:
+    """Return the steps of a log; a last line that is cut short (the engine was killed) is left out."""
+    decode = msgspec.json.Decoder(StepRecord).decode
+    lines = path.read_bytes().split(b"\n")
+    return [decode(line) for line in lines[:-1]]

@@ -1,0 +1,164 @@
+"""Describe this machine as a cluster, without torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from xgpt.core.errors import MachineError
+from xgpt.core.io import config_names, configs_dir, load_cluster_yaml, parse
+from xgpt.core.schema import ClusterSpec, DeviceKind, Link
+
+LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
+"""Between processes of one machine over Gloo: the order of magnitude, for want of a datasheet."""
+
+CPU_USABLE_MEMORY = 0.5
+"""Share of a CPU's memory that a plan may fill: the system and other programs live in it too."""
+
+
+def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
+    """Return the GPUs that nvidia-smi lists, or else the CPU as one device.
+
+    With `num_devices`, that number of the GPUs, or of CPU devices with equal shares of cores and memory.
+
+    Args:
+        root: where proc and sys are found.
+
+    Raises:
+        MachineError: the machine has fewer GPUs, or fewer cores, than `num_devices`.
+    """
+    return _detect_gpus(num_devices) or _detect_cpu(num_devices, root)
+
+
+def _name(num_devices: int | None) -> str:
+    return "local" if num_devices is None else f"local:{num_devices}"
+
+
+def _detect_cpu(num_devices: int | None, root: Path) -> ClusterSpec:
+    cores, count = num_cores(root), num_devices or 1
+    if count > cores:
+        raise MachineError(f"cluster: {_name(num_devices)} needs a core for each device; this machine has {cores}")
+    device = DeviceKind(
+        # Step times depend on the cores, so devices of one and of two cores are different kinds.
+        name=f"{slug(_cpu_model(root))}-{cores // count}c",
+        type="cpu",
+        memory_bytes=_memory_bytes(root) // count,
+        usable_memory=CPU_USABLE_MEMORY,
+    )
+    link = LOOPBACK if count > 1 else None
+    return ClusterSpec(name=_name(num_devices), device=device, devices_per_node=count, intra_node=link, host=link)
+
+
+def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MachineError(f"nvidia-smi does not answer: {error}") from None
+    gpus = [line for line in answer.stdout.splitlines() if line.strip()]
+    if answer.returncode or not gpus:  # the tool without a driver or a device
+        return None
+    if num_devices is not None and num_devices > len(gpus):
+        raise MachineError(f"cluster: {_name(num_devices)} needs {num_devices} devices; nvidia-smi lists {len(gpus)}")
+    if len(set(gpus)) > 1:
+        raise MachineError(f"devices must be equal; nvidia-smi lists {'; '.join(sorted(set(gpus)))}")
+    name, _, mebibytes = gpus[0].rpartition(", ")
+    if not mebibytes.isdecimal():
+        raise MachineError(f"nvidia-smi does not say how much memory {gpus[0]!r} has; write a cluster file")
+    known = _shipped_cluster_of(slug(name))
+    return ClusterSpec(
+        name=_name(num_devices),
+        device=DeviceKind(
+            name=slug(name),
+            type="gpu",
+            memory_bytes=int(mebibytes) * 2**20,
+            flops_per_s=known.device.flops_per_s if known else {},
+            memory_bandwidth_bytes_per_s=known.device.memory_bandwidth_bytes_per_s if known else None,
+            efficiency=known.device.efficiency if known else None,
+        ),
+        devices_per_node=num_devices or len(gpus),
+        intra_node=known.intra_node if known else None,
+        host=known.host if known else None,
+    )
+
+
+def _shipped_cluster_of(device: str) -> ClusterSpec | None:
+    """Return the largest shipped cluster of such devices, for their datasheet's rates and links."""
+    documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
+    clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
+    same = [cluster for cluster in clusters if cluster.device.name == device]
+    return max(same, key=lambda cluster: cluster.devices_per_node, default=None)
+
+
+def slug(name: str) -> str:
+    """Return a product's name as configs write it: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb."""
+    plain = re.sub(r"\((r|tm)\)|\b(nvidia|tesla|cpu|processor)\b|@.*", " ", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "cpu"
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: its affinity, limited by its cgroup's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory in _cgroup_dirs(root, "cpu"):
+        written = _read(directory / "cpu.max") or " ".join(
+            _read(directory / f"cpu.cfs_{part}_us") for part in ("quota", "period")
+        )
+        limit = re.fullmatch(r"(\d+)\s+(\d+)\s*", written)  # version 2 writes "max", version 1 "-1" for none
+        if limit:
+            cores = min(cores, max(1, int(limit[1]) // int(limit[2])))
+    return cores
+
+
+def _memory_bytes(root: Path) -> int:
+    """Physical memory, limited by the cgroup.
+
+    Raises:
+        MachineError: the machine does not say how much it has.
+    """
+    total = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    if total:
+        limits = [int(total[1]) * 1024]
+    elif hasattr(os, "sysconf") and {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(os.sysconf_names):
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    else:
+        raise MachineError("this machine does not say how much memory it has; describe it in a cluster file")
+    for directory in _cgroup_dirs(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(directory / name).strip()
+            if text.isdecimal():
+                limits.append(int(text))
+    return min(limits)
+
+
+def _cpu_model(root: Path) -> str:
+    model = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return model[1] if model else platform.processor() or platform.machine()
+
+
+def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
+    """Directories that may hold the limits of this process: its cgroup and all above it, versions 1 and 2."""
+    mount = root / "sys/fs/cgroup"
+    directories = [mount, mount / controller]
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = mount / controller if controllers else mount
+        own = base / path.lstrip("/")
+        directories += [own, *(above for above in own.parents if base in above.parents)]
+    return directories
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file of the kernel's, empty where this system has none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,386 @@
+"""Decide which waiting request enters next, with a fair share for each account.
+
+Each account (an API key; without keys, all requests belong to one) keeps its requests in the plan's order of admission
+(`orders`). The next request comes from an account of the highest priority; among these, from the one that has had the
+fewest tokens relative to its share. Prompt tokens count as a request enters, output tokens as they are generated. So
+two accounts that always have requests waiting get tokens in the ratio of their shares, whatever their lengths. An
+account that had no requests for a while starts level with the others: unused share is not saved up. Source: Sheng et
+al., Fairness in serving large language models, OSDI 2024 (the virtual token counter), with shares.
+
+No order starves a request: one that has waited longer than `patience_ns` is overdue. Its account then counts as one of
+the highest priority, and every second request that enters from the account is its longest-waiting overdue one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from heapq import heappop, heappush
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+from xgpt.core.policies.in_time import FirstTokens, InTimeOrder, Job, Pace
+from xgpt.core.policies.orders import DasOrder, Entry, Order, SlottedDasOrder, SortedOrder, deadline, prune, shuffled
+from xgpt.core.policies.request import Request
+from xgpt.core.schema import AdmissionOrder
+
+QueuePlace = Literal["front", "order", "overdue", "back"]
+"""The part of its account's queue in which a request waits, or the reason why it enters."""
+
+
+class Queue:
+    """The waiting requests.
+
+    A preempted request waits before the others of its account if it had kept within its promise of memory
+    (`push_front`), otherwise behind them (`push_back`).
+
+    So that logs replay exactly, `head` and `ahead` change nothing, since how often an engine calls them depends on its
+    clock, and the order of arrivals and removals between two entries does not matter, since logs do not record it.
+
+    Args:
+        make_order: returns an empty order, for a new account.
+        patience_ns: nanoseconds of waiting after which a request is overdue; None: never.
+    """
+
+    def __init__(self, make_order: Callable[[], Order], patience_ns: int | None = None) -> None:
+        self.patience_ns = patience_ns
+        self._make_order = make_order
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        """New requests, which have never run, by id, in the order of arrival."""
+        self._numbers: dict[int, int] = {}
+        """Numbers of new requests in the order of arrival, by id."""
+        self._returned: dict[int, Request] = {}
+        """Preempted requests, by id."""
+        self._accounts: dict[str, _Account] = {}
+        self._level = 0.0
+        """`served` of the account from which the last request entered."""
+        self._deadlines: list[Entry] = []
+        self._number = 0
+        self.now_ns = 0
+        """Time of the last `expire`."""
+        self._next: _Choice | None = None
+        """The result of `_choose`, kept until anything changes."""
+
+    def fresh(self) -> Queue:
+        """Return an empty queue with this one's settings."""
+        return Queue(self._make_order, self.patience_ns)
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield preempted requests, then all others in the order of arrival."""
+        yield from reversed(self._returned.values())
+        yield from self._waiting.values()
+
+    def push(self, request: Request) -> None:
+        self._number += 1
+        self._waiting[request.id] = request
+        self._numbers[request.id] = self._number
+        if request.deadline_ns is not None:
+            heappush(self._deadlines, (request.deadline_ns, self._number, request))
+            prune(self._deadlines, self._numbers, len(self._numbers))
+        account = self._account(request)
+        account.priority = request.account.priority
+        account.add(request, self._number)
+
+    def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
+        """Under order in-time, decide which requests give way to others; return those of them that are begun.
+
+        Each account is planned by itself, together with the begun requests.
+
+        Args:
+            begun: requests whose prompts are partly encoded.
+        """
+        self._next = None
+        orders = [account.order for account in self._accounts.values()]
+        return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
+
+    def head_gives_way(self) -> bool:
+        """Return whether the head gives way to requests that can be in time; the queue must not be empty."""
+        chosen = self._choose()
+        order = chosen.account.order
+        return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
+
+    def push_front(self, request: Request) -> None:
+        """Add a preempted request before the others of its account; it no longer expires."""
+        self._returned[request.id] = request
+        self._account(request).front.appendleft(request)
+
+    def push_back(self, request: Request) -> None:
+        """Add a preempted request behind the others of its account, until it is overdue again."""
+        self._returned[request.id] = request
+        self._account(request).back.append((self.now_ns, request))
+
+    @property
+    def oldest_wait_ns(self) -> int:
+        """Nanoseconds for which the oldest new request has waited; 0 if there is none."""
+        first = next(iter(self._waiting.values()), None)
+        return 0 if first is None else self.now_ns - first.arrival_ns
+
+    def head(self) -> Request | None:
+        """Return the request that enters next; None: none is waiting."""
+        return self._choose().request if len(self) else None
+
+    def pop(self) -> Request:
+        """Remove and return the head: it enters."""
+        chosen = self._choose()
+        self._take(chosen)
+        self._forget(chosen.request)
+        return chosen.request
+
+    def charge(self, requests: Iterable[Request]) -> None:
+        """Charge one output token of each request to its account; without API keys, do nothing."""
+        self._next = None
+        for request in requests:
+            if request.account.name:
+                self._accounts[request.account.name].charge(request, 1)
+
+    def ahead(self, count: int) -> list[Request]:
+        """Return the next `count` requests (or all), in the order in which they enter if no other arrives."""
+        accounts = self._accounts
+        if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
+            return list(islice(self._waiting.values(), count))
+        states, level = [(account, account.state()) for account in accounts.values()], self._level
+        taken: list[_Choice] = []
+        while len(taken) < min(count, len(self)):
+            taken.append(self._choose())
+            self._take(taken[-1])
+        for chosen in reversed(taken):
+            chosen.account.put_back(chosen, self._numbers.get(chosen.request.id, 0))
+        for account, state in states:
+            account.restore(state)
+        self._level, self._next = level, None
+        return [chosen.request for chosen in taken]
+
+    def remove(self, id_: int) -> bool:
+        """Remove a waiting request; return whether it was waiting."""
+        request = self._waiting.get(id_) or self._returned.get(id_)
+        if request is None:
+            return False
+        self._account(request).remove(request, is_new=id_ in self._waiting)
+        self._forget(request)
+        return True
+
+    def expire(self, now_ns: int) -> list[Request]:
+        """Set the clock; remove and return all new requests whose deadline has passed.
+
+        Source: TCB sec. 5.1: a request fails if it is not scheduled by its deadline.
+        """
+        self.now_ns = max(self.now_ns, now_ns)
+        self._next = None
+        for account in self._accounts.values():
+            account.order.at(self.now_ns)
+        expired = []
+        while self._deadlines and self._deadlines[0][0] < now_ns:
+            _, number, request = heappop(self._deadlines)
+            if self._numbers.get(request.id) == number:
+                self.remove(request.id)
+                expired.append(request)
+        return expired
+
+    def fill_row(self, row_tokens: int) -> list[Request]:
+        """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens."""
+        for account in self._accounts.values():
+            account.order.open_row(row_tokens)
+        row: list[Request] = []
+        while (request := self.head()) is not None and request.input_length <= row_tokens:
+            if not self._account(request).order.fits_row(request):
+                break
+            row.append(self.pop())
+            row_tokens -= request.input_length
+        return row
+
+    def order_of(self, name: str) -> Order:
+        """Return the order of an account's new requests."""
+        return self._named(name).order
+
+    def _account(self, request: Request) -> _Account:
+        """Return a request's account, which is about to change."""
+        self._next = None
+        return self._named(request.account.name)
+
+    def _named(self, name: str) -> _Account:
+        if name not in self._accounts:
+            self._accounts[name] = _Account(self._make_order())
+        return self._accounts[name]
+
+    def _choose(self) -> _Choice:
+        """Return the head and where it waits; the queue must not be empty."""
+        if self._next is None:
+            due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
+            account = self._choose_account(due_ns)
+            self._next = _Choice(account, *account.choose(due_ns))
+        return self._next
+
+    def _choose_account(self, due_ns: int | None) -> _Account:
+        if len(self._accounts) == 1:
+            return next(iter(self._accounts.values()))
+        waiting = [(name, account) for name, account in self._accounts.items() if account.has_any()]
+        highest = max(account.priority for _, account in waiting)
+
+        def rank(named: tuple[str, _Account]) -> tuple[int, float, str]:
+            name, account = named
+            is_overdue = account.priority < highest and account.overdue(due_ns) is not None
+            priority = highest if is_overdue else account.priority
+            return -priority, max(account.served, self._level), name
+
+        return min(waiting, key=rank)[1]
+
+    def _take(self, chosen: _Choice) -> None:
+        account = chosen.account
+        account.take(chosen)
+        account.served = self._level = max(account.served, self._level)
+        if chosen.place in ("order", "overdue"):
+            account.charge(chosen.request, chosen.request.input_length)
+        self._next = None
+
+    def _forget(self, request: Request) -> None:
+        if self._returned.pop(request.id, None) is None:
+            del self._waiting[request.id], self._numbers[request.id]
+
+
+class _Choice(NamedTuple):
+    """The request that enters next. `since_ns`: with place "back", since when it has waited."""
+
+    account: _Account
+    request: Request
+    place: QueuePlace
+    since_ns: int = 0
+
+
+class _Account:
+    """The waiting requests of one account: preempted ones in `front` and `back`, new ones in `order`."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.front: deque[Request] = deque()
+        self.back: deque[tuple[int, Request]] = deque()
+        """Pairs: since when a request has waited, and the request."""
+        self.priority = 0
+        self.served = 0.0
+        """Tokens charged to the account, divided by its share."""
+        self._arrived: list[Entry] = []
+        """The requests of `order`, in the order of arrival."""
+        self._may_be_overdue = True
+        """Whether the next request to enter may be an overdue one: true for every second one."""
+
+    def has_any(self) -> bool:
+        return bool(self.order.numbers or self.front or self.back)
+
+    def add(self, request: Request, number: int) -> None:
+        self.order.add(request, number)
+        if not self.order.is_fifo:
+            heappush(self._arrived, (0.0, number, request))
+
+    def remove(self, request: Request, *, is_new: bool) -> None:
+        if is_new:
+            self._drop(request)
+        elif request in self.front:
+            self.front.remove(request)
+        else:
+            self.back = deque(entry for entry in self.back if entry[1] is not request)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        self.served += num_tokens / request.account.share
+
+    def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
+        """Return the longest-waiting request, its place and since when it waits; None if it is not overdue."""
+        if due_ns is None:
+            return None
+        oldest: tuple[Request, QueuePlace, int] | None = None
+        if self.order.numbers:
+            request = self.order.first() if self.order.is_fifo else self._arrived[0][2]
+            oldest = request, "overdue", request.arrival_ns
+        if self.back and (oldest is None or self.back[0][0] < oldest[2]):
+            oldest = self.back[0][1], "back", self.back[0][0]
+        return None if oldest is None or oldest[2] >= due_ns else oldest
+
+    def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
+        """Return the request that enters next, where it waits, and (with place "back") since when."""
+        if self.front:
+            return self.front[0], "front", 0
+        if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
+            return found
+        if self.order.numbers:
+            return self.order.first(), "order", 0
+        since_ns, request = self.back[0]
+        return request, "back", since_ns
+
+    def take(self, chosen: _Choice) -> None:
+        """Remove the request that `choose` has returned."""
+        match chosen.place:
+            case "front":
+                self.front.popleft()
+                return
+            case "order":
+                self.order.take()
+                prune(self._arrived, self.order.numbers, len(self.order))
+                self._may_be_overdue = True
+                return
+            case "back":
+                self.back.popleft()
+            case "overdue":
+                self._drop(chosen.request)
+        self._may_be_overdue = False
+
+    def put_back(self, chosen: _Choice, number: int) -> None:
+        """Undo `take`; call it for the last taken request first, and then `restore`."""
+        match chosen.place:
+            case "front":
+                self.front.appendleft(chosen.request)
+            case "back":
+                self.back.appendleft((chosen.since_ns, chosen.request))
+            case _:
+                self.add(chosen.request, number)
+
+    def state(self) -> tuple[float, bool, Any]:
+        return self.served, self._may_be_overdue, self.order.state()
+
+    def restore(self, state: tuple[float, bool, Any]) -> None:
+        self.served, self._may_be_overdue, order = state
+        self.order.restore(order)
+
+    def _drop(self, request: Request) -> None:
+        self.order.drop(request)
+        prune(self._arrived, self.order.numbers, len(self.order))
+
+
+def make_order(order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None) -> Order:
+    """Return an empty order; its arguments are those of `make_queue`."""
+    match order:
+        case "fcfs":
+            return SortedOrder()
+        case "in-time":
+            assert first_tokens is not None
+            return InTimeOrder(first_tokens)
+        case "sjf":
+            return SortedOrder(lambda request: request.input_length)
+        case "lpt":
+            return SortedOrder(lambda request: -request.max_output)
+        case "edf":
+            return SortedOrder(deadline)
+        case "shuffled":
+            return SortedOrder(shuffled)
+        case "das":
+            assert row_tokens is not None
+            return DasOrder(row_tokens)
+        case "slotted-das":
+            assert row_tokens is not None
+            return SlottedDasOrder(row_tokens)
+
+
+def make_queue(
+    order: AdmissionOrder = "fcfs",
+    row_tokens: int | None = None,
+    patience_ns: int | None = None,
+    first_tokens: FirstTokens | None = None,
+) -> Queue:
+    """Return an empty queue.
+
+    Args:
+        row_tokens: prompt tokens of a row (das, slotted-das).
+        first_tokens: when first tokens are due, and how long prompts take (in-time).
+    """
+    return Queue(partial(make_order, order, row_tokens, first_tokens), patience_ns)

@@ -1,0 +1,177 @@
+"""Keep count of K/V blocks: free, in use by one or several requests, or kept for requests to come.
+
+A block that is filled by the beginning of a prompt (or of a prompt and its output) has a key, a hash of its tokens and
+of all tokens before them. A request whose chain of keys begins with the keys of such blocks shares them instead of
+computing them again. A block that no request uses any more is kept until memory is needed: the least recently used one
+is given up first, and of blocks released together the last of the sequence, which is useless without those before it.
+
+Source: vLLM (hash chains, a queue in the order of last use).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from xgpt.core.schema.step_log import Chain
+
+NO_CHAINS: Mapping[int, Chain] = MappingProxyType({})
+"""Of no request."""
+
+
+class BlockTable:
+    """The blocks of one request, in order.
+
+    Attributes:
+        blocks: the numbers of the blocks.
+        found: number of first blocks that were cached when the request entered.
+        named: number of first blocks that have a key, or hold the same as a block that has one.
+    """
+
+    __slots__ = ("blocks", "found", "named")
+
+    def __init__(self, found: Sequence[int]) -> None:
+        self.blocks = list(found)
+        self.found = self.named = len(found)
+
+
+class Found(NamedTuple):
+    """The cached blocks of a chain.
+
+    Attributes:
+        blocks: the blocks that hold its beginning.
+        num_used: number of them that some request uses: sharing these takes no memory.
+    """
+
+    chain: Chain
+    most: int
+    blocks: tuple[int, ...]
+    num_used: int
+
+
+NOTHING = Found((), 0, (), 0)
+
+
+class Blocks:
+    """The K/V blocks of one lane; all its stages use the same numbers.
+
+    Every block is free, in use, or kept. A request gets a free block, or else the one kept for longest.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._num_touched = 0
+        """Blocks [0, num_touched) have been handed out at least once."""
+        self._free: list[int] = []
+        """The free blocks among them."""
+        self._by_key: dict[bytes, int] = {}
+        self._key: dict[int, bytes] = {}
+        self._uses: dict[int, int] = {}
+        """Number of requests that use each block which has or had a key; other blocks belong to one request."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Blocks with a key that no request uses; the one released first comes first."""
+        self._found: dict[int, Found] = {}
+        """Results of `find` since keys or uses last changed, by the identity of the chain: waiting requests are looked
+        up at every step."""
+
+    @property
+    def num_used(self) -> int:
+        """Number of blocks that requests use, each counted once."""
+        return self._num_touched - len(self._free) - len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks that no request uses and a later request may share."""
+        return len(self._kept)
+
+    def find(self, chain: Chain, most: int) -> Found:
+        """Return the blocks that hold the beginning of a sequence, at most `most`. Changes nothing."""
+        known = self._found.get(id(chain))
+        if known is not None and known.chain is chain and known.most == most:
+            return known
+        by_key, count = self._by_key, 0
+        blocks: list[int] = []
+        for key in chain[:most]:
+            if key not in by_key:
+                break
+            blocks.append(by_key[key])
+        uses = self._uses
+        for block in blocks:
+            count += uses[block] > 0
+        found = self._found[id(chain)] = Found(chain, most, tuple(blocks), count)
+        return found
+
+    def count_own(self, table: BlockTable, others: Sequence[int]) -> int:
+        """Return the number of blocks in a table that no other request uses, without those in `others`."""
+        shared, uses = set(others), self._uses
+        return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
+
+    def share(self, found: Sequence[int]) -> BlockTable:
+        """Return a new table of blocks that `find` has just found, which are then in use."""
+        uses = self._uses
+        for block in found:
+            if not uses[block]:
+                del self._kept[block]
+            uses[block] += 1
+        self._found.clear()
+        return BlockTable(found)
+
+    def grow(self, table: BlockTable) -> int:
+        """Give a request one more block, and return its number; the pool has made sure of room."""
+        if self._free:
+            block = self._free.pop()
+        elif self._num_touched < self.count:
+            block = self._num_touched
+            self._num_touched += 1
+        else:
+            assert self._kept, "a block is asked for, none is free or kept"
+            block, _ = self._kept.popitem(last=False)
+            del self._by_key[self._key.pop(block)], self._uses[block]
+            self._found.clear()
+        table.blocks.append(block)
+        return block
+
+    def name(self, table: BlockTable, chain: Chain, count: int) -> None:
+        """Give the first `count` blocks the keys of a chain, so that later requests find them."""
+        last = min(count, len(chain))
+        for index in range(table.named, last):
+            key = chain[index]
+            if key not in self._by_key:  # else another request has computed the same, and its block is used
+                block = table.blocks[index]
+                self._by_key[key] = block
+                self._key[block] = key
+                self._uses[block] = 1
+                self._found.clear()
+        table.named = max(table.named, last)
+
+    def forget(self, chain: Chain) -> None:
+        """Remove the keys of a chain, so that no later request finds its blocks; requests that use them go on."""
+        self._found.clear()
+        for key in chain:
+            block = self._by_key.pop(key, None)
+            if block is None:
+                continue
+            del self._key[block]
+            if block in self._kept:
+                del self._kept[block], self._uses[block]
+                self._free.append(block)
+
+    def release(self, table: BlockTable) -> None:
+        """Release a request's blocks; those with a key are kept once no request uses them."""
+        uses = self._uses
+        for block in reversed(table.blocks):
+            if block not in uses:
+                self._free.append(block)
+                continue
+            uses[block] -= 1
+            if uses[block]:
+                continue
+            if block in self._key:
+                self._kept[block] = None
+            else:  # forgotten while it was used
+                del uses[block]
+                self._free.append(block)
+        table.blocks.clear()
+        self._found.clear()

@@ -1,0 +1,136 @@
+"""Build the schedule of a plan, from which both engines start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from xgpt.core.errors import InputError
+from xgpt.core.policies.admission import Queue, make_queue
+from xgpt.core.policies.in_time import FirstTokens
+from xgpt.core.policies.lane_settings import LaneSettings, as_run_by, lane_settings
+from xgpt.core.policies.pool import Pool
+from xgpt.core.policies.row_pool import RowPool
+from xgpt.core.policies.schedule import OneLane, Schedule
+from xgpt.core.policies.slack import Slack, StepClock
+from xgpt.core.policies.tcb import Batching
+from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
+from xgpt.core.schema import ChunkedSettings, Plan, SingleLaneSettings, Stage, WaaSettings
+from xgpt.core.workload import decoding_share
+
+
+def build(plan: Plan) -> Schedule:
+    """Return the schedule of one replica of a plan, without requests.
+
+    Raises:
+        InputError: the plan's stages do not go with its policy.
+    """
+    lanes = {stage.lane for stage in plan.stages}
+    wanted = set(plan.policy.lanes)
+    if lanes != wanted:
+        raise InputError("plan.stages", ", ".join(sorted(lanes)), f"{plan.policy.kind} runs on lanes {sorted(wanted)}")
+    if isinstance(plan.policy, WaaSettings):
+        encode = [stage for stage in plan.stages if stage.lane == "encode"]
+        settings = TwoLaneSettings(
+            encode_tokens=plan.estimate.encode_tokens,
+            encode_stages=len(encode),
+            encode_blocks=_fewest_blocks(encode),
+            max_decode_batch=plan.policy.max_decode_batch,
+            decode_microbatches=plan.policy.decode_microbatches,
+            buffer_iterations=plan.policy.buffer_iterations,
+            encoder_only=plan.model.is_encoder_decoder,
+            reuse_is_planned=plan.estimate.reuse is not None,
+        )
+        return TwoLane(settings, _pool(plan, (stage for stage in plan.stages if stage.lane == "decode")), plan.stages)
+    lane = settings_of(plan, plan.policy)
+    return OneLane(lane, _pool(plan, plan.stages, hold_finished=lane.refill_when_empty), plan.stages)
+
+
+def build_rows(plan: Plan, batching: Batching) -> OneLane:
+    """Return the schedule of a plan of whole batches in rows, without requests.
+
+    Raises:
+        InputError: the plan does not run whole batches on one device, or rows do not support the model's attention or
+            keys and values in eight bits.
+    """
+    policy = plan.policy
+    settings = None if isinstance(policy, WaaSettings) else settings_of(plan, policy)
+    count = plan.num_devices
+    if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
+        found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
+        accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
+        raise InputError("batching", batching, accepted)
+    if (field := plan.model.special_attention) is not None:
+        accepted = f"{plan.model.name} has model.{field}, which rows cannot run: use flat"
+        raise InputError("batching", batching, accepted)
+    if plan.precision.kv == "int8":
+        accepted = "rows keep keys and values in float32 or bfloat16: take flat, or plan with one of these"
+        raise InputError("plan.kv_dtype", plan.kv_dtype, accepted)
+    pool = RowPool(
+        _fewest_blocks(plan.stages),
+        plan.block_size,
+        batching=batching,
+        row_tokens=row_tokens(plan),
+        max_running=plan.admission.max_running,
+        waiting=queue_of(plan),
+    )
+    return OneLane(settings, pool, plan.stages)
+
+
+def row_tokens(plan: Plan) -> int:
+    """Return the prompt tokens of a row: the longest prompt of the plan's workload."""
+    return plan.workload.input.lengths[-1]
+
+
+def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
+    """Return the rule's settings of a plan, whose policy that is."""
+    estimate = plan.estimate
+    settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
+    return replace(
+        as_run_by(plan.engine, settings, len(plan.stages)),
+        reuse_is_planned=estimate.reuse is not None,
+        slack=_slack(plan, policy),
+        first_tokens=first_tokens(plan),
+    )
+
+
+def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
+    """Return a policy's slack budget, with the plan's bound and step times."""
+    budget = policy.slack if isinstance(policy, ChunkedSettings) else None
+    if budget is None:
+        return None
+    times, tpot_ns = plan.estimate.step_times, plan.tpot_ns
+    assert times is not None and tpot_ns is not None
+    return Slack(budget, StepClock(times), round(budget.share * tpot_ns), len(plan.stages))
+
+
+def first_tokens(plan: Plan) -> FirstTokens | None:
+    """When first tokens are due by the plan's bound, and how long prompts take; None: the order does not ask."""
+    if plan.admission.order != "in-time":
+        return None
+    times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
+    assert times is not None and ttft_ns is not None
+    at_once = min(len(plan.stages), getattr(plan.policy, "microbatches", 1))
+    return FirstTokens(StepClock(times), ttft_ns, at_once)
+
+
+def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -> Pool:
+    return Pool(
+        _fewest_blocks(stages),
+        plan.block_size,
+        kv=plan.admission.kv,
+        max_running=plan.admission.max_running,
+        hold_finished=hold_finished,
+        waiting=queue_of(plan),
+        encoder=plan.model.is_encoder_decoder,
+    )
+
+
+def queue_of(plan: Plan) -> Queue:
+    """Return an empty queue in the plan's order of admission."""
+    return make_queue(plan.admission.order, plan.admission.row_tokens, plan.patience_ns, first_tokens(plan))
+
+
+def _fewest_blocks(stages: Iterable[Stage]) -> int:
+    """Return the fewest blocks of any stage: every stage holds its layers' K/V of every request."""
+    return min(stage.kv_blocks for stage in stages)

@@ -1,0 +1,182 @@
+"""The order in time: as many requests as possible have their first token by the bound, the others give way.
+
+Where prompts wait that cannot all be encoded in time, those that take longest give way, as few as possible
+(Moore and Hodgson's algorithm, with prompts that are begun already among them).
+
+Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from math import inf
+from operator import attrgetter
+from typing import NamedTuple
+
+from xgpt.core.policies.orders import Entry, Order, SortedOrder, prune
+from xgpt.core.policies.request import Request
+from xgpt.core.policies.slack import Slack, StepClock
+
+UNCUT_TOKENS = 2048
+"""Prompt tokens of a step by which prompts' pace is judged where no budget limits them."""
+
+
+class Pace(NamedTuple):
+    """How fast prompts are encoded next to the requests that decode now.
+
+    Attributes:
+        token_ns: nanoseconds a token of one prompt, without its attention.
+        at_once: prompts that are encoded at the same time, each at that pace: a pipeline's micro-batches.
+    """
+
+    token_ns: float
+    at_once: int = 1
+
+
+class Job(NamedTuple):
+    """What is left to encode of a prompt: `tokens`, and nanoseconds of their attention, due at `due_ns`."""
+
+    due_ns: int
+    number: int
+    id: int
+    tokens: int
+    attention_ns: float
+
+
+class FirstTokens(NamedTuple):
+    """When first tokens are due, and how long prompts take.
+
+    Attributes:
+        ttft_ns: from a request's arrival to its first token, where its account has no bound of its own.
+        at_once: as of `Pace`.
+    """
+
+    clock: StepClock
+    ttft_ns: int
+    at_once: int = 1
+
+    def due_ns(self, request: Request) -> int:
+        own_ns = request.account.ttft_ns
+        return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
+
+    def latest_ns(self, request: Request) -> int:
+        """When a request must begin at the latest, were its prompt alone."""
+        return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
+
+    def job(self, request: Request, number: int = -1) -> Job:
+        """What is left of a request's prompt; `number`: in the order of arrival, those that are begun before others."""
+        attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
+        return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
+
+    def pace(self, decodes: int, context: int, budget: int | None, slack: Slack | None) -> Pace:
+        """Return the pace in steps that decode this many requests.
+
+        Args:
+            context: tokens that these attend to.
+            budget: tokens of a step at most; None: any number. With `slack` it does not count.
+        """
+        others_s = self.clock.decodes(decodes, context)
+        tokens = (UNCUT_TOKENS + decodes if budget is None else budget) - decodes
+        if slack is not None:
+            fitting = self.clock.most_tokens(slack.equal_ns / 1e9 - others_s) - decodes
+            tokens = min(max(fitting, slack.budget.least_tokens), slack.budget.most_tokens)
+        tokens = max(tokens, 1)
+        return Pace(1e9 * (self.clock.tokens(decodes + tokens) + others_s) / tokens, self.at_once)
+
+
+def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
+    """Return the ids of those that are not to be in time, so that as many of the others as possible are.
+
+    Args:
+        jobs: the first that is due first.
+    """
+    token_ns, at_once = pace
+    late: set[int] = set()
+    kept: list[tuple[float, int]] = []
+    end_ns = float(now_ns)
+    for due_ns, _, id_, tokens, attention_ns in jobs:
+        alone_ns = tokens * token_ns + attention_ns
+        if now_ns + alone_ns > due_ns:
+            late.add(id_)
+            continue
+        took_ns = alone_ns / at_once
+        heappush(kept, (-took_ns, id_))
+        if end_ns + alone_ns > due_ns:
+            longest_ns, longest = heappop(kept)
+            late.add(longest)
+            end_ns += longest_ns
+        end_ns += took_ns
+    return late
+
+
+class InTimeOrder(Order):
+    """The first that is due enters next, of those that do not give way; then the others in the order of arrival.
+
+    Which give way is asked with each decision (`plan`); between two, none does that has arrived since. Those that could
+    not be in time were they alone give way for good.
+    """
+
+    def __init__(self, first_tokens: FirstTokens) -> None:
+        super().__init__()
+        self.first_tokens = first_tokens
+        self._now_ns = 0
+        self._jobs: list[Job] = []
+        """Of requests that could be in time, the first that is due first."""
+        self._of: dict[int, tuple[Job, Request]] = {}
+        self._late = SortedOrder()
+        self._by_latest: list[Entry] = []
+        self._giving_way: set[int] = set()
+
+    def at(self, now_ns: int) -> None:
+        self._now_ns = now_ns
+        while self._by_latest and self._by_latest[0][0] < now_ns:
+            _, number, request = heappop(self._by_latest)
+            if request.id in self._of and self.numbers.get(request.id) == number:
+                self._forget(request)
+                self._late.add(request, number)
+
+    def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
+        """Decide which requests give way, and return those of them that are begun, with those that are due later than
+        a waiting one that does not."""
+        jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
+        self._giving_way = that_give_way(jobs, self._now_ns, pace)
+        if not begun:
+            return set()
+        first_due_ns = next((job.due_ns for job in self._jobs if job.id not in self._giving_way), inf)
+        return {job.id for job in begun if job.id in self._giving_way or job.due_ns > first_due_ns}
+
+    def first(self) -> Request:
+        for job in self._jobs:
+            if job.id not in self._giving_way:
+                return self._of[job.id][1]
+        late = [self._late.first()] if self._late.numbers else []
+        if self._jobs:
+            late.append(self._of[min(self._jobs, key=attrgetter("number")).id][1])
+        return min(late, key=lambda request: self.numbers[request.id])
+
+    def gives_way(self, request: Request) -> bool:
+        """Whether a waiting request lets those go first that can be in time."""
+        return request.id in self._giving_way or request.id in self._late.numbers
+
+    def _add(self, request: Request, number: int) -> None:
+        latest_ns = self.first_tokens.latest_ns(request)
+        if latest_ns < self._now_ns:
+            self._late.add(request, number)
+            return
+        job = self.first_tokens.job(request, number)
+        insort(self._jobs, job)
+        self._of[request.id] = job, request
+        heappush(self._by_latest, (latest_ns, number, request))
+
+    def _drop(self, request: Request) -> None:
+        if request.id in self._of:
+            self._forget(request)
+        else:
+            self._late.drop(request)
+        prune(self._by_latest, self.numbers, len(self._jobs))
+
+    def _forget(self, request: Request) -> None:
+        job, _ = self._of.pop(request.id)
+        del self._jobs[bisect_left(self._jobs, job)]

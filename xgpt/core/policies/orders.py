@@ -1,0 +1,337 @@
+"""The orders of admission: which of an account's waiting requests enters next.
+
+First come, first served (fcfs) or almost (shuffled; in-time is in `in_time`), shortest prompt first (sjf), longest
+output first (lpt), earliest deadline first (edf), and TCB's deadline-aware scheduling (das), also for rows in slots
+(slotted-das). All keep requests sorted as they come, so that a step pays for those that enter, not for those that wait.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from xgpt.core.policies.request import Request
+
+Entry = tuple[float, int, Request]
+"""(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
+
+WINDOW = 64
+"""Number of consecutive requests, by id, that the order "shuffled" mixes: more than a batch, but few enough that none
+waits for long."""
+
+
+def utility(request: Request) -> float:
+    """Return what serving a request in time is worth. Source: TCB sec. 5.1."""
+    return 1 / request.input_length
+
+
+def deadline(request: Request) -> float:
+    """Return a request's deadline in nanoseconds; infinite if it has none."""
+    return math.inf if request.deadline_ns is None else request.deadline_ns
+
+
+def shuffled(request: Request) -> float:
+    """Return a key that orders requests by their window of ids, and within it at random, the same way each time.
+
+    Source: ExeGPT sec. 6: where input and output length correlate, inputs are randomised across batches.
+    """
+    mixed = (request.id + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+    return request.id // WINDOW + ((mixed ^ mixed >> 27) >> 40) / (1 << 24)
+
+
+class Order(ABC):
+    """Requests that have never run, and which of them enters next. Looking (`first`) changes nothing.
+
+    Attributes:
+        is_fifo: whether they enter in the order of arrival.
+    """
+
+    is_fifo = False
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        """The number of each request in the order of arrival."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def add(self, request: Request, number: int) -> None:
+        self.numbers[request.id] = number
+        self._add(request, number)
+
+    def drop(self, request: Request) -> None:
+        """Remove a request that leaves, or enters out of turn."""
+        del self.numbers[request.id]
+        self._drop(request)
+
+    def take(self) -> Request:
+        """Remove and return the first request, which enters."""
+        request = self.first()
+        self.drop(request)
+        return request
+
+    def open_row(self, row_tokens: int) -> None:
+        """Begin a row of `row_tokens` prompt tokens, whatever room is left in the last one."""
+        return
+
+    def fits_row(self, request: Request) -> bool:
+        """Return whether a request that has never run fits the room left in the row that was opened last."""
+        return True
+
+    def at(self, now_ns: int) -> None:
+        """Set the clock, which never goes back."""
+        return
+
+    def state(self) -> Any:
+        """Return the order's memory of requests that have entered."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Set the order's memory to an earlier `state`."""
+        assert state is None
+
+    @abstractmethod
+    def first(self) -> Request:
+        """Return the request that enters next, of an order that is not empty."""
+
+    @abstractmethod
+    def _add(self, request: Request, number: int) -> None:
+        """Sort a new request in."""
+
+    @abstractmethod
+    def _drop(self, request: Request) -> None:
+        """Forget a request that has just been taken out of `numbers`."""
+
+
+class SortedOrder(Order):
+    """The request with the smallest key enters next; of equal keys, or without a key, the first to arrive."""
+
+    def __init__(self, key: Callable[[Request], float] | None = None) -> None:
+        super().__init__()
+        self.is_fifo = key is None
+        self._key = key or (lambda request: 0.0)
+        self._heap: list[Entry] = []
+
+    def first(self) -> Request:
+        return self._heap[0][2]
+
+    def _add(self, request: Request, number: int) -> None:
+        heappush(self._heap, (self._key(request), number, request))
+
+    def _drop(self, request: Request) -> None:
+        prune(self._heap, self.numbers, len(self.numbers))
+
+
+class DasOrder(Order):
+    """Deadline-aware scheduling: TCB Algorithm 1, and the same while requests go on arriving.
+
+    A row holds `row_tokens` prompt tokens. With s the number of the shortest requests that would fill it, the first
+    ceil(eta s) that enter are the shortest; then, of those worth at least q = 1 - eta of these on average, the one with
+    the earliest deadline; then again the shortest. A request that does not fit the room left in the row is skipped; if
+    none fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the
+    best schedule's utility (Theorem 5.1).
+
+    A request longer than a row fits none: it enters once no other request waits.
+    """
+
+    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
+        super().__init__()
+        assert row_tokens > 0 and 0 < eta < 1
+        self.row_tokens = row_tokens
+        self._eta = eta
+        self._heaps: dict[int, list[Entry]] = {}
+        """Waiting requests by length, each list by deadline."""
+        self._count: dict[int, int] = {}
+        """Number of waiting requests by length; heaps also hold requests that have left."""
+        self._lengths: list[int] = []
+        """Lengths of waiting requests, in ascending order."""
+        self._earliest = EarliestUpTo()
+        self._changed: set[int] = set()
+        """Lengths whose earliest deadline must be updated before the next look."""
+        self._room = 0
+        """Tokens left in the row."""
+        self._dominant = 0
+        """Number of further requests of the row to choose by utility alone."""
+        self.num_dominant = 0
+        """Number of first requests of the row that were chosen by utility alone."""
+        self._worth = 0.0
+        """Sum of their utility."""
+
+    def take(self) -> Request:
+        if self._lengths[0] > self._room:
+            self.open_row(self.row_tokens)
+        request = super().take()
+        self._use(request.input_length)
+        if self._dominant:
+            self._dominant -= 1
+            self.num_dominant += 1
+            self._worth += utility(request)
+        if not self.numbers:
+            self._room = 0  # the next request begins a row: a choice needs several waiting requests
+        return request
+
+    def open_row(self, row_tokens: int) -> None:
+        self._room = row_tokens
+        self._dominant = math.ceil(self._eta * self._num_shortest(row_tokens))
+        self.num_dominant, self._worth = 0, 0.0
+
+    def fits_row(self, request: Request) -> bool:
+        return request.input_length <= self._room
+
+    def _use(self, length: int) -> None:
+        """Subtract a request's tokens from the row's room."""
+        self._room = max(0, self._room - length)
+
+    def _num_shortest(self, room: int) -> int:
+        """Return how many of the shortest requests fit the room."""
+        total = 0
+        for length in self._lengths:
+            fitting = min(self._count[length], room // length)
+            if not fitting:
+                break
+            total += fitting
+            room -= fitting * length
+        return total
+
+    def state(self) -> tuple[Any, ...]:
+        return self._room, self._dominant, self.num_dominant, self._worth
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self._room, self._dominant, self.num_dominant, self._worth = state
+
+    def first(self) -> Request:
+        length = self._lengths[0]  # the first of a row, too
+        if length <= self._room and not self._dominant and self.num_dominant:
+            # Worth at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
+            longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
+            length = self._most_urgent(min(longest, self._room)) or length
+        return self._heaps[length][0][2]
+
+    def _most_urgent(self, longest: int) -> int | None:
+        """Return the length with the earliest deadline among lengths up to `longest`; None: there is none."""
+        for length in self._changed:
+            heap = self._heaps.get(length)
+            self._earliest.put(length, None if heap is None else heap[0][:2])
+        self._changed.clear()
+        return self._earliest.up_to(longest)
+
+    def _add(self, request: Request, number: int) -> None:
+        length = request.input_length
+        if length not in self._count:
+            self._heaps[length] = []
+            self._count[length] = 0
+            insort(self._lengths, length)
+        self._count[length] += 1
+        heappush(self._heaps[length], (deadline(request), number, request))
+        self._changed.add(length)
+
+    def _drop(self, request: Request) -> None:
+        length = request.input_length
+        self._count[length] -= 1
+        heap = self._heaps[length]
+        if not self._count[length]:
+            del self._count[length], self._heaps[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        else:
+            prune(heap, self.numbers, self._count[length])
+        self._changed.add(length)
+
+
+class SlottedDasOrder(DasOrder):
+    """Deadline-aware scheduling for rows in slots: TCB Algorithm 2, row by row.
+
+    A slot of a row is as long as the longest request chosen by utility; a request enters the first slot with room for
+    it. Longer requests wait for a row with longer slots.
+    """
+
+    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
+        super().__init__(row_tokens, eta)
+        self.slots: tuple[int, ...] = ()
+        """Tokens left in each slot of the row."""
+
+    def open_row(self, row_tokens: int) -> None:
+        super().open_row(row_tokens)
+        length = self._longest_of(self._dominant) if self._dominant else row_tokens
+        self.slots = (length,) * (row_tokens // length)
+        self._room = length
+
+    def _longest_of(self, count: int) -> int:
+        """Length of the longest of the `count` shortest requests."""
+        for length in self._lengths:
+            count -= self._count[length]
+            if count <= 0:
+                return length
+        raise AssertionError("fewer requests wait than were counted")
+
+    def _use(self, length: int) -> None:
+        slot = next((index for index, room in enumerate(self.slots) if room >= length), None)
+        if slot is not None:
+            self.slots = (*self.slots[:slot], self.slots[slot] - length, *self.slots[slot + 1 :])
+        self._room = max(self.slots, default=0) if slot is not None else 0
+
+    def state(self) -> tuple[Any, ...]:
+        return (*super().state(), self.slots)
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        *of_row, self.slots = state
+        super().restore(tuple(of_row))
+
+
+class EarliestUpTo:
+    """The length with the earliest deadline among all lengths up to a limit: a tree of minima.
+
+    Node i has the children 2i and 2i + 1; the leaves, one a length, are the last half.
+    """
+
+    def __init__(self) -> None:
+        self._tree: list[tuple[float, int, int] | None] = [None] * 2
+
+    def put(self, length: int, earliest: tuple[float, int] | None) -> None:
+        """Set a length's earliest (deadline, number); None: no waiting request has this length any more."""
+        while length >= len(self._tree) // 2:
+            self._grow()
+        tree = self._tree
+        node = length + len(tree) // 2
+        tree[node] = None if earliest is None else (*earliest, length)
+        while node > 1:
+            node //= 2
+            tree[node] = _least(tree[2 * node], tree[2 * node + 1])
+
+    def up_to(self, limit: int) -> int | None:
+        """Return the length; None where no request is that short."""
+        size = len(self._tree) // 2
+        if limit >= size - 1:
+            best = self._tree[1]
+        else:
+            best, node = None, size + limit + 1
+            while node > 1:
+                if node % 2:
+                    best = _least(best, self._tree[node - 1])
+                node //= 2
+        return None if best is None else best[2]
+
+    def _grow(self) -> None:
+        """Twice the lengths: each level becomes the left half of the next."""
+        tree, size = [None, self._tree[1]], 1
+        while size < len(self._tree):
+            tree += self._tree[size : 2 * size] + [None] * size
+            size *= 2
+        self._tree = tree
+
+
+def _least(a: tuple[float, int, int] | None, b: tuple[float, int, int] | None) -> tuple[float, int, int] | None:
+    return b if a is None or (b is not None and b < a) else a
+
+
+def prune(heap: list[Entry], numbers: Mapping[int, int], num_waiting: int) -> None:
+    """Remove requests that have left from the top of a heap, or from all of it if they are the majority."""
+    if len(heap) > 2 * num_waiting + 16:
+        heap[:] = [entry for entry in heap if numbers.get(entry[2].id) == entry[1]]
+        heapify(heap)
+    while heap and numbers.get(heap[0][2].id) != heap[0][1]:
+        heappop(heap)

@@ -1,0 +1,81 @@
+"""Choose a replica for a request: the one that holds the beginning of its prompt, unless that one is much busier.
+
+The same code routes the requests of a server and those of a trace that is planned or simulated for several replicas.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import Chain
+from xgpt.core.workload import TraceLengths
+
+BLOCKS_A_KEY = 4
+"""K/V blocks that one key stands for: common beginnings are compared coarsely, at a quarter of the cost."""
+MOST_KEYS = 131_072
+SLACK = 0.5
+"""Share of a replica's running requests by which it may exceed another replica and still get a request whose whole
+prompt it holds; for a request of which it holds a part, that part of the share."""
+
+
+class Router:
+    """The number of requests of each replica, and where the beginnings of prompts were last sent.
+
+    Args:
+        count: number of replicas.
+        slack: number of requests by which a replica may exceed another one.
+    """
+
+    def __init__(self, count: int, slack: float) -> None:
+        self.load = [0] * count
+        self._slack = slack
+        self._home: OrderedDict[bytes, int] = OrderedDict()
+        """The replica that had each key last, the least recently used key first."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Router:
+        """Return the router of a plan's replicas."""
+        return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
+
+    def route(self, chain: Chain) -> int:
+        """Return the replica for a request, and count the request there until `leave`."""
+        load, home = self.load, self._home
+        least = min(load)
+        found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)
+        number = home[chain[found - 1]] if found else load.index(least)
+        if found and load[number] - least > self._slack * found / len(chain):
+            number = load.index(least)
+        for key in chain:
+            home[key] = number
+            home.move_to_end(key)
+        while len(home) > MOST_KEYS:
+            home.popitem(last=False)
+        load[number] += 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """Note that a request of this replica has ended."""
+        self.load[number] -= 1
+
+
+def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
+    """Return the requests of a trace that come to the first of a plan's replicas.
+
+    The number of requests under way is that of the plan's running requests: the oldest one ends when another arrives.
+    Where the trace does not say what prompts have in common, replicas take turns.
+    """
+    prefixes = trace.prefixes
+    if plan.replicas == 1:
+        return trace
+    if prefixes is None:
+        return trace.take(range(0, len(trace.input), plan.replicas))
+    router, mine = Router.of(plan), []
+    inside: deque[int] = deque()
+    for number, length in enumerate(trace.input.tolist()):
+        if len(inside) > plan.replicas * plan.estimate.decode_batch:
+            router.leave(inside.popleft())
+        inside.append(router.route(prefixes.chain(number, length, BLOCKS_A_KEY * plan.block_size)))
+        if inside[-1] == 0:
+            mine.append(number)
+    return trace.take(mine)

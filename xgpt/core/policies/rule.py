@@ -1,0 +1,280 @@
+"""The single-lane rule: rra, orca, chunked and static are settings of it.
+
+From the requests of a micro-batch and the waiting ones, it decides what the next step encodes and decodes. The rule
+reads no clock and draws no random numbers: the same submissions, steps and endings give the same schedule on the
+simulated clock and on the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import chain
+from math import inf
+
+from xgpt.core.policies.in_time import FirstTokens
+from xgpt.core.policies.lane_settings import LaneSettings
+from xgpt.core.policies.pool import Pool
+from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
+from xgpt.core.policies.slack import Room, Slack, TimeRoom, TokenRoom
+from xgpt.core.schema import (
+    Thresholds,
+)
+
+ADJUSTMENT = 0.1
+"""Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
+
+Source: ExeGPT sec. 5.2, which names the threshold but no figure.
+"""
+
+
+class PromptBudget:
+    """The prompt tokens that a phase may encode: a target, corrected by what earlier phases took too few or too many.
+
+    A prompt is taken only if at least half of it is covered, which keeps every phase within half a prompt of the target
+    and the mean on it, so that uneven inputs neither cost throughput nor stall the decode batch.
+
+    Source: ExeGPT sec. 5.2.
+    """
+
+    def __init__(self, target: float, decode_batch: float = 0.0) -> None:
+        self._target = target
+        self._decode_batch = decode_batch
+        self._credit = 0.0
+        """Tokens that earlier phases took too few (or, if negative, too many)."""
+
+    def open(self, excess: float = 0.0) -> None:
+        """Begin the next phase; `excess`: requests in decode beyond their expected number."""
+        target = self._target
+        if abs(excess) > ADJUSTMENT * self._decode_batch:
+            target *= 1 - ADJUSTMENT if excess > 0 else 1 + ADJUSTMENT
+        self._credit += target
+
+    def covers(self, length: int) -> bool:
+        """Return whether a prompt of `length` tokens may be taken."""
+        return self._credit >= length / 2
+
+    def spend(self, length: int) -> None:
+        self._credit -= length
+
+    def close(self) -> None:
+        """End a phase's encoding early, for want of requests or memory; unused tokens are dropped, to avoid a burst."""
+        self._credit = min(self._credit, 0.0)
+
+
+class OneLaneRule:
+    """Decides each step of one micro-batch; its state is the phase and the budget's credit."""
+
+    def __init__(self, settings: LaneSettings) -> None:
+        self.settings = settings
+        self._iterations = settings.encode_every
+        """Decode iterations since the last step that encoded."""
+        self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
+        self.phase = 0
+        """Number of phases begun, if decode iterations separate steps that encode."""
+        self._waited = 0
+        """Steps for which prompts have waited for others."""
+
+    def apply(self, settings: LaneSettings) -> None:
+        """Adopt other settings; the phase goes on, and the budget starts anew."""
+        self.settings = settings
+        self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
+
+    def is_phase_over(self, batch: MicroBatch) -> bool:
+        """Return whether a phase's iterations are done, or no request is left to decode."""
+        return not batch.num_running or self._iterations >= self.settings.encode_every
+
+    def _may_begin_phase(self, pool: Pool, batch: MicroBatch) -> bool:
+        """Return whether a phase is over, and enough requests wait for the next one, or one has waited long enough."""
+        thresholds = self.settings.thresholds
+        if thresholds is None or not batch.num_running:
+            return self.is_phase_over(batch)
+        return self.is_phase_over(batch) and are_met(thresholds, pool.num_waiting, pool.waiting.oldest_wait_ns)
+
+    def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
+        """Return the next step, or None if nothing can run; admit the requests that the step begins to encode.
+
+        A call that returns None changes nothing, since how often an engine asks depends on its clock.
+
+        Args:
+            may_encode: whether a phase may begin now.
+        """
+        settings = self.settings
+        giving_way = (
+            frozenset() if settings.first_tokens is None else self._give_way(settings.first_tokens, pool, batch)
+        )
+        if not batch.num_running and not (may_encode and pool.can_admit()):
+            return None
+        if not (settings.refill_when_empty and batch.encoding):  # nothing decodes before all parts are encoded
+            pool.make_room(batch)
+        encode: tuple[Chunk, ...] = ()
+        if settings.mix:
+            encode = () if self._waits_for_others(pool, batch) else self._fill(pool, batch, giving_way)
+        elif settings.refill_when_empty:
+            encode = self._part(pool, batch)
+        elif batch.encoding or (may_encode and self._may_begin_phase(pool, batch)):
+            self.phase += 1
+            encode = self._phase(pool, batch)
+
+        decode: tuple[int, ...] = ()
+        mixes = settings.mix and not (encode and settings.prompts_first)
+        if mixes or not (encode or batch.encoding):
+            decode = self._decodable(pool, batch)
+            if decode and batch.held:
+                decode += tuple(r.id for r in batch.held.values() if r.generated < r.max_output)
+        preempted = pool.take_preempted()
+        if not encode and not decode and not preempted:
+            return None
+        self._iterations = 0 if encode else self._iterations + 1
+        if settings.slack is not None:
+            for id_ in decode:
+                request = batch.decoding[id_]
+                if request.first_ns is None:
+                    request.first_ns = pool.now_ns
+        return Step(encode, decode, preempted, grown=pool.take_grown())
+
+    def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
+        """The requests that decode: all, but for those whose last token is under way already, or that are to leave."""
+        if not self.settings.ahead:
+            return tuple(batch.decoding)
+        return tuple(r.id for r in batch.decoding.values() if r.generated < r.max_output and not pool.is_leaving(r.id))
+
+    def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
+        """Return whether prompts wait for more of them in this step, and count it."""
+        settings = self.settings
+        if not settings.batch_wait_steps:
+            return False
+        decodes = len(self._decodable(pool, batch))
+        waits = self._waited < settings.batch_wait_steps and decodes > 0 and self._has_slot(batch) and pool.can_admit()
+        if waits:
+            room = pool.num_waiting if settings.max_batch is None else settings.max_batch - batch.num_running
+            waits = decodes + sum(r.input_length for r in pool.waiting.ahead(room)) < settings.batch_wait_tokens
+        self._waited = self._waited + 1 if waits else 0
+        return waits
+
+    def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
+        """Decide which prompts let those go first that can be in time; returns those of them that are begun."""
+        settings, decoding = self.settings, batch.decoding.values()
+        # Those that have been preempted have had their first token.
+        begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
+        context = sum([r.input_length + r.generated for r in decoding])
+        pace = first_tokens.pace(len(decoding), context, settings.token_budget, settings.slack)
+        return pool.waiting.plan(begun, pace)
+
+    def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
+        """Prompts as far as the step has room, up to the largest batch."""
+        if self.settings.slack is not None:
+            return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
+        budget = self.settings.token_budget
+        decodes = 0 if self.settings.prompts_first else len(self._decodable(pool, batch))
+        return self._fill_room(TokenRoom(None if budget is None else budget - decodes), pool, batch, giving_way)
+
+    def _fill_in_time(
+        self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
+    ) -> tuple[Chunk, ...]:
+        """Return pieces of prompts, as far as running requests can spare time."""
+        forecast, now_ns = pool.forecast, pool.now_ns
+        running = [batch.decoding[id_] for id_ in self._decodable(pool, batch)]
+        free_ns = forecast.free_ns(now_ns, pool.num_under_way)
+        own, *others = (_first_due_ns(slack, each, now_ns) - free_ns for each in pool.in_turn(batch))
+        context = sum([r.input_length + r.generated for r in running])
+        begun = (r for each in pool.batches for r in each.encoding.values())
+        even = slack.even_tokens(r.context - r.encoded for r in chain(begun, pool.waiting))
+        room = TimeRoom(slack, slack.step_s(own, others), len(running), context, even)
+        chunks = self._fill_room(room, pool, batch, giving_way)
+        if chunks or running:
+            forecast.begin(now_ns, room.seconds, slack.num_stages)
+        return chunks
+
+    def _fill_room(self, room: Room, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
+        """Prompts as far as the step has room, up to the largest batch: those that are begun, then others; of both
+        those last that give way."""
+        chunks: list[Chunk] = []
+        begun = list(batch.encoding.values())
+        self._go_on(room, pool, [request for request in begun if request.id not in giving_way], chunks)
+        late = [request for request in begun if request.id in giving_way]
+        self._admit(room, pool, batch, chunks, in_time=bool(late))
+        if late:
+            self._go_on(room, pool, late, chunks)
+            self._admit(room, pool, batch, chunks)
+        return tuple(chunks)
+
+    def _go_on(self, room: Room, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
+        """Take more of prompts that are begun."""
+        for request in begun:
+            if not room.is_open:
+                return
+            if not (self.settings.ahead and pool.is_leaving(request.id)):
+                chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
+
+    def _admit(self, room: Room, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False) -> None:
+        """Take prompts that wait; `in_time`: as long as the next one gives way to none."""
+        while room.is_open and self._has_slot(batch):
+            if in_time and pool.num_waiting and pool.waiting.head_gives_way():
+                return
+            if self.settings.whole_prompts and not self._holds_next(room, pool):
+                return
+            admitted = pool.admit(batch)
+            if admitted is None:
+                return
+            chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
+
+    def _holds_next(self, room: Room, pool: Pool) -> bool:
+        """Return whether the next prompt fits the room left, uncut unless it is longer than any step."""
+        budget = self.settings.token_budget
+        return all(
+            room.holds(request.input_length if budget is None else min(request.input_length, budget))
+            for request in pool.waiting.ahead(1)
+        )
+
+    def _has_slot(self, batch: MicroBatch) -> bool:
+        return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
+
+    def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        """Return the next part of a batch that entered whole; several parts may be under way."""
+        missing = [batch.encoding[id_] for id_ in pool.idle(batch.encoding)]
+        size = -(-batch.num_running // self.settings.encode_parts)
+        return tuple(next_chunk(request, None) for request in missing[:size])
+
+    def _phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
+        """Return whole prompts up to the phase's token target; the difference moves to the next phase."""
+        settings = self.settings
+        self._budget.open(len(batch.decoding) - settings.carried_batch)
+        # Prompts that are encoded in part were begun under settings that cut them (see apply).
+        chunks = [next_chunk(request, None) for request in batch.encoding.values()]
+        while (first := pool.waiting.head()) is not None:
+            length = pool.to_encode(first) if settings.reuse_is_planned else first.context
+            must_start = not chunks and not batch.decoding
+            if not (self._budget.covers(length) or must_start):
+                self._iterations = 0
+                return tuple(chunks)
+            admitted = pool.admit(batch)
+            if admitted is None:
+                break
+            chunks.append(next_chunk(admitted, None))
+            self._budget.spend(length)
+        self._budget.close()
+        return tuple(chunks)
+
+
+def _first_due_ns(slack: Slack, batch: MicroBatch, now_ns: int) -> float:
+    """When the first request of a micro-batch is due its next token, after those under way; infinite where none
+    decodes."""
+    coming = batch.steps_under_way if batch.assumed is None else 0
+    due_ns = (
+        slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming, r.account.tpot_ns)
+        for r in batch.decoding.values()
+    )
+    return min(due_ns, default=inf)
+
+
+def are_met(thresholds: Thresholds, num_waiting: int, oldest_wait_ns: int) -> bool:
+    """Return whether enough requests wait, or one has waited long enough."""
+    if num_waiting >= thresholds.waiting_requests:
+        return True
+    return num_waiting > 0 and oldest_wait_ns >= 1_000_000 * thresholds.oldest_wait_ms
+
+
+def next_chunk(request: Request, limit: int | None) -> Chunk:
+    """Return the next piece of a request's prompt, of at most `limit` tokens."""
+    missing = request.context - request.encoded
+    return Chunk(request.id, request.encoded, missing if limit is None else min(missing, limit))

@@ -1,0 +1,207 @@
+"""The schedule that both engines drive: lanes of micro-batches over one pool of requests.
+
+An engine submits requests, asks each lane for steps until it has none, and settles a step once it has been executed:
+
+    while step := schedule.next_step(lane):     # decides, admits, preempts; the step is under way from here
+        ...                                     # execute it: stage after stage, steps of one lane in their order
+    freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
+
+Steps of a lane overlap on its stages. A micro-batch's next step begins only after its previous one has been settled,
+and micro-batches take strict turns, so a pipeline of P stages needs P of them to be always busy. A schedule that runs
+ahead decides one more step while one is under way: like some engines, it assumes that every request of that step goes
+on, unless its maximum says otherwise, so a request that ends has a row in one more step.
+Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+
+from xgpt.core.policies.blocks import NO_CHAINS
+from xgpt.core.policies.lane_settings import LaneSettings
+from xgpt.core.policies.pool import Pool
+from xgpt.core.policies.request import MicroBatch, Request, Step
+from xgpt.core.policies.rule import OneLaneRule
+from xgpt.core.schema import LaneName, Stage
+from xgpt.core.schema.step_log import Chain
+
+
+class Schedule(ABC):
+    """Decides the steps of a plan.
+
+    Its state changes only in `submit`, `cancel`, `expire`, `settle`, and when `next_step` returns a step.
+
+    Attributes:
+        lanes: the worker groups that ask for steps, in the order in which an engine asks.
+        stages: the plan's stages; empty without a plan.
+    """
+
+    lanes: tuple[LaneName, ...]
+
+    def __init__(self, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
+        self.pool = pool
+        self.stages = stages
+
+    @abstractmethod
+    def fresh(self) -> Schedule:
+        """Return the same schedule without requests, for a restart of all workers."""
+
+    def submit(self, request: Request) -> None:
+        """Put a new request in the queue. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        self.pool.submit(request)
+
+    def cancel(self, id_: int) -> list[int]:
+        """Remove a request: at once if none of its steps is under way, else when that step is settled.
+
+        Returns:
+            The requests whose slot and K/V are free again.
+        """
+        return self.pool.cancel(id_)
+
+    def expire(self, now_ns: int) -> list[int]:
+        """Drop the waiting requests whose deadline has passed; an engine does so before it asks for steps."""
+        return self.pool.expire(now_ns)
+
+    def apply(self, other: Schedule) -> bool:
+        """Adopt another plan's settings before the next step; running requests stay where they are.
+
+        Args:
+            other: that plan's schedule, without requests.
+
+        Returns:
+            False, with nothing changed, if this needs an empty engine: other lanes, stages, micro-batches, memory.
+        """
+        return False
+
+    def _is_placed_like(self, other: Schedule) -> bool:
+        return self.stages == other.stages and self.pool.is_shaped_like(other.pool)
+
+    @abstractmethod
+    def next_step(self, lane: LaneName) -> Step | None:
+        """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
+
+    @abstractmethod
+    def settle(
+        self,
+        step: Step,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
+    ) -> list[int]:
+        """Account for a step that has been executed; `finished` names the requests that ended in it.
+
+        Steps of one lane are settled in the order in which they began.
+
+        Args:
+            outputs: for requests that ended, the keys of blocks behind those of the prompt (`Blocks`).
+            failed: requests among them that ended in an error; no other request shares their K/V.
+
+        Returns:
+            The requests whose slot and K/V are free again.
+        """
+
+    def sampled(self, step: Step) -> list[int]:
+        """Return the requests that get a token in this step, including held ones."""
+        return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
+
+    def encoded(self, step: Step) -> list[int]:
+        """Return the requests whose prompt is completely encoded by this step."""
+        running = self.pool.running
+        return [chunk.id for chunk in step.encode if chunk.start + chunk.length == running[chunk.id].context]
+
+
+class OneLane(Schedule):
+    """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
+
+    A micro-batch that has nothing to do is skipped. Phases of rra begin together: a micro-batch without requests waits
+    for the others, since a long encode step among short decode steps would hold up all of them. Static batches enter
+    whole and in equal parts, after all of the batch before has left.
+    """
+
+    lanes: tuple[LaneName, ...] = ("both",)
+
+    def __init__(self, settings: LaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
+        super().__init__(pool, stages)
+        self.settings = settings
+        self._batches = pool.add_batches(settings.microbatches)
+        self._rules = [OneLaneRule(settings.of_microbatch(i)) for i in range(settings.microbatches)]
+        self._turn = 0
+
+    def apply(self, other: Schedule) -> bool:
+        if not isinstance(other, OneLane) or not self._is_placed_like(other):
+            return False
+        now, then = self.settings, other.settings
+        if (now.microbatches, now.encode_parts) != (then.microbatches, then.encode_parts):
+            return False
+        self.settings = then
+        self.pool.follow(other.pool)
+        for number, rule in enumerate(self._rules):
+            rule.apply(then.of_microbatch(number))
+        return True
+
+    def fresh(self) -> OneLane:
+        return OneLane(self.settings, self.pool.fresh(), self.stages)
+
+    def next_step(self, lane: LaneName = "both") -> Step | None:
+        if self.settings.refill_when_empty and not self.pool.running:
+            self._refill()
+        count = len(self._batches)
+        for number in [(self._turn + i) % count for i in range(count)]:
+            batch = self._batches[number]
+            if batch.steps_under_way and not (self._has_more_to_encode(batch) or self._can_run_ahead(batch)):
+                return None
+            step = self._rules[number].next_step(self.pool, batch, may_encode=self._may_encode(number))
+            if step is not None:
+                step = step._replace(microbatch=number)
+                self.pool.begin(step, batch)
+                stays = self.settings.refill_when_empty and self._has_more_to_encode(batch)
+                self._turn = number if stays else (number + 1) % count
+                return step
+        return None
+
+    def _can_run_ahead(self, batch: MicroBatch) -> bool:
+        """Return whether the step after the one under way can be decided now, assuming the latter's tokens."""
+        if not self.settings.ahead or batch.steps_under_way > 1:
+            return False
+        self.pool.assume(batch)
+        return self.pool.has_room(batch)
+
+    def settle(
+        self,
+        step: Step,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
+    ) -> list[int]:
+        batch = self._batches[step.microbatch]
+        self.pool.end(step, batch)
+        return self.pool.settle(step, batch, finished, outputs, failed)
+
+    def _may_encode(self, number: int) -> bool:
+        """Return whether all other micro-batches have ended this one's phase."""
+        if len(self._rules) == 1 or self.settings.mix or self.settings.refill_when_empty:
+            return True
+        phase = self._rules[number].phase
+        pairs = zip(self._rules, self._batches, strict=True)
+        return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
+
+    def _refill(self) -> None:
+        """Let a whole static batch enter, spread evenly over the micro-batches."""
+        pool, count = self.pool, len(self._batches)
+        most = self.settings.max_batch
+        entered: list[Request] = []
+        while most is None or len(entered) < most:
+            request = pool.admit(self._batches[0])
+            if request is None:
+                break
+            entered.append(request)
+        for i, request in enumerate(entered):
+            pool.move(request, self._batches[i * count // len(entered)])
+        self._turn = 0
+
+    def _has_more_to_encode(self, batch: MicroBatch) -> bool:
+        """Return whether a static batch has further parts to encode, which do not wait for each other."""
+        if not self.settings.refill_when_empty:
+            return False
+        return bool(self.pool.idle(batch.encoding))

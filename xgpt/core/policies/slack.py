@@ -1,0 +1,231 @@
+"""How many prompt tokens a step takes: as many as a budget leaves, or as the running requests can spare time for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from xgpt.core.schema import SlackBudget, StepTimes
+
+
+class StepClock:
+    """Predicts steps by a plan's own times."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._tokens, self._tokens_s = times.tokens, times.tokens_s
+        self._prompts, self._prompts_s = times.prompts, times.prompts_s
+        self._decode_s, self._context_s = times.decode_s, times.context_s
+
+    def tokens(self, count: int) -> float:
+        """Return the seconds that this many tokens take, without attention."""
+        return _at(self._tokens, self._tokens_s, count)
+
+    def most_tokens(self, seconds: float) -> int:
+        """Return how many tokens take no longer than this, without attention."""
+        counts, times = self._tokens, self._tokens_s
+        i = min(bisect_right(times, seconds), len(times) - 1) - 1
+        if i < 0:
+            return 0
+        share = min((seconds - times[i]) / (times[i + 1] - times[i]), 1.0) if times[i + 1] > times[i] else 1.0
+        return int(counts[i] + share * (counts[i + 1] - counts[i]))
+
+    def decodes(self, count: int, context: int) -> float:
+        """Return the seconds that decodes take beyond their tokens."""
+        return self._decode_s * count + self._context_s * context
+
+    def piece(self, start: int, end: int) -> float:
+        """Return the seconds of the attention of a piece of a prompt."""
+        return _at(self._prompts, self._prompts_s, end) - _at(self._prompts, self._prompts_s, start)
+
+    def prompt_ns(self, length: int) -> int:
+        """Return the nanoseconds of a step that encodes one whole prompt and nothing else."""
+        return round(1e9 * (self.tokens(length) + self.piece(0, length)))
+
+
+def _at(points: Sequence[int], values: Sequence[float], x: int) -> float:
+    i = min(bisect_right(points, x), len(points) - 1) - 1
+    return values[i] + (x - points[i]) * (values[i + 1] - values[i]) / (points[i + 1] - points[i])
+
+
+class Slack(NamedTuple):
+    """A slack budget with what it is decided by.
+
+    Attributes:
+        tpot_ns: time between a request's tokens by which it is due the next.
+        num_stages: of the lane.
+        num_microbatches: of the lane, in strict turns.
+    """
+
+    budget: SlackBudget
+    clock: StepClock
+    tpot_ns: int
+    num_stages: int = 1
+    num_microbatches: int = 1
+
+    def due_ns(self, first_ns: int, generated: int, own_ns: int | None = None) -> int:
+        """When the next token is due of a request whose first token came then, and which has this many.
+
+        Args:
+            own_ns: bound on the time per token of its account; None: the plan's.
+        """
+        tpot_ns = self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
+        return first_ns + tpot_ns * (generated + self.budget.behind_tokens)
+
+    def of_microbatch(self, count: int) -> Slack:
+        """One micro-batch's share."""
+        least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
+        budget = self.budget.model_copy(update={"least_tokens": least, "most_tokens": most})
+        return self._replace(budget=budget, num_microbatches=count)
+
+    @property
+    def equal_ns(self) -> float:
+        """Nanoseconds of a step, through all stages, where all micro-batches have equal parts of a token's time."""
+        return self.tpot_ns * self.num_stages / max(self.num_stages, self.num_microbatches)
+
+    def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
+        """Return the seconds that a step may take, through all stages.
+
+        Micro-batches take turns, each with a step of equal parts. Another's next step begins once this one has left the
+        first stage, and leaves the last one after it.
+
+        Args:
+            own_ns: from when the first stage is free until the first of the micro-batch's requests is due its next
+                token; infinite where none decodes.
+            others_ns: the same of the other micro-batches' next steps, in the order of their turns.
+        """
+        stages, equal_ns = self.num_stages, self.equal_ns
+        left_ns = own_ns
+        for place, until_ns in enumerate(others_ns):
+            turn_ns = until_ns - place * equal_ns / stages
+            left_ns = min(left_ns, stages * (turn_ns - equal_ns), turn_ns - equal_ns / stages)
+        return left_ns / 1e9
+
+    def even_tokens(self, to_encode: Iterable[int]) -> int:
+        """Return the prompt tokens from which on a step leaves further prompts to other micro-batches' steps.
+
+        Were one to take all, stages would idle in the others' turns.
+
+        Args:
+            to_encode: tokens of each prompt that waits or is begun.
+        """
+        count, most = self.num_microbatches, self.budget.most_tokens
+        if count == 1:
+            return most
+        total = 0
+        for tokens in to_encode:
+            total += tokens
+            if total >= count * most:
+                return most
+        return -(-total // count)
+
+
+class LaneForecast:
+    """When the steps under way in a lane will have passed its first stage, all stages taken for equal."""
+
+    def __init__(self) -> None:
+        self._begun: deque[tuple[int, int]] = deque()
+        """When steps were scheduled, and nanoseconds of each on a stage."""
+
+    def free_ns(self, now_ns: int, num_under_way: int) -> int:
+        """Return when the first stage can begin a step that is scheduled now.
+
+        Args:
+            num_under_way: of the steps that have begun, how many have not ended.
+        """
+        while len(self._begun) > num_under_way:
+            self._begun.popleft()
+        free_ns = 0
+        for begun_ns, stage_ns in self._begun:
+            free_ns = max(begun_ns, free_ns) + stage_ns
+        return max(now_ns, free_ns)
+
+    def begin(self, now_ns: int, seconds: float, num_stages: int) -> None:
+        """Note a step that is scheduled now."""
+        self._begun.append((now_ns, round(1e9 * seconds / num_stages)))
+
+
+class Room(Protocol):
+    """What a step has left for prompts."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is room for a further token."""
+
+    def holds(self, length: int) -> bool:
+        """Whether there is room for a whole prompt of that length."""
+
+    def take(self, start: int, end: int) -> int:
+        """Return how many tokens of a prompt from `start` on, up to `end`, the step takes, at least one: they are taken
+        from the room, which must be open.
+        """
+
+
+class TokenRoom:
+    """A number of tokens; None: any number."""
+
+    def __init__(self, left: int | None) -> None:
+        self._left = left
+
+    @property
+    def is_open(self) -> bool:
+        return self._left is None or self._left > 0
+
+    def holds(self, length: int) -> bool:
+        return self._left is None or length <= self._left
+
+    def take(self, start: int, end: int) -> int:
+        if self._left is None:
+            return end - start
+        length = max(0, min(end - start, self._left))
+        self._left -= length
+        return length
+
+
+class TimeRoom:
+    """As many tokens as the step can take and be over in time, within the budget's limits.
+
+    Args:
+        spare_s: that the step may take.
+        decodes, context: requests that the step decodes, and tokens that they attend to.
+        even: prompt tokens from which on it takes no further prompt.
+    """
+
+    def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:
+        self._clock, budget = slack.clock, slack.budget
+        self._least, self._most, self._even = budget.least_tokens, budget.most_tokens, even
+        self._decodes, self._used = decodes, 0
+        self._others_s = self._clock.decodes(decodes, context)
+        self._left_s = spare_s
+
+    @property
+    def is_open(self) -> bool:
+        used = self._used
+        return used < min(self._most, self._even) and (used < self._least or self._is_over_in_time(0, 1))
+
+    def holds(self, length: int) -> bool:
+        return self._used + length <= self._most and self._is_over_in_time(0, length)
+
+    def take(self, start: int, end: int) -> int:
+        length = min(end - start, self._most - self._used)
+        least = min(max(self._least - self._used, 1), length)
+        if length > least and not self._is_over_in_time(start, length):
+            low, high = least, length  # the longest piece with which it is
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self._is_over_in_time(start, middle) else (low, middle)
+            length = low
+        self._used += length
+        self._others_s += self._clock.piece(start, start + length)
+        return length
+
+    @property
+    def seconds(self) -> float:
+        """What the step takes with all that it has taken."""
+        return self._clock.tokens(self._decodes + self._used) + self._others_s
+
+    def _is_over_in_time(self, start: int, length: int) -> bool:
+        clock = self._clock
+        tokens_s = clock.tokens(self._decodes + self._used + length)
+        return tokens_s + clock.piece(start, start + length) + self._others_s <= self._left_s

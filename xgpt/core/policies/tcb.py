@@ -1,0 +1,125 @@
+"""Lay a batch out in rows (padded, concatenated, in slots), for models that run rows of equal length.
+
+Four layouts, of TCB and of what it is compared with: one request a row, padded to the longest (TNB); the same in
+batches of similar length (TTB, TurboTransformers); requests one behind the other in rows of fixed length (TCB); and
+these in slots, which are rows of their own within a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from xgpt.core.policies.request import Request
+
+Batching = Literal["flat", "padded", "rows", "slots"]
+"""How a whole batch is laid out: flat, without padding; one request a row; concatenated in rows; in slots of rows."""
+
+LEAVING_SHARE = 0.25
+"""Slots leave once that share of those left has ended: each leaving copies what the others hold."""
+
+
+class Place(NamedTuple):
+    """Where a request's prompt lies: tokens [start, start + length) of a slot, counted over all rows."""
+
+    id: int
+    slot: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """A batch of `num_slots` slots of `slot_tokens` tokens each, some number of which make a row.
+
+    Attention reaches from a request's tokens to its own alone, but is computed over whole slots. Places are in the
+    order of slots.
+    """
+
+    num_slots: int
+    slot_tokens: int
+    slots_per_row: int
+    places: tuple[Place, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that are computed, padding included."""
+        return self.num_slots * self.slot_tokens
+
+    @property
+    def most_a_slot(self) -> int:
+        """Requests in the fullest slot."""
+        return int(np.bincount([place.slot for place in self.places]).max())
+
+
+def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
+    """Return the layout of a batch, the same for the same requests in the same order.
+
+    Rows hold `row_tokens` prompt tokens, or the longest prompt; a slot holds the longest prompt, so that every request
+    fits one.
+    """
+    if batching == "padded":
+        return padded_rows(requests)
+    longest = max(one.input_length for one in requests)
+    row_tokens = max(row_tokens, longest)
+    if batching == "rows":
+        return concatenated_rows(even_rows(filled_rows(requests, row_tokens), row_tokens))
+    assert batching == "slots", "a flat batch has no layout"
+    slots = even_rows(filled_rows(requests, longest), longest)
+    return RowBatch(len(slots), longest, row_tokens // longest, places_of(slots))
+
+
+def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
+    """Return rows of at most `row_tokens` prompt tokens: each request, longest first, in the first that has room."""
+    rows: list[list[Request]] = []
+    room: list[int] = []
+    for one in sorted(requests, key=lambda one: -one.input_length):
+        row = next((row for row, left in enumerate(room) if left >= one.input_length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(row_tokens)
+        rows[row].append(one)
+        room[row] -= one.input_length
+    return rows
+
+
+def padded_rows(requests: Sequence[Request]) -> RowBatch:
+    """One request a row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
+    places = tuple(Place(one.id, row, 0, one.input_length) for row, one in enumerate(requests))
+    return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
+
+
+def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
+    """Return the requests of each row one behind the other; rows as long as the fullest. Source: TCB sec. 4.1."""
+    return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, places_of(rows))
+
+
+def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
+    """Return the same requests dealt out, longest first and to and fro, so that all rows have about as many of them.
+
+    A decode step attends in every row as if it had as many requests as the fullest, and DAS fills its first row with
+    the shortest. Rows that would not fit `row_tokens` then stay as they are.
+    """
+    ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
+    dealt: list[list[Request]] = [[] for _ in rows]
+    for index, one in enumerate(ordered):
+        turn, place = divmod(index, len(rows))
+        dealt[len(rows) - 1 - place if turn % 2 else place].append(one)
+    return dealt if all(_tokens(row) <= row_tokens for row in dealt) else [list(row) for row in rows]
+
+
+def _tokens(row: Sequence[Request]) -> int:
+    return sum(one.input_length for one in row)
+
+
+def places_of(slots: Sequence[Sequence[Request]]) -> tuple[Place, ...]:
+    places = []
+    for index, slot in enumerate(slots):
+        start = 0
+        for one in slot:
+            places.append(Place(one.id, index, start, one.input_length))
+            start += one.input_length
+    return tuple(places)

@@ -1,0 +1,234 @@
+"""The two-lane rule, WAA: one group of workers encodes and another decodes, asynchronously.
+
+A request passes four places. The encode lane takes a batch of prompts when all of it fits under the cap; the batch
+leaves with its first tokens, waits for its keys and values to move ("transfer" steps, one at a time, each with all
+that has come meanwhile), and joins the micro-batch of the decode lane whose turn it is, no sooner than the buffer time
+after it began, which is counted in decode iterations: a rule reads no clock.
+Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from copy import copy
+from dataclasses import dataclass
+
+from xgpt.core.policies.blocks import NO_CHAINS, Blocks
+from xgpt.core.policies.pool import Pool
+from xgpt.core.policies.request import MicroBatch, Request, Step
+from xgpt.core.policies.rule import PromptBudget, next_chunk
+from xgpt.core.policies.schedule import Schedule
+from xgpt.core.schema import LaneName, Stage
+from xgpt.core.schema.step_log import Chain
+
+FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
+"""Settings that stay as they are while any request runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwoLaneSettings:
+    """A WAA plan's settings as the rule takes them.
+
+    Attributes:
+        encode_tokens: prompt tokens of an encode batch on average.
+        encode_stages: stages of the encode lane: as many batches are under way there at once.
+        encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
+        max_decode_batch: requests in encode, in transfer and in decode at most.
+        decode_microbatches: what the decode lane's requests are divided into.
+        buffer_iterations: decode iterations from an encode batch's beginning until it joins, at least.
+        reuse_is_planned: `encode_tokens` are those that are left to encode, not whole prompts.
+        encoder_only: the encode lane runs an encoder, and the first token is the decode lane's.
+    """
+
+    encode_tokens: float
+    encode_stages: int
+    encode_blocks: int
+    max_decode_batch: int
+    decode_microbatches: int = 1
+    buffer_iterations: int = 0
+    encoder_only: bool = False
+    reuse_is_planned: bool = False
+
+
+class TwoLane(Schedule):
+    """WAA. The pool's memory is the decode lane's; a request has its share from the time it enters the encode lane."""
+
+    lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
+
+    def __init__(self, settings: TwoLaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
+        super().__init__(pool, stages)
+        pool.encode_emits = not settings.encoder_only
+        pool.prompts = Blocks(settings.encode_blocks)
+        self.settings = settings
+        self._encode = pool.add_batches(settings.encode_stages)
+        (self._moving,) = pool.add_batches(1)
+        """Encoded; their K/V is still in the encode lane."""
+        (self._arrived,) = pool.add_batches(1)
+        """In the decode lane, and in none of its micro-batches yet."""
+        self._decode = pool.add_batches(settings.decode_microbatches)
+        self._encode_turn = self._decode_turn = 0
+        self._num_decode_steps = 0
+        self._joins_at: dict[int, int] = {}
+        """Of requests that have not joined: the number of decode steps that must have begun before."""
+        self._budget = PromptBudget(settings.encode_tokens)
+
+    def apply(self, other: Schedule) -> bool:
+        if not isinstance(other, TwoLane) or not self._is_placed_like(other):
+            return False
+        now, then = self.settings, other.settings
+        if any(getattr(now, name) != getattr(then, name) for name in FIXED):
+            return False
+        self.settings = then
+        self.pool.follow(other.pool)
+        self._budget = PromptBudget(then.encode_tokens)
+        return True
+
+    def fresh(self) -> TwoLane:
+        return TwoLane(self.settings, self.pool.fresh(), self.stages)
+
+    def next_step(self, lane: LaneName) -> Step | None:
+        match lane:
+            case "encode":
+                return self._next_encode()
+            case "transfer":
+                return self._next_transfer()
+        return self._next_decode()
+
+    def settle(
+        self,
+        step: Step,
+        finished: Collection[int],
+        outputs: Mapping[int, Chain] = NO_CHAINS,
+        failed: Collection[int] = (),
+    ) -> list[int]:
+        pool = self.pool
+        batch = self._batch_of(step)
+        pool.end(step, batch)
+        freed = pool.settle(step, batch, finished, outputs, failed)
+        if step.lane == "encode":
+            for request in list(batch.decoding.values()):
+                pool.move(request, self._moving)
+        elif step.lane == "transfer":
+            for id_ in step.transfer:
+                if id_ in self._moving.decoding:
+                    pool.forget_prompt(self._moving.decoding[id_])
+                    pool.move(self._moving.decoding[id_], self._arrived)
+        return freed
+
+    def _batch_of(self, step: Step) -> MicroBatch:
+        match step.lane:
+            case "encode":
+                return self._encode[step.microbatch]
+            case "transfer":
+                return self._moving
+        return self._decode[step.microbatch]
+
+    def _next_encode(self) -> Step | None:
+        batch = self._encode[self._encode_turn]
+        if batch.steps_under_way or not self.pool.can_admit():
+            return None
+        due = self._due()
+        settings = self.settings
+        pool = self.pool
+        # A batch waits until all of it fits: a few prompts at a time would use the encode lane badly.
+        if pool.running and pool.num_running + due > settings.max_decode_batch:
+            return None
+        if self._encode_blocks_with(due) > settings.encode_blocks:
+            return None
+        self._budget.open()
+        entered: list[Request] = []
+        while len(entered) < due:
+            request = pool.admit(batch)
+            if request is None:
+                break
+            self._budget.spend(request.context - (request.cached if self.settings.reuse_is_planned else 0))
+            entered.append(request)
+        first = pool.waiting.head()
+        if first is None or self._budget.covers(self._length(first)):
+            self._budget.close()
+        step = Step(
+            tuple(next_chunk(request, None) for request in entered),
+            (),
+            pool.take_preempted(),
+            lane="encode",
+            microbatch=self._encode_turn,
+        )
+        pool.begin(step, batch)
+        if settings.buffer_iterations:
+            joins_at = self._num_decode_steps + settings.buffer_iterations * len(self._decode)
+            self._joins_at = {id_: at for id_, at in self._joins_at.items() if id_ in pool.running}
+            self._joins_at |= dict.fromkeys((request.id for request in entered), joins_at)
+        self._encode_turn = (self._encode_turn + 1) % len(self._encode)
+        return step
+
+    def _due(self) -> int:
+        """Prompts that wait and that the next encode batch takes: at least one."""
+        settings = self.settings
+        budget = copy(self._budget)
+        budget.open()
+        count = blocks = 0
+        for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
+            blocks += self.pool.blocks_for(request.context)
+            fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
+            length = self._length(request)
+            if count and not (fits and budget.covers(length)):
+                break
+            budget.spend(length)
+            count += 1
+        return count
+
+    def _length(self, request: Request) -> int:
+        """Return the tokens of a waiting request that count towards an encode batch."""
+        return self.pool.to_encode(request) if self.settings.reuse_is_planned else request.context
+
+    def _encode_blocks_with(self, count: int) -> int:
+        """Blocks of the encode lane in use once `count` more prompts have entered."""
+        pool = self.pool
+        return pool.prompts.num_used + sum(map(pool.prompt_blocks_to_enter, pool.waiting.ahead(count)))
+
+    def _next_transfer(self) -> Step | None:
+        batch = self._moving
+        if batch.steps_under_way or not batch.decoding:
+            return None
+        step = Step((), (), transfer=tuple(batch.decoding), lane="transfer")
+        self.pool.begin(step, batch)
+        return step
+
+    def _next_decode(self) -> Step | None:
+        count = len(self._decode)
+        for number in [(self._decode_turn + i) % count for i in range(count)]:
+            batch = self._decode[number]
+            if batch.steps_under_way:
+                return None
+            if not (batch.decoding or self._arrived.decoding):
+                continue
+            self._join(batch)
+            self.pool.make_room(batch)
+            preempted = self.pool.take_preempted()
+            decode = tuple(batch.decoding)
+            if not decode and not preempted:
+                continue
+            grown = self.pool.take_grown()
+            step = Step((), decode, preempted, lane="decode", microbatch=number, grown=grown)
+            self.pool.begin(step, batch)
+            self._num_decode_steps += bool(decode)
+            self._decode_turn = (number + 1) % count
+            return step
+        return None
+
+    def _join(self, batch: MicroBatch) -> None:
+        """Let transferred requests join, until the micro-batch has its share of all."""
+        share = -(-self._num_decoding() // len(self._decode))
+        for request in self._ready()[: max(0, share - batch.num_running)]:
+            self._joins_at.pop(request.id, None)
+            self.pool.move(request, batch)
+
+    def _ready(self) -> list[Request]:
+        """Transferred requests whose buffer time is over; where none decodes, no iteration will end it."""
+        arrived = list(self._arrived.decoding.values())
+        if not self._joins_at or not any(batch.num_running for batch in self._decode):
+            return arrived
+        return [request for request in arrived if self._joins_at.get(request.id, 0) <= self._num_decode_steps]
+
+    def _num_decoding(self) -> int:
+        return len(self._arrived.decoding) + sum(batch.num_running for batch in self._decode)

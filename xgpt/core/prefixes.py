@@ -1,0 +1,112 @@
+"""The ids of blocks that requests of a trace have in common, in Mooncake's format.
+
+A line names its request's blocks of `block_size` tokens in `hash_ids`; equal ids mean equal tokens up to the end of
+the block. `output_hash_ids`, which is ours, goes on where the prompt's whole blocks end, over the rest of the prompt
+and the output: it is what the next turn of a conversation finds. Source: Qin et al., Mooncake, FAST 2025 (traces).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.core.errors import InputError
+from xgpt.core.schema.step_log import Chain
+
+MOONCAKE_BLOCK = 512
+"""Tokens of a block where a trace does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Blocks of a trace's requests, in the order of its requests.
+
+    Attributes:
+        block_size: tokens of a block; the last of a request may hold fewer.
+        prompts: ids of each prompt's blocks.
+        outputs: ids of the blocks from the first on that the prompt does not fill; empty: no request goes on from them.
+    """
+
+    block_size: int
+    prompts: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    def chain(self, request: int, input_length: int, block_size: int) -> Chain:
+        """Return the keys of a prompt's full K/V blocks.
+
+        A K/V block is known by the trace's block that holds its last token: where those are longer, less is shared
+        than could be.
+        """
+        return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
+
+    def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
+        """Return the keys of the K/V blocks behind those, which it leaves: the last token is never fed.
+
+        Where no request goes on from them their keys are its own: an engine keeps them all the same, as it does not
+        know.
+        """
+        ids, first = self.outputs[request], input_length // self.block_size
+        begin, end = input_length // block_size, (input_length + output_length - 1) // block_size
+        if ids:
+            return self._keys(ids, first, begin, end, block_size)
+        of_request = -(request + 1) << 32
+        return tuple((of_request | block).to_bytes(8, "big", signed=True) + b"own" for block in range(begin, end))
+
+    def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
+        """Keys of the K/V blocks [begin, end), of which `ids` names the trace's blocks from `offset` on."""
+        keys = []
+        for block in range(begin, end):
+            id_ = ids[((block + 1) * block_size - 1) // self.block_size - offset]
+            keys.append(id_.to_bytes(8, "big", signed=True) + block.to_bytes(4, "big"))
+        return tuple(keys)
+
+    def take(self, order: npt.NDArray[np.int64]) -> Prefixes:
+        """Return those of these requests, in this order."""
+        places = order.tolist()
+        return Prefixes(self.block_size, tuple(self.prompts[i] for i in places), tuple(self.outputs[i] for i in places))
+
+
+def read_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:
+    """Return a line's `hash_ids`.
+
+    Raises:
+        InputError: they are no whole numbers, or not as many as the prompt has blocks.
+    """
+    size = block_size_of(where, row)
+    return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
+
+
+def read_output_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:
+    """Return a line's `output_hash_ids`, if it has any.
+
+    Raises:
+        InputError: as `read_ids`.
+    """
+    if "output_hash_ids" not in row:
+        return ()
+    size = block_size_of(where, row)
+    count = -(-(input_length + output_length) // size) - input_length // size
+    return _ids(f"{where}, output_hash_ids", row["output_hash_ids"], count)
+
+
+def block_size_of(where: str, row: Mapping[str, object]) -> int:
+    """Return the tokens of a line's blocks.
+
+    Raises:
+        InputError: it is no positive whole number.
+    """
+    size = row.get("block_size", MOONCAKE_BLOCK)
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 1:
+        return size
+    raise InputError(f"{where}, block_size", size, "it must be a whole number of tokens, at least 1")
+
+
+def _ids(field: str, value: object, count: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(id_, int) and abs(id_) < 2**63 for id_ in value):
+        raise InputError(field, value, "it must be a list of whole numbers, one for each block")
+    if len(value) != count:
+        raise InputError(field, f"{len(value)} ids", f"the request has {count} blocks")
+    return tuple(value)

@@ -1,0 +1,73 @@
+"""Say in one line, in the words of the file, what pydantic found wrong in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from xgpt.core.errors import InputError, nearest
+
+_MUST_BE = {
+    "int": "it must be a whole number",
+    "float": "it must be a number",
+    "bool": "it must be true or false",
+    "string": "it must be text",
+    "tuple": "it must be a list",
+    "dict": "it must hold names and values",
+}
+"""By the first word of the type of pydantic's error."""
+
+
+def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: str = "") -> InputError:
+    """Return the first error as one of ours.
+
+    Args:
+        type_: what `data` should have been.
+        field: its name; nothing where the names in `data` are known to the user by themselves.
+    """
+    first = error.errors()[0]
+    kind, value, context = first["type"], first["input"], first.get("ctx", {})
+    names, types = [field] if field else [], [type_]
+    loc = first["loc"]
+    for part in loc:
+        if isinstance(data, list | tuple) and isinstance(part, int):
+            data = data[part] if part < len(data) else None
+        elif isinstance(data, dict) and (part in data or (part == loc[-1] and kind == "missing")):
+            data = data.get(part)
+            if kind != "extra_forbidden" or part != loc[-1]:
+                types = [of for known in types for of in _models(known.model_fields.get(str(part)))]
+        else:
+            continue  # a member of a union: no name in the file
+        names.append(str(part))
+    accepted = (
+        first["msg"]
+        .removeprefix("Value error, ")
+        .replace("Input should", "it must")
+        .replace("String should", "it must")
+    )
+    if kind == "missing":
+        value, accepted = None, "give a value"
+    elif kind == "extra_forbidden":
+        known = {name for of in types for name in of.model_fields}
+        accepted = "there is no such field" + (nearest(names[-1], known) or f"; there are {', '.join(sorted(known))}")
+    elif kind.startswith("union_tag"):
+        names.append(context["discriminator"].strip("'"))
+        value = context.get("tag")
+        accepted = f"give one of {context['expected_tags']}" if value else "give a value"
+    elif kind.startswith("model_"):
+        known = {name for of in types for name, each in of.model_fields.items() if each.is_required()}
+        accepted = f"it must hold the fields {', '.join(sorted(known))}"
+    elif kind.endswith(("_type", "_parsing", "_from_float")):
+        accepted = _MUST_BE.get(kind.split("_")[0], accepted)
+    return InputError(".".join(names), value, accepted)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in a field or its annotation: those of a union, a list, an optional value."""
+    of = getattr(annotation, "annotation", annotation)
+    if isinstance(of, type) and issubclass(of, BaseModel):
+        yield of
+    for inner in get_args(of):
+        yield from _models(inner)

@@ -1,0 +1,107 @@
+"""Devices and the links between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.model import DType
+
+MOST = 1024
+"""Largest number of nodes, and of devices in a node; a larger one is refused as a typing error."""
+
+
+class Efficiency(Frozen):
+    """The shares of a datasheet's rates that kernels reach: one set for a kind of device, for all models.
+
+    Profiles computed from a datasheet rest on them. Fields without a unit are shares of a rate.
+    """
+
+    matrix: float = Field(gt=0, le=1)
+    """Of FLOP/s, in large matrix products."""
+    attention: float = Field(gt=0, le=1)
+    """Of FLOP/s, in the attention of prompts."""
+    weights: float = Field(gt=0, le=1)
+    """Of memory bandwidth, reading weights in small matrix products."""
+    kv: float = Field(gt=0, le=1)
+    """Of memory bandwidth, reading K/V in the attention of decode."""
+    bus: float = Field(gt=0, le=1)
+    """Of a link's bandwidth, in all-reduces."""
+    links: float = Field(gt=0, le=1)
+    """Of a link's bandwidth, in copies from one device or host to another."""
+    attention_half_length: float = Field(default=0.0, ge=0)
+    """Prompt length, in tokens, at which attention reaches half of its rate."""
+    product_s: float = Field(default=0.0, ge=0)
+    """Least seconds of a matrix product."""
+    attention_s: float = Field(default=0.0, ge=0)
+    """Least seconds of an attention call."""
+    all_reduce_s: float | None = Field(default=None, ge=0)
+    """Least seconds of an all-reduce, over any number of devices; None: the hops of a ring."""
+    layer_s: float = Field(ge=0)
+    """Seconds of a layer's small kernels, and of launches not counted above."""
+    step_s: float = Field(ge=0)
+    """Seconds of the serving loop for each step."""
+    source: str
+    """Source of these figures."""
+
+
+class DeviceKind(Frozen):
+    """One accelerator, or one CPU, as its datasheet or the machine describes it."""
+
+    name: str
+    """Name of the device."""
+    type: Literal["cpu", "gpu"]
+    """A CPU or a GPU."""
+    memory_bytes: PositiveInt
+    """Bytes of memory of one device."""
+    flops_per_s: dict[DType, PositiveFloat] = Field(default_factory=dict)
+    """Datasheet's FLOP/s of each type."""
+    memory_bandwidth_bytes_per_s: PositiveFloat | None = None
+    """Datasheet's memory bandwidth."""
+    efficiency: Efficiency | None = None
+    """Shares of these rates that kernels reach; None: the device can only be measured."""
+    efficiency_float8: Efficiency | None = None
+    """Shares that they reach in eight bits; None: the same."""
+    usable_memory: float = Field(default=0.9, gt=0, le=1)
+    """Largest share of the memory for weights, K/V and workspace together."""
+
+
+class Link(Frozen):
+    """A point-to-point connection, one direction."""
+
+    bandwidth_bytes_per_s: PositiveFloat
+    """Bandwidth of one direction."""
+    latency_s: float = Field(ge=0)
+    """Time of an empty message."""
+
+
+class ClusterSpec(Frozen):
+    """`num_nodes` equal machines of `devices_per_node` equal devices."""
+
+    name: str
+    """Name of the cluster."""
+    device: DeviceKind
+    """The kind of its devices."""
+    num_nodes: PositiveInt = Field(default=1, le=MOST)
+    """Number of machines."""
+    devices_per_node: PositiveInt = Field(default=1, le=MOST)
+    """Devices of each machine."""
+    intra_node: Link | None = None
+    """Link between devices of a machine."""
+    inter_node: Link | None = None
+    """Link between machines."""
+    host: Link | None = None
+    """Link between a device's memory and its host's: the path of keys and values under WAA."""
+    price_per_device_hour: PositiveFloat | None = None
+    """Price of one device for an hour, in any currency."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the machine at hand (`local`, `local:N`)."""
+        return self.name.partition(":")[0] == "local"
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node

@@ -1,0 +1,190 @@
+"""What is asked of a plan: the bounds it keeps, and how requests are admitted under it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.workload import RequestClass, check_classes
+
+SPARED_TAIL = 0.1
+"""Share of the requests that may break a bound that a plan leaves unused, under sla "request"."""
+
+KvPromise = Literal["reserve", "quantile"]
+AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
+
+ROW_ORDERS: tuple[AdmissionOrder, ...] = ("das", "slotted-das")
+"""Orders that need `row_tokens`: they consider the prompt tokens of a row together."""
+Sla = Literal["length", "request"]
+Objective = Literal["arrivals", "saturated"]
+
+
+class Goal(NamedTuple):
+    """Bounds that a share of all requests must keep together; times count from arrival.
+
+    Attributes:
+        quantile: the share.
+        latency_bound_s: to the last token; None: no bound.
+        ttft_s: to the first token.
+        tpot_s: on the mean gap between the request's tokens.
+    """
+
+    quantile: float
+    latency_bound_s: float | None = None
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+class Constraint(Frozen):
+    """The objective of a plan, and the bounds that it must keep.
+
+    Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
+    it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default `headroom` is the profile's
+    (`Profile.headroom`).
+
+    `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
+    keeps the bounds, waiting included (`Capacity`), whatever the sla; "saturated", throughput while requests are always
+    waiting, with latency from admission, as in the papers. Files without the field were made for the latter.
+    """
+
+    objective: Objective = "saturated"
+    """What is maximised."""
+
+    latency_bound_s: PositiveFloat | None = None
+    """Bound on latency, in seconds; None: no bound."""
+    quantile: float = Field(default=0.99, gt=0, lt=1)
+    """Share of requests that must keep the bounds."""
+    sla: Sla = "length"
+    """Which latency is bounded under objective "saturated"."""
+    ttft_s: PositiveFloat | None = None
+    """Bound on the time to first token; None: no bound."""
+    tpot_s: PositiveFloat | None = None
+    """Bound on the mean time per output token; None: no bound."""
+    ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
+    """Share of requests that must keep `ttft_s` by itself; None: `quantile` of them must keep all bounds together."""
+    tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
+    """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them must keep all bounds together."""
+    arrival_rate_per_s: PositiveFloat | None = None
+    """Arrival rate to sustain; None: as high as possible."""
+    burstiness: float = Field(default=1.0, gt=0, le=100)
+    """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+    classes: tuple[RequestClass, ...] = ()
+    """Parts of the requests with bounds of their own: those above are then the tightest of each kind."""
+    headroom: float = Field(default=0.0, ge=0, lt=1)
+    """Share by which steps may take longer than predicted before a bound is broken."""
+
+    @property
+    def planned_quantile(self) -> float:
+        """The share of requests for which a plan is made to keep the bound; under sla "request" a little more.
+
+        Latency jumps when one more token falls into the next encode phase, so a share that is only just kept is easily
+        missed.
+        """
+        return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
+
+    @property
+    def maximises_arrivals(self) -> bool:
+        """Whether the arrival rate is maximised; without bounds, any rate up to saturation is sustained."""
+        return self.objective == "arrivals" and self.bounds_latency
+
+    @property
+    def bounds_latency(self) -> bool:
+        """Whether there is any bound."""
+        return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
+
+    def less(self, path_s: float) -> Constraint:
+        """Return the constraint with bounds less `path_s`, the seconds that a request spends outside the engine."""
+        names = ("latency_bound_s", "ttft_s")
+        left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
+        return self.model_copy(update=left) if path_s else self
+
+    @property
+    def all_bounds(self) -> Goal:
+        """All bounds together; the share of requests that keep them is the goodput."""
+        return Goal(self.quantile, self.latency_bound_s, self.ttft_s, self.tpot_s)
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        """The goals of arriving requests: `quantile` of them keep the bounds without a quantile of their own, together.
+
+        Each bound with a quantile of its own is a further goal.
+        """
+        together, apart = self.all_bounds, []
+        if self.ttft_quantile is not None and self.ttft_s is not None:
+            together = together._replace(ttft_s=None)
+            apart.append(Goal(self.ttft_quantile, ttft_s=self.ttft_s))
+        if self.tpot_quantile is not None and self.tpot_s is not None:
+            together = together._replace(tpot_s=None)
+            apart.append(Goal(self.tpot_quantile, tpot_s=self.tpot_s))
+        return ((together,) if any(together[1:]) else ()) + tuple(apart)
+
+    def of_class(self, name: str) -> Goal:
+        """The bounds of a class."""
+        of = next(each for each in self.classes if each.name == name)
+        return Goal(self.quantile, of.latency_bound_s, of.ttft_s, of.tpot_s)
+
+    def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
+        """Return a constraint of these classes, whose bounds for all are the tightest of each kind."""
+        kinds = ("latency_bound_s", "ttft_s", "tpot_s")
+        bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
+        tightest = {kind: min(found) for kind, found in bounds.items() if found}
+        return self.model_copy(update={**tightest, "classes": classes})
+
+    @model_validator(mode="after")
+    def _check(self) -> Constraint:
+        check_classes(self.classes)
+        for name, bound in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+            own = getattr(self, f"{name}_quantile")
+            if own is not None and bound is None:
+                raise ValueError(
+                    f"{name}_quantile: {own:g} is the share of requests that keep {name}_s: give {name}_s, too"
+                )
+        return self
+
+
+class Admission(Frozen):
+    """Which waiting request enters next, and how K/V memory is promised.
+
+    "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`)
+    as fit 99.9% of the time, and preempts some where they do not fit.
+
+    Orders in which waiting requests enter:
+
+    - "fcfs": by arrival;
+    - "in-time": so that as many as possible keep the bound on the time to first token, by the plan's step times;
+    - "sjf": shortest prompt first;
+    - "lpt": largest possible output first, which finishes a given set of requests soonest;
+    - "edf": earliest deadline first;
+    - "das", "slotted-das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time, also in slots;
+    - "shuffled": by arrival, but each 64 consecutive requests in random order, so that neighbours' lengths mix.
+
+    A request that has waited for longer than `patience` times the plan's latency is overdue, and every second request
+    to enter is the one overdue for longest, so that none starves; None: no request is ever overdue.
+
+    If a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
+    longer output goes on, and is preempted when other requests need the memory beyond its promise.
+    """
+
+    order: AdmissionOrder = "fcfs"
+    """Order in which waiting requests enter."""
+    row_tokens: PositiveInt | None = None
+    """Prompt tokens of a row, for "das" and "slotted-das" only."""
+    kv: KvPromise = "reserve"
+    """How K/V memory is promised."""
+    max_running: PositiveInt | None = None
+    """Largest number of running requests; None: as many as fit."""
+    patience: PositiveFloat | None = 8.0
+    """Multiple of the plan's latency after which a waiting request is overdue; None: never."""
+    promise_quantile: float = Field(default=0.99, gt=0, lt=1)
+    """Quantile of output lengths for which memory is promised."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Admission:
+        if (self.order in ROW_ORDERS) != (self.row_tokens is not None):
+            accepted = " and ".join(map(repr, ROW_ORDERS))
+            raise ValueError(
+                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to {accepted}"
+            )
+        return self

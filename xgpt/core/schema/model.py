@@ -1,0 +1,367 @@
+"""The shape of a model: all that planning and running need to know of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Literal, NamedTuple, get_args
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.model_parts import (
+    Experts,
+    LatentAttention,
+    LinearRope,
+    LongRope,
+    Quantization,
+    RopeScaling,
+    YarnRope,
+)
+
+Family = Literal[
+    "opt",
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "t5",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v3",
+]
+StoredDType = Literal["float32", "float16", "bfloat16"]
+"""Types in which a checkpoint's weights may be stored."""
+RunDType = Literal[StoredDType, "int8"]
+"""Types that matrix products run in; int8 on CPUs only, with a scale for each output of the weights and each token."""
+DType = Literal[RunDType, "float8"]
+"""Types that models are planned for. float8, for weights and K/V alike, can be planned but not run."""
+
+BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
+
+
+HEAD = "head"
+"""What profiles and plans call the layout of a head that also lies in eight bits, to find the highest logits."""
+PROMPTS, DECODES = "prompts", "decodes"
+"""What they call the number of keys that attention on a CPU passes at a time: of prompts, and of decodes whose heads
+share K/V heads."""
+
+
+SCALE_BYTES = 4
+"""Of the scale that each token's key, and each token's value, of each head has in eight bits."""
+
+
+class Precision(NamedTuple):
+    """Types of a model's parts in memory.
+
+    Attributes:
+        weights: type of the projections.
+        state: type of activations and the embedding table.
+        kv: type of K/V.
+        packs: whether projections are laid out for the device's kernels: a tied head is then a copy of the embedding.
+        screens: whether the head also lies in eight bits, and once more as it was read.
+    """
+
+    weights: DType
+    state: DType
+    kv: DType
+    packs: bool
+    screens: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        dtype: DType,
+        device_type: str,
+        engine: str | None = None,
+        kv_dtype: DType | None = None,
+        layouts: Collection[str] = (),
+    ) -> Precision:
+        """Return the types that an engine (None: xgpt's own) keeps for a dtype.
+
+        On CPUs xgpt's own engine keeps float32 for all but products and K/V: with few rows, attention takes as long as
+        reading K/V.
+
+        Args:
+            kv_dtype: type of K/V; None: the engine's default.
+            layouts: the weights that have a layout of their own on a CPU.
+        """
+        if device_type != "cpu" or engine not in (None, "native"):
+            return cls(dtype, dtype, kv_dtype or dtype, packs=False)
+        if dtype in ("bfloat16", "int8"):
+            return cls(dtype, "float32", kv_dtype or "bfloat16", packs=True)
+        return cls(dtype, dtype, kv_dtype or dtype, packs=True, screens=HEAD in layouts)
+
+
+class ModelShape(Frozen):
+    """The sizes on which a model's step times depend: models that differ only in name share a profile.
+
+    `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
+    encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
+    """
+
+    name: str
+    """Name of the model."""
+    family: Family
+    """Architecture."""
+    num_layers: PositiveInt
+    """Decoder layers."""
+    num_encoder_layers: int = Field(default=0, ge=0)
+    """Encoder layers."""
+    hidden_size: PositiveInt
+    """Width of hidden states."""
+    num_heads: PositiveInt
+    """Query heads."""
+    num_kv_heads: PositiveInt
+    """Key and value heads."""
+    head_dim: PositiveInt
+    """Width of a head."""
+    ffn_size: PositiveInt
+    """Width between the two products of a feed-forward block."""
+    gated_ffn: bool = False
+    """Whether the feed-forward block has a gate."""
+    activation: Literal["relu", "gelu", "gelu_tanh", "silu"] = "relu"
+    """Activation of the feed-forward block."""
+    vocab_size: PositiveInt
+    """Tokens of the vocabulary."""
+    max_context: PositiveInt
+    """Longest prompt and output together, in tokens."""
+    attention_bias: bool = False
+    """Whether projections of attention have biases."""
+    experts: Experts | None = None
+    """Experts that replace the feed-forward block of a layer; None: no experts."""
+    latent: LatentAttention | None = None
+    """Latent attention, which keeps one vector in place of keys and values; None: K/V are kept themselves."""
+    sliding_window: PositiveInt | None = None
+    """Number of last tokens that a token attends to, itself included; None: all."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers whose tokens attend to all tokens, where other layers have a sliding window."""
+    attention_sinks: bool = False
+    """Whether each head has an attention sink: a learned score that belongs to no token."""
+    quantization: Quantization | None = None
+    """How the checkpoint stores weights in fewer bits than the dtype has; None: in the dtype."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape alone, without the fields of subclasses."""
+        return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
+
+    def differs_from(self, other: ModelShape) -> str | None:
+        """Return the first size in which two shapes differ, in words; None: they are equal."""
+        for name in ModelShape.model_fields:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if name != "name" and ours != theirs:
+                return f"{name} {ours}, not {theirs}"
+        return None
+
+
+class ModelSpec(ModelShape):
+    """A transformer; weights come from a checkpoint or from a seed.
+
+    Encoder-decoders (t5) start their decoder with `bos_token_id` (0 where it is left out). Their positions enter as a
+    bias by distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies what
+    enters the output head.
+    """
+
+    tie_embeddings: bool = True
+    """Whether embedding and output head share their weights."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Epsilon of norms."""
+    rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of rotary embeddings."""
+    rope_scaling: RopeScaling | LinearRope | YarnRope | LongRope | None = None
+    """Scaling of rotary embeddings."""
+    rotary_dim: PositiveInt | None = None
+    """Number of first dimensions of a head that are rotated by position; None: all."""
+    sliding_rope_theta: PositiveFloat | None = None
+    """Base of the unscaled rotary embeddings in layers with a sliding window; None: as in all layers."""
+    score_scale: PositiveFloat | None = None
+    """Factor on attention's scores; None: 1 over the square root of head_dim."""
+    score_softcap: PositiveFloat | None = None
+    """Limit of attention's scores, by tanh; None: no limit."""
+    logit_softcap: PositiveFloat | None = None
+    """Limit of logits, by tanh; None: no limit."""
+    relative_buckets: int = Field(default=32, ge=4)
+    """Buckets of relative positions (t5)."""
+    relative_max_distance: PositiveInt = 128
+    """Largest distance, in tokens, that has a bucket of its own (t5)."""
+    head_scale: float = Field(default=1.0, gt=0)
+    """Factor on the hidden states that enter the output head."""
+    bos_token_id: int | None = None
+    """First token of a decoder."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end an output."""
+    default_dtype: DType = "float16"
+    """Type to plan for where none is named."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if (self.family == "t5") != (self.num_encoder_layers > 0):
+            raise ValueError(
+                f"num_encoder_layers: {self.num_encoder_layers} does not fit family {self.family!r}; "
+                "only encoder-decoder families (t5) have encoder layers"
+            )
+        if self.experts is not None and self.is_encoder_decoder:
+            raise ValueError(f"experts: family {self.family!r} has an encoder; only decoder-only families have experts")
+        layers = set(self.full_attention_layers) | set(self.experts.dense_layers if self.experts else ())
+        if any(not 0 <= layer < self.num_layers for layer in layers):
+            raise ValueError(
+                f"full_attention_layers, experts.dense_layers: {sorted(layers)} must lie in [0, {self.num_layers})"
+            )
+        if self.full_attention_layers and self.sliding_window is None:
+            raise ValueError("full_attention_layers: without a sliding_window, all layers attend to all tokens")
+        if self.relative_max_distance <= self.relative_buckets // 2:
+            raise ValueError(
+                f"relative_max_distance: {self.relative_max_distance} must exceed half of relative_buckets, "
+                f"{self.relative_buckets}: these hold one distance each"
+            )
+        if self.is_encoder_decoder and not 0 <= (self.bos_token_id or 0) < self.vocab_size:
+            raise ValueError(f"bos_token_id: {self.bos_token_id} is outside the vocabulary of {self.vocab_size}")
+        return self
+
+    @property
+    def special_attention(self) -> str | None:
+        """Name of a field that makes attention other than a softmax over all keys; None: there is no such field."""
+        names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
+        return next((name for name in names if getattr(self, name)), None)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return self.num_encoder_layers > 0
+
+    @property
+    def norms_span_heads(self) -> bool:
+        """Whether queries and keys are normed over all heads together, even where devices share the heads."""
+        return self.family == "minimax_m2"
+
+    @property
+    def run_dtypes(self) -> tuple[RunDType, ...]:
+        """Types that its activations fit in; T5's published checkpoints overflow float16."""
+        return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
+
+    @property
+    def attention_params(self) -> int:
+        """Number of weights of an attention block: all projections."""
+        q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
+        k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+        if (latent := self.latent) is None:
+            return q_and_out + k_and_v
+        heads, hidden = self.num_heads, self.hidden_size
+        made = heads * (self.head_dim - latent.rope_head_dim + latent.value_head_dim)
+        out = hidden * heads * latent.value_head_dim
+        return self.query_params + self.unshared_params + latent.kv_rank * made + out
+
+    @property
+    def query_params(self) -> int:
+        """Number of weights that compute queries, from the hidden state or from the vector between."""
+        rank = None if self.latent is None else self.latent.q_rank
+        return (rank or self.hidden_size) * self.num_heads * self.head_dim
+
+    @property
+    def unshared_params(self) -> int:
+        """Number of weights of an attention block that every device of a tensor-parallel group holds whole."""
+        if self.latent is None:
+            return 0
+        return self.hidden_size * ((self.latent.q_rank or 0) + self.latent.kept_per_token)
+
+    @property
+    def ffn_params(self) -> int:
+        """Weights of a feed-forward block without experts."""
+        return self._products_of_ffn * self.hidden_size * self.ffn_size
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert."""
+        return 0 if self.experts is None else self._products_of_ffn * self.hidden_size * self.experts.ffn_size
+
+    @property
+    def shared_expert_params(self) -> int:
+        """Number of weights that every token passes in a layer with experts: shared experts and router."""
+        if self.experts is None:
+            return 0
+        return self.hidden_size * (self._products_of_ffn * self.experts.shared_ffn_size + self.experts.number)
+
+    @property
+    def _products_of_ffn(self) -> int:
+        return 3 if self.gated_ffn else 2
+
+    def num_expert_layers(self, first: int = 0, last: int | None = None) -> int:
+        """Number of layers with experts among [first, last)."""
+        if self.experts is None:
+            return 0
+        last = self.num_layers if last is None else last
+        return last - first - sum(first <= layer < last for layer in self.experts.dense_layers)
+
+    @property
+    def encoder_layer_params(self) -> int:
+        return self.attention_params + self.ffn_params
+
+    @property
+    def decoder_layer_params(self) -> int:
+        """One decoder layer, the mean where they differ; an encoder-decoder's has cross-attention too."""
+        return self.decoder_params() // self.num_layers
+
+    def decoder_params(self, first: int = 0, last: int | None = None) -> int:
+        """Return the number of weights of decoder layers [first, last), by default of all."""
+        last = self.num_layers if last is None else last
+        with_experts = self.num_expert_layers(first, last)
+        blocks = 2 if self.is_encoder_decoder else 1
+        total = (last - first) * blocks * self.attention_params + (last - first - with_experts) * self.ffn_params
+        if self.experts is not None:
+            total += with_experts * (self.experts.number * self.expert_params + self.shared_expert_params)
+        return total
+
+    @property
+    def embedding_params(self) -> int:
+        """Token embedding and output head (one matrix when tied)."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+    def kv_bytes_per_layer(self, dtype: DType, num_kv_heads: float | None = None) -> float:
+        """Return the bytes that a decoder layer keeps of a token.
+
+        Args:
+            num_kv_heads: of which keys and values are kept; None: all. Of latent attention they do not matter.
+        """
+        vectors, size = 2 * (num_kv_heads or self.num_kv_heads), self.head_dim
+        if self.latent is not None:
+            vectors, size = 1, self.latent.kept_per_token
+        return vectors * (size * BYTES_PER_ELEMENT[dtype] + (SCALE_BYTES if dtype == "int8" else 0))
+
+    def kv_bytes_per_token(self, dtype: DType) -> int:
+        """Return the bytes that all decoder layers keep of a token."""
+        return self.num_layers * int(self.kv_bytes_per_layer(dtype))
+
+    @property
+    def unpacked(self) -> ModelSpec:
+        """The model with its weights in the dtype that products run in, however a checkpoint stores them."""
+        return self if self.quantization is None else self.model_copy(update={"quantization": None})
+
+    def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
+        """Return the bytes of the weights of decoder layers [first, last), by default of all."""
+        total, size = self.decoder_params(first, last), BYTES_PER_ELEMENT[dtype]
+        if self.quantization is None:
+            return float(total * size)
+        stored = self.num_expert_layers(first, last) * self.expert_params * (self.experts.number if self.experts else 0)
+        if not self.quantization.experts_only:
+            stored = total
+        return stored * min(size, self.quantization.bytes_per_weight) + (total - stored) * size
+
+    def unshared_bytes(self, dtype: DType) -> float:
+        """Return the bytes of a decoder layer's weights that every device of a tensor-parallel group holds whole."""
+        size: float = BYTES_PER_ELEMENT[dtype]
+        if self.quantization is not None and not self.quantization.experts_only:
+            size = min(size, self.quantization.bytes_per_weight)
+        return self.unshared_params * size
+
+    def weight_bytes(self, dtype: DType) -> int:
+        others = self.embedding_params + self.num_encoder_layers * self.encoder_layer_params
+        return math.ceil(others * BYTES_PER_ELEMENT[dtype] + self.layer_weight_bytes(dtype))

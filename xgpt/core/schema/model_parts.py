@@ -1,0 +1,168 @@
+"""Parts of only some models: experts, latent attention, windows, quantised weights, scaled rotary embeddings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.core.schema.base import Frozen
+
+
+class Experts(Frozen):
+    """Feed-forward blocks of which a router chooses some for each token: a mixture of experts.
+
+    A layer has `number` experts of width `ffn_size`, and every token passes `active` of them, as well as the shared
+    experts, which together are one block of width `shared_ffn_size`.
+    """
+
+    number: PositiveInt
+    """Number of a layer's experts to which tokens are routed."""
+    active: PositiveInt
+    """Number of experts to which a token is routed."""
+    ffn_size: PositiveInt
+    """Width between the two products of an expert."""
+    shared_ffn_size: int = Field(default=0, ge=0)
+    """Width of all shared experts together; every token passes them."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts, which have one block of the model's `ffn_size`."""
+    skew: float = Field(default=0.0, ge=0)
+    """Exponent of the power law that the experts' shares of tokens are drawn from; 0: all experts are equally busy."""
+    normalised: bool = True
+    """Whether the weights of a token's experts add up to one."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from a router's scores to weights. With sigmoid, each expert has a bias that only affects the choice."""
+    num_groups: PositiveInt = 1
+    """Number of groups of experts."""
+    active_groups: PositiveInt = 1
+    """Number of groups from which a token chooses, by its highest score; with sigmoid, by its two highest."""
+    weight_scale: PositiveFloat = 1.0
+    """Factor on the weights of a token's experts."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Experts:
+        if self.active > self.number:
+            raise ValueError(f"active: {self.active} exceeds the number of experts, {self.number}")
+        if self.number % self.num_groups or self.active_groups > self.num_groups:
+            chosen = f"{self.active_groups} of {self.num_groups} groups"
+            raise ValueError(f"num_groups: {chosen} cannot be chosen from {self.number} experts")
+        if self.active > self.active_groups * self.number // self.num_groups:
+            raise ValueError(f"active: {self.active} exceeds the experts of {self.active_groups} groups")
+        return self
+
+
+class LatentAttention(Frozen):
+    """Multi-head latent attention: keys and values of all heads are computed from one small vector for each token.
+
+    The cache keeps that vector, and a rotated key that all heads share. Source: DeepSeek-V2
+    (arXiv 2405.04434) sec. 2.1.
+    """
+
+    kv_rank: PositiveInt
+    """Width of the vector from which keys and values are computed."""
+    q_rank: PositiveInt | None = None
+    """Width of the vector from which queries are computed; None: from the hidden state."""
+    rope_head_dim: PositiveInt
+    """Width of the part of a head's query and key that is rotated by position."""
+    value_head_dim: PositiveInt
+    """Width of a head's value."""
+    rope_interleaved: bool = True
+    """Whether dimensions 2 i and 2 i + 1 are rotated together, rather than i and i + half."""
+
+    @property
+    def kept_per_token(self) -> int:
+        """Elements of a token that a layer keeps."""
+        return self.kv_rank + self.rope_head_dim
+
+
+class Quantization(Frozen):
+    """The format in which a checkpoint stores weights in fewer bits than its dtype has.
+
+    - fp8: products in eight bits, a scale for each matrix or row;
+    - fp8_block: products in eight bits, a scale for each 128 x 128 weights and each 128 activations;
+    - mxfp4: four bits, a scale of eight for each 32 weights, unpacked for products in the dtype;
+    - int4: four bits, a scale of 16 for each 128 weights, unpacked for products in the dtype;
+    - int8: products in eight bits, a scale for each output of the weights and for each token.
+
+    Embedding, output head, norms and routers stay in the dtype.
+    """
+
+    kind: Literal["fp8", "fp8_block", "mxfp4", "int4", "int8"]
+    """Format of the weights."""
+    experts_only: bool = False
+    """Whether attention, shared experts and dense blocks stay in the dtype."""
+    finds_scales: bool = False
+    """Whether each step finds the scale of its activations anew (fp8); otherwise the checkpoint holds one a matrix."""
+
+    @property
+    def computes_in_eight_bits(self) -> bool:
+        """Whether products run in eight bits; otherwise weights are unpacked for products in the dtype."""
+        return self.kind in ("fp8", "fp8_block", "int8")
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return {"fp8": 1.0, "fp8_block": 1.0, "mxfp4": 4.25 / 8, "int4": 4.125 / 8, "int8": 1.0}[self.kind]
+
+
+class RopeScaling(Frozen):
+    """Llama 3.1's frequency scaling of rotary embeddings."""
+
+    kind: Literal["llama3"] = "llama3"
+    """Kind of scaling."""
+    factor: float = Field(gt=0)
+    """Factor on long wavelengths."""
+    low_freq_factor: float = Field(gt=0)
+    """Wavelengths above the context over this are scaled fully."""
+    high_freq_factor: float = Field(gt=0)
+    """Wavelengths below the context over this are not scaled."""
+    original_max_position: PositiveInt
+    """Context before scaling."""
+
+
+class LinearRope(Frozen):
+    """Linear scaling: all wavelengths are multiplied by a factor."""
+
+    kind: Literal["linear"] = "linear"
+    """Kind of scaling."""
+    factor: PositiveFloat
+    """Factor on wavelengths."""
+
+
+class YarnRope(Frozen):
+    """YaRN: long wavelengths are multiplied by a factor, short ones stay, and queries and keys are scaled.
+
+    Source: arXiv 2309.00071.
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    """Kind of scaling."""
+    factor: PositiveFloat
+    """Factor on long wavelengths."""
+    original_max_position: PositiveInt
+    """Context before scaling."""
+    beta_fast: PositiveFloat = 32.0
+    """Waves with more rotations than this within the context are not scaled."""
+    beta_slow: PositiveFloat = 1.0
+    """Waves with fewer rotations than this within the context are scaled fully."""
+    truncate: bool = True
+    """Whether the two limits are rounded to whole dimensions."""
+    attention_factor: PositiveFloat
+    """Factor on rotated queries and keys."""
+
+
+class LongRope(Frozen):
+    """LongRoPE: each wavelength has two factors, one for contexts up to the original one and one for longer ones.
+
+    Source: arXiv 2402.13753.
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    """Kind of scaling."""
+    short_factor: tuple[PositiveFloat, ...]
+    """Factors up to the original context."""
+    long_factor: tuple[PositiveFloat, ...]
+    """Factors beyond the original context."""
+    original_max_position: PositiveInt
+    """Context before scaling."""
+    attention_factor: PositiveFloat
+    """Factor on rotated queries and keys."""

@@ -1,0 +1,239 @@
+"""plan.json: the schedule that `xgpt plan` writes and `xgpt serve` executes."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.cluster import ClusterSpec
+from xgpt.core.schema.constraint import Admission, Constraint
+from xgpt.core.schema.engine import EngineSpec
+from xgpt.core.schema.estimate import Estimate, SearchCertificate
+from xgpt.core.schema.model import DType, ModelSpec, Precision
+from xgpt.core.schema.policy import ChunkedSettings, PolicySettings, StageLane
+from xgpt.core.schema.step_log import Account
+from xgpt.core.schema.workload import RequestClass, Workload
+
+SLICE_TOKENS = 2048
+"""Largest number of tokens that pass the layers at once: larger steps run in slices, to bound activations."""
+
+NEVER_NS = 10**15
+"""The bound of requests without one, for the rule: eleven days."""
+
+EngineKind = Literal["native", "vllm"]
+
+
+class Stage(Frozen):
+    """One pipeline stage: its devices, and the layers [first, last) that they hold.
+
+    `kv_blocks` is the number of K/V blocks of its layers. The encode lane of an encoder-decoder has no decoder layers:
+    there the blocks hold the encoder's hidden states of prompts that the decode lane has not received yet.
+    """
+
+    lane: StageLane = "both"
+    """Lane that the stage belongs to."""
+    devices: tuple[int, ...]
+    """Devices of the stage, by number."""
+    encode_layers: tuple[int, int] | None = None
+    """Encoder layers [first, last); None: none."""
+    decode_layers: tuple[int, int]
+    """Decoder layers [first, last)."""
+    tp: PositiveInt = 1
+    """Tensor-parallel degree."""
+    ep: PositiveInt = 1
+    """Number of parts into which its devices divide a layer's experts; devices of a part hold slices of its experts."""
+    kv_blocks: PositiveInt
+    """Number of K/V blocks."""
+
+
+class ProfileRef(Frozen):
+    """The profile from which the plan was made. Model, dtype and device are the plan's own.
+
+    Attributes:
+        sha256: hash of the profile's content, by which it is found again.
+        engine: the engine whose steps it times, and which the plan is for; None: from a datasheet, for any engine.
+        slowdown: factor on the profile's times, as a server has measured it.
+    """
+
+    source: Literal["measured", "analytic", "imported"]
+    """Where its times came from."""
+    sha256: str
+    engine: str | None = None
+    engine_version: str | None = None
+    """Version of that engine."""
+    num_threads: PositiveInt | None = None
+    """Threads that it was measured with."""
+    layouts: dict[str, str] = Field(default_factory=dict)
+    """Layout of the weights of each shape (OUTxIN) on a CPU; of `head`, that of its copy in eight bits; of `prompts`
+    and `decodes`, the keys that attention passes at a time."""
+    spread: float = 0.0
+    """Share by which slow stretches of the measurement exceed the mean."""
+    slowdown: PositiveFloat = 1.0
+    provenance: dict[str, str] = Field(default_factory=dict)
+    """Source of each part's numbers."""
+
+
+class Plan(Frozen):
+    """The whole of plan.json: every number that a run needs, so that the runner computes none itself."""
+
+    schema_version: Literal[1] = 1
+    """Version of this format."""
+    model: ModelSpec
+    """The model's shape."""
+    checkpoint: str | None = None
+    """Directory of the weights, or hf:// and their Hugging Face id; None: weights are drawn from `seed`."""
+    seed: int = 0
+    """Seed of weights without a checkpoint, and of sampling."""
+    dtype: DType
+    """Type that products run in."""
+    kv_dtype: DType | None = None
+    """Type of keys and values; None: that of the dtype."""
+    cluster: ClusterSpec
+    """The devices that the plan is for."""
+    engine: EngineSpec | None = None
+    """The engine that runs the plan; None: any engine, known only by the profile's steps."""
+    workload: Workload
+    """The lengths that the plan is for."""
+    constraint: Constraint
+    """The objective, and the bounds that the plan keeps."""
+    policy: PolicySettings
+    """The schedule and its control variables."""
+    admission: Admission = Admission()
+    """Which request enters next, and how K/V memory is promised."""
+    replicas: PositiveInt = 1
+    """Copies of the stages, each serving requests of its own."""
+    block_size: PositiveInt = 16
+    """Tokens of a K/V block."""
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    """Stages of one replica, in the order in which steps pass them."""
+    estimate: Estimate
+    """The predicted figures."""
+    search: SearchCertificate
+    """How the plan was found, and its proof."""
+    profile: ProfileRef
+    """The profile from which the figures were predicted."""
+
+    @property
+    def request_path_s(self) -> float:
+        """Seconds that a request of the mean prompt spends outside of waiting and steps, from its engine's figures."""
+        return 0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean)
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        lanes = set(self.policy.lanes)
+        if {stage.lane for stage in self.stages} != lanes:
+            raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")
+        for lane in lanes:
+            self._check_layers(lane)
+        self._check_bounds_of_rule()
+        devices = [device for stage in self.stages for device in stage.devices]
+        if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
+            raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of one stage alone")
+        experts = 1 if self.model.experts is None else self.model.experts.number
+        if any(stage.tp % stage.ep or experts % stage.ep for stage in self.stages):
+            parts = [stage.ep for stage in self.stages]
+            raise ValueError(f"stages: ep {parts} must divide tp of each stage and {experts}, the experts of a layer")
+        if self.replicas * len(devices) > self.cluster.num_devices:
+            raise ValueError(
+                f"replicas: {self.replicas} of {len(devices)} devices do not fit in the cluster's "
+                f"{self.cluster.num_devices}"
+            )
+        return self
+
+    def _check_bounds_of_rule(self) -> None:
+        """Check that the bound and the step times by which the rule decides are there."""
+        has_times = self.estimate.step_times is not None
+        if (
+            isinstance(self.policy, ChunkedSettings)
+            and self.policy.slack is not None
+            and (self.constraint.tpot_s is None or not has_times)
+        ):
+            raise ValueError("policy.slack: it needs a bound on the time per output token, and estimate.step_times")
+        if self.admission.order == "in-time" and (self.constraint.ttft_s is None or not has_times):
+            raise ValueError("admission.order: in-time needs a bound on the time to first token, and step_times")
+
+    def _check_layers(self, lane: str) -> None:
+        """Check that a lane's stages follow each other, and hold all decoder layers where requests are decoded."""
+        before = 0
+        for first, last in (stage.decode_layers for stage in self.stages if stage.lane == lane):
+            if first != before or last < first or (first == last and lane != "encode"):
+                raise ValueError(f"stages: layers [{first}, {last}) do not follow [0, {before}) in the {lane} lane")
+            before = last
+        if before != self.model.num_layers and (lane != "encode" or before):
+            raise ValueError(f"stages: the {lane} lane has {before} of {self.model.num_layers} decoder layers")
+
+    @property
+    def ttft_ns(self) -> int | None:
+        """Nanoseconds from arrival to the first token that a request may take in the engine; None: no bound.
+
+        Headroom and the time outside the engine are subtracted from the bound.
+        """
+        return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
+
+    def account_of(self, of: RequestClass, key: str = "", share: float = 1.0) -> Account:
+        """Return what the rule goes by for the requests of a class, sent with the API key of that name and share."""
+        ttft_ns, tpot_ns = self._in_loop_ns(of.ttft_s, self.request_path_s), self._in_loop_ns(of.tpot_s, 0.0)
+        bounds = (NEVER_NS if bound is None else bound for bound in (ttft_ns, tpot_ns))
+        return Account(f"{key}/{of.name}", share, of.priority, *bounds)
+
+    @property
+    def tpot_ns(self) -> int | None:
+        """Nanoseconds that a request may take between tokens in the mean, headroom subtracted; None: no bound."""
+        return self._in_loop_ns(self.constraint.tpot_s, 0.0)
+
+    def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
+        return None if bound_s is None else round(1e9 * max(bound_s / (1 + self.constraint.headroom) - outside_s, 0.0))
+
+    @property
+    def vllm_shares_prompts(self) -> bool:
+        """Whether vLLM can share the K/V of equal prompts under this plan: in one lane, without attention windows."""
+        return self.policy.lanes == ("both",) and self.model.sliding_window is None
+
+    @property
+    def seeded_weights(self) -> str | None:
+        """The warning to show with a plan that has no checkpoint; None: it has one."""
+        if self.checkpoint is not None:
+            return None
+        return f"no checkpoint: weights are drawn from seed {self.seed}, and tokens mean nothing"
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Number of devices of one replica."""
+        return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def precision(self) -> Precision:
+        """Types of the data in the devices' memory."""
+        return Precision.of(
+            self.dtype, self.cluster.device.type, self.profile.engine, self.kv_dtype, self.profile.layouts
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of all replicas."""
+        return self.replicas * self.devices_per_replica
+
+    @property
+    def patience_ns(self) -> int | None:
+        """Nanoseconds that a request may wait before it is overdue; None: it never is."""
+        return round(1e9 * (self.admission.patience or 0.0) * self.estimate.latency_s) or None
+
+    @property
+    def promised_output(self) -> int:
+        """Output tokens for which memory is set aside where a request names no maximum."""
+        shares = accumulate(self.workload.output.probabilities)
+        most = self.admission.promise_quantile
+        pairs = zip(self.workload.output.lengths, shares, strict=True)
+        return next((length for length, share in pairs if share >= most - 1e-9), self.workload.output.lengths[-1])
+
+    @property
+    def may_outgrow(self) -> bool:
+        """Whether an output may exceed its promise.
+
+        It may not in a static batch, whose memory is set aside as a whole, nor where an encoder would have to read the
+        prompt again.
+        """
+        return not (self.policy.holds_finished or self.model.is_encoder_decoder)

@@ -1,0 +1,120 @@
+"""Request lengths: the distributions in workload files, and the histograms that a plan keeps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from xgpt.core.schema.base import Frozen
+
+
+class TruncatedNormal(Frozen):
+    """A normal distribution cut at `min` and `max`; mean and sd are those before the cut."""
+
+    kind: Literal["normal"] = "normal"
+    mean: float
+    sd: PositiveFloat
+    min: PositiveInt = 1
+    max: PositiveInt
+
+
+class Uniform(Frozen):
+    """Every integer length from `min` to `max`, both included, equally likely."""
+
+    kind: Literal["uniform"] = "uniform"
+    min: PositiveInt
+    max: PositiveInt
+
+
+class Constant(Frozen):
+    kind: Literal["constant"] = "constant"
+    value: PositiveInt
+
+
+class Histogram(Frozen):
+    """Lengths with their probabilities: rising lengths, probabilities that sum to one."""
+
+    kind: Literal["histogram"] = "histogram"
+    """The kind of distribution."""
+    lengths: tuple[PositiveInt, ...] = Field(min_length=1)
+    """Lengths in tokens, rising."""
+    probabilities: tuple[float, ...] = Field(min_length=1)
+    """Share of each length."""
+
+    @property
+    def mean(self) -> float:
+        """Mean length, tokens."""
+        return sum(n * share for n, share in zip(self.lengths, self.probabilities, strict=True))
+
+    @model_validator(mode="after")
+    def _check(self) -> Histogram:
+        if len(self.lengths) != len(self.probabilities):
+            raise ValueError(f"{len(self.lengths)} lengths but {len(self.probabilities)} probabilities")
+        if any(b <= a for a, b in pairwise(self.lengths)):
+            raise ValueError("lengths must rise")
+        if min(self.probabilities) < 0 or abs(sum(self.probabilities) - 1) > 1e-6:
+            raise ValueError(f"probabilities must be >= 0 and sum to 1, not {sum(self.probabilities):.6g}")
+        return self
+
+
+LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram, Field(discriminator="kind")]
+
+
+class RequestClass(Frozen):
+    """A part of the requests, with bounds of its own; without any it gets what the others leave."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
+    """Name of the class: up to 64 letters, digits and . _ @ -, the first a letter or digit."""
+    share: float = Field(gt=0, le=1)
+    """Share of all requests."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Requests of a higher one enter first."""
+    latency_bound_s: PositiveFloat | None = None
+    """Bound on the time from arrival to the last token; None: no bound."""
+    ttft_s: PositiveFloat | None = None
+    """Bound on the time to first token; None: no bound."""
+    tpot_s: PositiveFloat | None = None
+    """Bound on the mean time per output token; None: no bound."""
+
+
+def check_classes(classes: tuple[RequestClass, ...]) -> None:
+    """Check that names differ and that shares are those of all requests.
+
+    Raises:
+        ValueError: they do not.
+    """
+    names = [each.name for each in classes]
+    if len(set(names)) != len(names):
+        raise ValueError(f"classes: {', '.join(names)}: each name stands once")
+    total = sum(each.share for each in classes)
+    if classes and abs(total - 1) > 1e-6:
+        raise ValueError(f"classes: their shares come to {total:.6g}, and must come to 1")
+
+
+class WorkloadSpec(Frozen):
+    """The content of a file under configs/workloads: the lengths, and where they come from."""
+
+    name: str
+    source: str
+    input: LengthDistribution
+    output: LengthDistribution
+    classes: tuple[RequestClass, ...] = ()
+    """Parts of the requests with bounds of their own; none: all have those of the plan."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WorkloadSpec:
+        check_classes(self.classes)
+        return self
+
+
+class Workload(Frozen):
+    """The lengths that a plan was made for, as histograms."""
+
+    name: str
+    """Name of the workload."""
+    input: Histogram
+    """Prompt lengths."""
+    output: Histogram
+    """Output lengths."""

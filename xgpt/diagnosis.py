@@ -1,0 +1,142 @@
+"""Describe this machine as xgpt sees it, and list what keeps figures measured on it from being trusted."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import cache_dir, load_json
+from xgpt.core.machine import detect, num_cores
+from xgpt.core.schema import Frozen, Profile
+from xgpt.core.version import __version__
+
+STEADY = 0.10
+"""Share by which slow repeats of one product may exceed the median on a machine whose profile can be trusted."""
+CLOCK_S = 1.0
+"""Seconds for which the clock is observed."""
+FEW_FILES = 1024
+"""A limit on open files up to which a higher one is advised: an endpoint needs one for each connection."""
+INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
+"""Instruction sets that speed up matrix products, as Linux names them."""
+
+
+class Finding(Frozen):
+    """A line of `xgpt doctor`."""
+
+    name: str
+    """What it is."""
+    value: str
+    """What was found."""
+    advice: str | None = None
+    """What to do about it; None: nothing."""
+
+
+def examine(root: Path = Path("/")) -> list[Finding]:
+    """Return what was found of the machine, of what is installed and of what is kept; takes two to four seconds.
+
+    Args:
+        root: directory that contains proc.
+    """
+    return [_python(), _devices(), instructions(root), _load(), _clock(), *_profiles(), _vllm(), _files(), _disk()]
+
+
+def _python() -> Finding:
+    python = sys.version.split()[0]
+    return Finding(name="versions", value=f"xgpt {__version__}, Python {python}, torch {version('torch')}")
+
+
+def _devices() -> Finding:
+    try:
+        cluster = detect()
+    except MachineError as error:
+        return Finding(name="devices", value=str(error), advice="describe the machine in a cluster file")
+    device = cluster.device
+    memory = f"{device.memory_bytes / 2**30:.1f} GiB, of which plans fill {device.usable_memory:.0%}"
+    return Finding(name="devices", value=f"{cluster.devices_per_node} x {device.name} ({memory})")
+
+
+def instructions(root: Path = Path("/")) -> Finding:
+    """Return the instructions of this machine's processor that products gain from."""
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    found = [name for name in INSTRUCTIONS if flags and name in flags[1].split()]
+    return Finding(name="instructions", value=", ".join(found) or "not known")
+
+
+def _load() -> Finding:
+    cores, load = num_cores(), os.getloadavg()[0]
+    advice = None if load < 0.5 else "other programs are running: figures measured now are those of a busy machine"
+    return Finding(name="load", value=f"{load:.1f} on {cores} cores", advice=advice)
+
+
+def _clock() -> Finding:
+    a, times_s = np.random.default_rng(0).random((256, 256), dtype=np.float32), []
+    until_s = time.perf_counter() + CLOCK_S
+    while (begin_s := time.perf_counter()) < until_s:
+        for _ in range(8):
+            a @ a
+        times_s.append(time.perf_counter() - begin_s)
+    median_s, slow_s = np.quantile(times_s, [0.5, 0.9])
+    spread = slow_s / median_s - 1
+    advice = None if spread < STEADY else "not steady: profile and measure when the machine is idle"
+    return Finding(
+        name="clock", value=f"one product in ten takes over {1 + spread:.2f} times the median", advice=advice
+    )
+
+
+def _profiles() -> list[Finding]:
+    """Return the profiles measured on this machine, and the layouts that they found fastest."""
+    directory = cache_dir() / "profiles"
+    kept, broken = [], 0
+    for path in sorted(directory.glob("*.json")):
+        try:
+            kept.append(load_json(path, Profile, "profile"))
+        except InputError:
+            broken += 1  # of another version: they are measured again when they are asked for
+    measured = [profile for profile in kept if profile.source == "measured"]
+    if not measured:
+        advice = "the first plan measures one, which takes about a minute for a small model"
+        return [Finding(name="profiles", value=f"none measured, in {directory}", advice=advice)]
+    of = sorted({f"{profile.model.name} in {profile.dtype} on {profile.device}" for profile in measured})
+    others = f", {broken} of other versions" if broken else ""
+    layouts = sorted({layout for profile in measured for layout in profile.layouts.values()})
+    return [
+        Finding(name="profiles", value=f"{len(measured)} measured{others}, in {directory}: {'; '.join(of)}"),
+        Finding(name="layouts", value=", ".join(layouts) or "as torch has them"),
+    ]
+
+
+def _vllm() -> Finding:
+    from xrunner.vllm.process import package_path, python, version_of
+
+    try:
+        with package_path() as packages:
+            found = python()
+            return Finding(name="vLLM", value=f"{version_of(found, packages)}, by {found}")
+    except MachineError as error:
+        return Finding(name="vLLM", value="none", advice=f"for --engine vllm: {error}")
+
+
+def _files() -> Finding:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = f"ulimit -n {most}, for more connections" if limit <= FEW_FILES < most else None
+    return Finding(name="open files", value=f"{limit} at most", advice=advice)
+
+
+def _disk() -> Finding:
+    directory = cache_dir()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    advice = None if free > 2**30 and os.access(existing, os.W_OK) else "profiles and compiled kernels cannot be kept"
+    return Finding(name="cache", value=f"{directory}, {free / 2**30:.1f} GiB free", advice=advice)

@@ -1,0 +1,271 @@
+"""Answer the questions of the planning page: the quick parts of an answer first.
+
+A question holds the arguments of `xgpt.plan` by name, and `current`, the `vllm serve` command that runs now. Closed
+forms answer at once; then a run is simulated, and last comes the plan that `xgpt plan` would write. This runs in a
+process of its own (`python -m xgpt.exploring.explore`), which gives a question up as soon as a newer one comes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xgpt.comparing.compare import gain_in_words, score_current
+from xgpt.comparing.vllm_command import read_vllm_command
+from xgpt.core.errors import InfeasibleError, InputError, XgptError
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Plan
+from xgpt.problems import resolve
+from xgpt.reporting import figures, plan_text
+from xgpt.requests import PlanRequest, plan_request
+from xgpt.solving import Planned, solve
+from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.best_plans import kinds_of
+from xscheduler.schedule import Scheduler, scheduler
+from xsimulator.clock import Span
+from xsimulator.run import simulate
+
+Part = dict[str, Any]
+"""A piece of an answer; `part` names its kind."""
+
+LOOSER = (1.1, 1.25, 1.5, 2.0)
+"""Factors on the latency bound, to see what a looser one gains."""
+NUM_REQUESTS = 300
+"""Requests of the simulated run whose steps are drawn."""
+MOST_POINTS = 200
+"""Largest number of points of a drawn line."""
+MOST_KEPT = 8
+"""Largest number of problems whose tables are kept."""
+FREE = {"latency_bound_s": None, "ttft_s": None, "tpot_s": None}
+
+
+@dataclass
+class Explorer:
+    """Answers questions, and keeps the tables of recent problems."""
+
+    _kept: OrderedDict[str, tuple[Scheduler, Part]] = field(default_factory=OrderedDict)
+
+    def answers(self, asked: dict[str, Any]) -> Iterator[Part]:
+        """Yield the parts of one answer.
+
+        Raises:
+            XgptError: the question is wrong, or no schedule keeps the bounds; parts known by then were yielded.
+        """
+        current = asked.pop("current", None) or None
+        if not isinstance(current, str | None):
+            raise InputError("current", current, "write the `vllm serve` command of what runs now")
+        request = plan_request(**asked)
+        of, outline = self._scheduler(request)
+        kinds = kinds_of(of.problem, request.policy)
+        best = None
+        try:
+            plans = quick(of, kinds)
+        except InfeasibleError as error:
+            yield refusal(error)
+        else:
+            best = next(iter(plans.values()))[0]
+            yield {"part": "plans", "settled": False, **table(plans), **outline_of(best)}
+        if not outline:
+            outline.update(trade_off(of, kinds))
+        yield {"part": "trade-off", **outline}
+        if best is not None:
+            yield {"part": "timeline", **timeline(best, of)}
+            yield {"part": "looser", "rows": looser(of, kinds)}
+        planned = solve(request)
+        yield settled(planned)
+        if best is None or _runs_as(best) != _runs_as(planned.best):
+            yield {"part": "timeline", **timeline(planned.best, of)}
+        if current is not None:
+            yield {"part": "current", **scored(of, current, planned.best)}
+
+    def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
+        """Return the scheduler of a request, with kept tables, and the part of the answer that needs no bounds."""
+        free = request.constraint.model_copy(update=FREE)
+        key = request.model_copy(update={"constraint": free}).model_dump_json()
+        if key not in self._kept:
+            self._kept[key] = scheduler(resolve(request)), {}
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        of, outline = self._kept[key]
+        constraint = request.constraint.model_copy(update={"headroom": of.problem.constraint.headroom})
+        return of.under(constraint), outline
+
+
+def _runs_as(plan: Plan) -> tuple[object, ...]:
+    """Return the settings on which a plan's steps depend."""
+    return plan.policy, plan.stages, plan.cluster.num_devices
+
+
+def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
+    """Return each policy's best plan in closed form, with its arrival rate if that is maximised; the best first.
+
+    Raises:
+        InfeasibleError: none keeps the bounds.
+    """
+    if not of.problem.constraint.maximises_arrivals:
+        plans = of.best_of_each(kinds)
+        ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
+        return {kind: (plan, None) for kind, plan in ordered}
+    rated = [(kind, *found[0]) for kind in kinds if (found := of.by_arrivals(kind, 1))]
+    if not rated:
+        of.best_of_each(kinds)  # which says why, if requests that do not wait keep the bounds neither
+        raise InfeasibleError(
+            "latency_bound_s: no schedule keeps the bounds with waiting counted, in closed form",
+            nearest_bound_s=None,
+            binding="latency_bound_s",
+        )
+    return {kind: (plan, rate) for kind, plan, rate in sorted(rated, key=lambda item: -item[2])}
+
+
+def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
+    """Return a table with a row for each policy."""
+    rows = []
+    for kind, (plan, rate) in plans.items():
+        e = plan.estimate
+        rows.append(
+            {
+                "policy": kind,
+                "settings": plan_text.settings_text(plan),
+                "rate_per_s": rate,
+                "throughput_rps": e.throughput_rps,
+                "latency_s": e.latency_s,
+                "tokens_per_s": e.output_tokens_per_s,
+                "ttft_s": e.ttft_s,
+                "tpot_s": e.tpot_s,
+                "itl_p99_s": e.itl_p99_s,
+                "gap": plan.search.gap,
+                "cost": e.cost_per_million_tokens,
+            }
+        )
+    return {"rows": rows}
+
+
+def outline_of(plan: Plan) -> Part:
+    """Return the chosen plan in words, and its devices' memory."""
+    return {
+        "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
+        "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
+        "placement": plan_text.placement_in_words(plan),
+        "objective": plan_text.objective_in_words(plan.constraint),
+        "headroom": plan.constraint.headroom,
+        "memory": figures.memory(plan)._asdict(),
+        "warnings": [*plan.estimate.warnings, *([plan.seeded_weights] if plan.seeded_weights else [])],
+    }
+
+
+def trade_off(of: Scheduler, kinds: tuple[str, ...]) -> Part:
+    """Return each policy's highest saturated throughput for each latency."""
+    relaxed = of.under(of.problem.constraint.model_copy(update=FREE))
+    lines = []
+    for kind in kinds:
+        points = [(point.latency_s, point.throughput_rps) for point in relaxed.frontier(kind)]
+        if points:
+            every = -(-len(points) // MOST_POINTS)
+            lines.append({"name": kind, "points": [*points[:-1:every], points[-1]]})
+    return {"lines": lines}
+
+
+def timeline(plan: Plan, of: Scheduler) -> Part:
+    """Return some steps of a simulated run of the plan, with requests always waiting."""
+    spans: list[Span] = []
+    simulate(plan, of.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
+    return figures.timeline(plan, spans)._asdict()
+
+
+def looser(of: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
+    """Return the best in closed form under each looser latency bound, the bound itself first."""
+    bound = of.problem.constraint.latency_bound_s
+    rows = []
+    for factor in () if bound is None else (1.0, *LOOSER):
+        constraint = of.problem.constraint.model_copy(update={"latency_bound_s": factor * (bound or 0)})
+        plan, rate = next(iter(quick(of.under(constraint), kinds).values()))
+        served = plan.estimate.throughput_rps if rate is None else rate
+        rows.append({"bound_s": constraint.latency_bound_s, "policy": plan.policy.kind, "rate_per_s": served})
+    return rows
+
+
+def scored(of: Scheduler, command: str, best: Plan) -> Part:
+    """Return the current deployment's figures and how the plan compares, or why it cannot be scored."""
+    try:
+        running = read_vllm_command(command, of.problem.cluster)
+        plan = score_current(of.problem, running)
+    except XgptError as error:
+        return {"error": str(error)}
+    rate = None if plan.estimate.capacity is None else rate_of(plan)
+    return {**table({"what runs now": (plan, rate)}), "notes": list(running.notes), "gain": gain_in_words(best, plan)}
+
+
+def settled(planned: Planned) -> Part:
+    """Return the plans that `xgpt plan` would write, with simulated arrival rates."""
+    rated = {
+        kind: (plan, None if plan.estimate.capacity is None else rate_of(plan)) for kind, plan in planned.plans.items()
+    }
+    best = planned.best
+    words = [*plan_text.arrivals_in_words(best), f"proof: {plan_text.proof_in_words(best)}"]
+    return {
+        "part": "plans",
+        "settled": True,
+        **table(rated),
+        **outline_of(best),
+        "words": words,
+        "plan": dump_json(best),
+    }
+
+
+def refusal(error: Exception) -> Part:
+    """Return why a question has no answer."""
+    if isinstance(error, InfeasibleError):
+        return {"part": "infeasible", "reason": str(error), "nearest_bound_s": error.nearest_bound_s}
+    if isinstance(error, XgptError):
+        return {"part": "error", "reason": str(error)}
+    return {"part": "error", "reason": f"internal error: {type(error).__name__}: {error}"}
+
+
+class _Superseded(Exception):
+    """A newer question has come."""
+
+
+def main() -> None:
+    """Read questions, a line {"id", "asked"} each, and write answers as lines {"id", "part", …}; SIGUSR1 ends one.
+
+    The signal is sent before the next question, so that it never ends a wrong one, and only after {"part": "ready"}.
+    """
+    is_busy = False
+
+    def leave(*_: object) -> None:
+        if is_busy:
+            raise _Superseded
+
+    signal.signal(signal.SIGUSR1, leave)
+    print(json.dumps({"part": "ready"}), flush=True)
+    explorer = Explorer()
+    for line in sys.stdin:
+        question = json.loads(line)
+
+        def tell(part: Part, id_: int = question["id"]) -> None:
+            print(json.dumps({"id": id_, **part}), flush=True)
+
+        try:
+            is_busy = True
+            for part in explorer.answers(question["asked"]):
+                tell(part)
+            is_busy = False
+        except _Superseded:
+            is_busy = False
+            continue
+        except Exception as error:
+            is_busy = False
+            tell(refusal(error))
+        tell({"part": "end"})
+
+
+if __name__ == "__main__":
+    main()

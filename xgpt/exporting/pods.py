@@ -1,0 +1,301 @@
+"""Pods that run a plan: the parts that objects of Kubernetes, Dynamo and llm-d share.
+
+Pods run as a user without privileges on a read-only root. The plan comes from a ConfigMap, keys from a Secret, weights
+from a volume claim or, for a model named by its Hugging Face id, from the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from xgpt.checkpoints import hub
+from xgpt.core.errors import InputError
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Plan
+
+Object = dict[str, Any]
+
+ETC = "/etc/xgpt"
+MODEL_PATH = "/model"
+SCRATCH = "/tmp"
+"""The only writable directory: sockets, and compiled code."""
+USER = 10001
+MAX_NAME = 48
+"""Largest length of an object's name; suffixes are added to it, and a label holds 63 characters."""
+MAX_CONFIG_BYTES = 1_000_000
+"""Largest size of a ConfigMap; the API server accepts 1 MiB, names included."""
+LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
+"""Seconds after SIGTERM: until load balancers notice, for running requests, and for the engine to end."""
+START_S = 1800
+"""Seconds in which a pod must have loaded weights and compiled."""
+DOWNLOADS = {"protocol": "TCP", "port": 443}
+NAMES = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+"""Ports of DNS."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names and labels of a plan's objects.
+
+    Attributes:
+        selector: labels that choose the plan's pods and no others.
+    """
+
+    name: str
+    selector: dict[str, str]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Names:
+        slug = re.sub(r"[^a-z0-9]+", "-", plan.model.name.lower()).strip("-")
+        name = f"xgpt-{slug or 'model'}"[:MAX_NAME].rstrip("-")
+        return cls(name, {"app.kubernetes.io/name": name})
+
+    def meta(self, end: str = "", labels: Mapping[str, str] | None = None) -> Object:
+        """Return an object's metadata."""
+        own = {**self.selector, "app.kubernetes.io/managed-by": "xgpt", **(labels or {})}
+        return {"name": f"{self.name}{end}", "labels": own}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The main container of a pod.
+
+    Attributes:
+        ports: by name.
+        probed: the name of the port that answers probes; None: the pod has no port of its own, and ends by
+            itself when the engine does.
+        alive, ready: paths that answer whether it runs, and whether it accepts requests.
+        mounts_keys: whether the clients' keys are mounted as a file.
+        env: further environment variables, as Kubernetes writes them.
+    """
+
+    image: str
+    command: Sequence[str]
+    devices: int
+    ports: Mapping[str, int] = field(default_factory=dict)
+    probed: str | None = None
+    alive: str = "/health"
+    ready: str = "/ready"
+    mounts_keys: bool = True
+    env: Sequence[Object] = ()
+    name: str = "xgpt"
+
+
+def config_map(plan: Plan, names: Names) -> Object:
+    """Return a ConfigMap with the plan of one replica, its checkpoint as pods see it.
+
+    Raises:
+        InputError: it is too large.
+    """
+    document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
+    if len(document.encode()) > MAX_CONFIG_BYTES:
+        says = f"the plan takes {len(document.encode())} bytes, a ConfigMap {MAX_CONFIG_BYTES}; plan with fewer lengths"
+        raise InputError("plan.workload", plan.workload.name, says)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": names.meta(), "data": {"plan.json": document}}
+
+
+def pod(plan: Plan, names: Names, work: Work, *, fetches: bool = True) -> Object:
+    """Return a pod's specification.
+
+    Args:
+        fetches: whether the weights of a model that is known by its id are fetched before the container starts, to
+            MODEL_PATH; otherwise the container does it.
+    """
+    model_id = hub.id_of(plan.checkpoint)
+    shm = shared_memory_gib(work.devices)
+    volumes: list[Object] = [{"name": "plan", "configMap": {"name": names.name}}]
+    if work.mounts_keys:
+        secret = {"secretName": f"{names.name}-keys", "defaultMode": 0o440}
+        volumes.append({"name": "keys", "secret": secret})
+    if model_id is None:
+        claim = {"claimName": f"{names.name}-model", "readOnly": True}
+        volumes.append({"name": "model", "persistentVolumeClaim": claim})
+    elif fetches:
+        volumes.append({"name": "model", "emptyDir": {"sizeLimit": _gib(_weights_gib(plan) + 8)}})
+    scratch = 16 + (_weights_gib(plan) + 8 if model_id is not None and not fetches else 0)
+    volumes += [
+        {"name": "scratch", "emptyDir": {"sizeLimit": _gib(scratch)}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _gib(shm)}},
+    ]
+    fetch = model_id is not None and fetches
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # a service's variables could be taken for vLLM's
+        "terminationGracePeriodSeconds": LEAVE_S + DRAIN_S + SPARE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        **({"initContainers": [_fetching(str(model_id), names, work.image)]} if fetch else {}),
+        "containers": [_container(plan, names, work, has_model=model_id is None or fetches)],
+        "volumes": volumes,
+    }
+
+
+def _container(plan: Plan, names: Names, work: Work, *, has_model: bool) -> Object:
+    mounts: list[Object] = [{"name": "plan", "mountPath": f"{ETC}/plan", "readOnly": True}]
+    if work.mounts_keys:
+        mounts.append({"name": "keys", "mountPath": f"{ETC}/keys", "readOnly": True})
+    if has_model:
+        mounts.append({"name": "model", "mountPath": MODEL_PATH, "readOnly": True})
+    mounts += [{"name": "scratch", "mountPath": SCRATCH}, {"name": "shm", "mountPath": "/dev/shm"}]
+    probes: Object = {}
+    if work.probed is not None:
+        probes = {
+            "startupProbe": _probe(work, work.alive, periodSeconds=10, failureThreshold=START_S // 10),
+            "readinessProbe": _probe(work, work.ready, periodSeconds=5, failureThreshold=2),
+            "livenessProbe": _probe(work, work.alive, periodSeconds=10, failureThreshold=6),
+        }
+    offline = [] if not has_model else [{"name": "HF_HUB_OFFLINE", "value": "1"}]
+    token = [] if has_model else [_hub_token(names)]
+    return {
+        "name": work.name,
+        "image": work.image,
+        "command": list(work.command),
+        "env": [*work.env, *_own_variables(), *offline, *token],
+        **({"ports": [{"name": n, "containerPort": p} for n, p in work.ports.items()]} if work.ports else {}),
+        "resources": _resources(plan, work.devices),
+        "securityContext": container_security(),
+        **probes,
+        "volumeMounts": mounts,
+    }
+
+
+def _fetching(model_id: str, names: Names, image: str) -> Object:
+    """Return the init container that fetches weights to the pod's own disk."""
+    return {
+        "name": "fetch",
+        "image": image,
+        "command": ["hf", "download", model_id, "--local-dir", MODEL_PATH],
+        "env": [*_own_variables(), _hub_token(names)],
+        "resources": {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"cpu": "4", "memory": "8Gi"}},
+        "securityContext": container_security(),
+        "volumeMounts": [
+            {"name": "model", "mountPath": MODEL_PATH},
+            {"name": "scratch", "mountPath": SCRATCH},
+        ],
+    }
+
+
+def container_security() -> Object:
+    """Return a container's security context, with only the rights that serving needs."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def of_secret(variable: str, secret: str, key: str, *, optional: bool = False) -> Object:
+    """Return an environment variable with the value of a secret."""
+    ref = {"name": secret, "key": key} | ({"optional": True} if optional else {})
+    return {"name": variable, "valueFrom": {"secretKeyRef": ref}}
+
+
+def of_pod(variable: str, path: str) -> Object:
+    """Return an environment variable with a field of the pod."""
+    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _hub_token(names: Names) -> Object:
+    return of_secret("HF_TOKEN", f"{names.name}-hub", "token", optional=True)
+
+
+def _own_variables() -> list[Object]:
+    """Return environment variables that put the files of a user without a home into the writable directory."""
+    own = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
+    return [{"name": key, "value": value} for key, value in (own | {"USER": "xgpt"}).items()]
+
+
+def network_policy(
+    plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
+) -> Object:
+    """Return the NetworkPolicy of a plan's pods: the namespace reaches these ports, and nothing else.
+
+    Args:
+        among: the pods also speak with each other, on any port.
+        beyond: ports that the pods may reach anywhere.
+    """
+    ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]
+    egress: list[Object] = []
+    if among:
+        own = [{"podSelector": {"matchLabels": names.selector}}]
+        ingress.append({"from": own})
+        egress.append({"to": own})
+    reached = [*beyond, *([DOWNLOADS] if hub.id_of(plan.checkpoint) is not None else [])]
+    if among or reached:
+        egress.append({"ports": [*NAMES, *reached]})
+    spec = {
+        "podSelector": {"matchLabels": names.selector},
+        "policyTypes": ["Ingress", "Egress"],
+        "ingress": ingress,
+        "egress": egress,
+    }
+    return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": names.meta(), "spec": spec}
+
+
+def disruption_budget(names: Names) -> Object:
+    """Return a PodDisruptionBudget: drains of nodes end one pod at a time."""
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": names.selector}}
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": names.meta(), "spec": spec}
+
+
+def service(names: Names, selector: Mapping[str, str] | None = None) -> Object:
+    """Return the Service that clients send requests to."""
+    ports = [{"name": "http", "port": 80, "targetPort": "http"}]
+    spec = {"selector": {**names.selector, **(selector or {})}, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": names.meta(), "spec": spec}
+
+
+def _probe(work: Work, path: str, **settings: int) -> Object:
+    return {"httpGet": {"path": path, "port": work.probed}, "timeoutSeconds": 5, **settings}
+
+
+def _resources(plan: Plan, devices: int) -> Object:
+    """Return a container's resources: a core for each GPU, four for endpoint and loop, memory to load weights."""
+    memory_gib = 8 + 4 * devices + shared_memory_gib(devices)
+    gpus = {"nvidia.com/gpu": str(devices)} if devices else {}
+    passing = 8 + (_weights_gib(plan) if devices else 0)
+    return {
+        "requests": {"cpu": str(4 + devices), "memory": _gib(memory_gib), **gpus},
+        "limits": {"cpu": str(2 * (4 + devices)), "memory": _gib(memory_gib + passing), **gpus},
+    }
+
+
+def _weights_gib(plan: Plan) -> int:
+    return math.ceil(plan.model.weight_bytes(plan.dtype) / 2**30)
+
+
+def shared_memory_gib(devices: int) -> int:
+    """Return the GiB of shared memory through which the workers of a pod communicate."""
+    return 2 + 2 * devices
+
+
+def _gib(count: int) -> str:
+    return f"{count}Gi"
+
+
+def to_yaml(objects: Sequence[Object]) -> str:
+    """Return objects as YAML documents; a library quotes them, so that no name in a plan can add YAML."""
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as blocks, and repeats values instead of using aliases."""
+
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(json.loads(json.dumps(objects)), Dumper=Dumper, sort_keys=False)

@@ -1,0 +1,172 @@
+"""Observe how much the prompts of recent requests have in common, and whether that has changed.
+
+Blocks are known by the engine's own keys, which are salted hashes: nothing of a prompt can be read from them. Their
+number is bounded, whatever the prompts' lengths. Requests and steps enter in the order of the engine's log; what leaves
+is the share that was found and the curve of what caches of other sizes would have found. May be imported by every
+package.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.core.prefixes import Prefixes
+from xgpt.core.reuse import ReuseCurve
+from xgpt.core.schema import ObservedReuse, Plan
+from xgpt.core.schema.step_log import Chain, StepRecord
+from xgpt.core.workload import TraceLengths
+
+Ints = npt.NDArray[np.int64]
+
+MOST_KEYS = 131_072
+"""Blocks of remembered requests: a megabyte."""
+MOST_REQUESTS = 2048
+ENOUGH = 150
+"""Requests that a conclusion takes at least."""
+LEAST_CHANGE = 0.1
+"""Share of prompt tokens by which what is found must differ before that means something."""
+SURE = 4.0
+"""Standard errors that tell a change from chance."""
+SIZES = 12
+"""Points of the curve that is told."""
+
+
+@dataclass(slots=True)
+class Common:
+    """A request of the window.
+
+    Attributes:
+        keys, left: of its prompt's blocks, and of those behind them that it has left.
+        found: tokens of its prompt that were there; None: it waits.
+        output: tokens generated, as far as its blocks tell.
+        is_warm: as many blocks have been left before it as the cache holds.
+    """
+
+    input_length: int
+    keys: Ints
+    left: Ints
+    found: int | None = None
+    is_warm: bool = False
+
+
+class ReuseWindow:
+    """The last requests of an engine, and the blocks that they had in common.
+
+    Args:
+        plan: the running one, which says how large the cache is.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.block_size = plan.block_size
+        self._requests: OrderedDict[int, Common] = OrderedDict()
+        self._num_keys = self._num_left = 0
+        self.go_over_to(plan)
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Take the memory of another plan for the cache's."""
+        reuse = plan.estimate.reuse
+        self._capacity = most_kept(plan) if reuse is None else reuse.kept_blocks
+
+    def note(self, record: StepRecord) -> None:
+        """Add what a step's record tells."""
+        for arrival in record.arrivals:
+            if arrival.id not in self._requests:
+                request = Common(arrival.input_length, _numbers(arrival.chain), np.empty(0, np.int64))
+                self._requests[arrival.id] = request
+                self._count(request.keys)
+        for id_, first_token, _ in record.encode:
+            request_ = self._requests.get(id_)
+            if request_ is not None and request_.found is None:
+                request_.found, request_.is_warm = first_token, self._num_left >= self._capacity
+                self._num_left += len(request_.keys) - first_token // self.block_size
+        for id_, chain in record.outputs:
+            if id_ in self._requests:
+                left = self._requests[id_].left = _numbers(chain)
+                self._num_left += len(left)
+                self._count(left)
+
+    def _count(self, keys: Ints) -> None:
+        self._num_keys += len(keys)
+        while len(self._requests) > 1 and (self._num_keys > MOST_KEYS or len(self._requests) > MOST_REQUESTS):
+            _, gone = self._requests.popitem(last=False)
+            self._num_keys -= len(gone.keys) + len(gone.left)
+
+    def forget_before(self, first: Common) -> None:
+        """Drop the requests before this one: they had other things in common."""
+        if any(request is first for request in self._requests.values()):
+            while next(iter(self._requests.values())) is not first:
+                _, gone = self._requests.popitem(last=False)
+                self._num_keys -= len(gone.keys) + len(gone.left)
+
+    def requests(self) -> list[Common]:
+        """Return those that have begun."""
+        return [request for request in self._requests.values() if request.found is not None]
+
+
+def most_kept(plan: Plan) -> int:
+    """Return the blocks in which a plan could keep prompts: all that it has where prompts are encoded."""
+    return min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
+
+
+def _numbers(chain: Chain) -> Ints:
+    """Return the first eight bytes of each key, as numbers."""
+    if not chain:
+        return np.empty(0, np.int64)
+    return np.frombuffer(b"".join(key[:8].ljust(8) for key in chain), dtype=np.int64)
+
+
+def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
+    """Return the requests since which another share of prompt tokens is found; None: none, for all that is known.
+
+    A cache that is not full yet finds less than it will: what is missing there tells nothing.
+    """
+    best: tuple[float, int] | None = None
+    size = ENOUGH
+    while size <= len(requests):
+        tail = requests[-size:]
+        found, error = share_of(tail)
+        difference = found - share
+        is_told = difference > 0 or all(request.is_warm for request in tail)
+        if is_told and abs(difference) > max(LEAST_CHANGE, SURE * error):
+            best = max(best or (0.0, 0), (abs(difference), size))
+        size *= 2
+    return None if best is None else requests[-best[1] :]
+
+
+def share_of(requests: Sequence[Common]) -> tuple[float, float]:
+    """Return the share of prompt tokens that was found, and its standard error."""
+    inputs = np.array([request.input_length for request in requests], float)
+    found = np.array([request.found or 0 for request in requests], float)
+    share = float(found.sum() / inputs.sum())
+    return share, float(np.sqrt(((found - share * inputs) ** 2).sum()) / inputs.sum())
+
+
+def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
+    """Return what requests found, and would find with other sizes of the cache; None: they have no keys.
+
+    The first half fills the cache, and the second is what is counted.
+    """
+    if len(requests) < 2 or not any(len(request.keys) for request in requests):
+        return None
+    inputs = np.array([request.input_length for request in requests])
+    outputs = np.array([block_size * len(request.left) + 1 for request in requests])
+    blocks = tuple(tuple(request.keys.tolist()) for request in requests)
+    left = tuple(tuple(request.left.tolist()) for request in requests)
+    curve = ReuseCurve(TraceLengths(inputs, outputs, None, Prefixes(block_size, blocks, left)), block_size)
+    return told_of(curve, share_of(requests)[0], len(requests) // 2)
+
+
+def told_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
+    """Return what is told of a curve, of its requests from one on, where `share` of the prompt tokens was found."""
+    sizes = [float(size) for size in curve.sizes(SIZES)]
+    return ObservedReuse(
+        share=share,
+        sizes=tuple(sizes),
+        shares=tuple(curve.share(size, begin) for size in sizes),
+        most=curve.share(np.inf, begin),
+    )

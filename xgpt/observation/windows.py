@@ -1,0 +1,323 @@
+"""Observe a running engine: its recent lengths in a decaying window, and whether they have changed.
+
+Requests enter as they arrive and as they finish; an Observation leaves, or the news that lengths differ from the
+planned ones. Reads no clock and draws no random number: the same requests in the same order give the same result. May
+be imported by every package.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import ceil, inf, lgamma, log, log2
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import gammaincc
+
+from xgpt.core.schema import Histogram, Observation, Workload
+from xgpt.core.workload import histogram_of
+
+Array = npt.NDArray[np.float64]
+
+WINDOW = 2048
+"""Requests that are remembered."""
+HALF_LIFE = 1024
+"""Requests after which one counts half."""
+MIN_FINISHED = 100
+"""Finished requests that a conclusion takes at least."""
+FALSE_ALARM = 1e-4
+"""Probability that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
+WINDOWS_A_DOUBLING = 2
+"""Windows of growing size that a look compares: the one that ends up before the change dilutes what it tells."""
+LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
+"""Of the planned lengths: between these quantiles requests are counted. The outer ones show what reaches the tails."""
+MOST_NATS = 500.0
+"""Beyond which a probability is taken from its asymptote: the number itself would be 0."""
+CERTAIN = 1e5
+"""Requests that planned lengths count as where they are taken as certain: two that no plan foresaw are a change."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A request of the window.
+
+    Attributes:
+        max_output: output tokens that its client allowed.
+        generated: output tokens so far.
+        has_ended: its output is complete. One that was cancelled never is: it was at least so long.
+    """
+
+    arrival_s: float
+    input_length: int
+    max_output: int
+    generated: int = 0
+    has_ended: bool = False
+
+
+class LengthWindow:
+    """The last requests of an engine, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._seen: deque[Seen] = deque(maxlen=WINDOW)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def arrive(self, arrival_s: float, input_length: int, max_output: int) -> Seen:
+        """Add a request, and return where the caller counts its tokens."""
+        seen = Seen(arrival_s, input_length, max_output)
+        self._seen.append(seen)
+        return seen
+
+    def forget_before(self, arrival_s: float) -> None:
+        """Drop requests that arrived before a time: they came under other circumstances."""
+        while self._seen and self._seen[0].arrival_s < arrival_s:
+            self._seen.popleft()
+
+    def requests(self) -> list[Seen]:
+        """Return the requests of the window; their tokens go on being counted."""
+        return list(self._seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Requests of the window, column by column, later ones with more weight.
+
+    Attributes:
+        outputs: tokens so far.
+        longest: output tokens that the client allowed at most.
+    """
+
+    arrival_s: Array
+    inputs: npt.NDArray[np.int_]
+    outputs: npt.NDArray[np.int_]
+    longest: npt.NDArray[np.int_]
+    has_ended: npt.NDArray[np.bool_]
+    weights: Array
+
+    @classmethod
+    def of(cls, requests: Sequence[Seen]) -> Sample:
+        """Return a window as numbers; not of an empty one.
+
+        May run in another thread than counts the tokens: which requests have finished is read first, so that none
+        counts as finished with fewer tokens than it generated.
+        """
+        has_ended = np.array([seen.has_ended for seen in requests])
+        return cls(
+            arrival_s=np.array([seen.arrival_s for seen in requests]),
+            inputs=np.array([seen.input_length for seen in requests]),
+            outputs=np.array([seen.generated for seen in requests]),
+            longest=np.array([seen.max_output for seen in requests]),
+            has_ended=has_ended,
+            weights=0.5 ** (np.arange(len(requests) - 1, -1, -1) / HALF_LIFE),
+        )
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def tail(self, last: int) -> Sample:
+        """Return the last requests."""
+        return Sample(*(getattr(self, field.name)[-last:] for field in fields(self)))
+
+    @property
+    def num_finished(self) -> int:
+        return int(self.has_ended.sum())
+
+    @property
+    def weight(self) -> float:
+        """Effective number of ended requests; 0 where there is none. Source: Kish, Survey Sampling, 1965."""
+        return _effective(self.weights[self.has_ended])
+
+    def input_histogram(self) -> Histogram:
+        lengths, index = np.unique(self.inputs, return_inverse=True)
+        return _histogram(lengths, np.asarray(np.bincount(index, self.weights), float))
+
+    def output_histogram(self) -> Histogram:
+        """Lengths of outputs, those in flight accounted for.
+
+        Long outputs end last: of the requests that arrived lately, those that have ended are the short ones. An output
+        in flight tells that it is longer than what has come of it, which is all that the product-limit estimator
+        needs. What lies beyond the longest that was seen counts as of that length.
+        Source: Kaplan and Meier, JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
+        """
+        lengths, index = np.unique(self.outputs, return_inverse=True)
+        total = np.bincount(index, self.weights, len(lengths))
+        ended = np.bincount(index, self.weights * self.has_ended, len(lengths))
+        at_risk = np.cumsum(total[::-1])[::-1]
+        survival = np.cumprod(1 - np.minimum(ended / at_risk, 1.0))
+        survival[-1] = 0.0
+        mass = -np.diff(survival, prepend=1.0)
+        return _histogram(lengths[mass > 0], mass[mass > 0])
+
+    @property
+    def known_to(self) -> float:
+        """Output length below which `output_histogram` tells how many are longer; inf: everywhere."""
+        longest = int(self.outputs.max())
+        return inf if self.has_ended[self.outputs == longest].all() else longest
+
+    def arrival_rate_per_s(self) -> float | None:
+        span_s = float(self.arrival_s[-1] - self.arrival_s[0])
+        return (len(self.arrival_s) - 1) / span_s if span_s > 0 else None
+
+
+def _effective(weights: Array) -> float:
+    return float(weights.sum() ** 2 / (weights**2).sum()) if len(weights) else 0.0
+
+
+def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
+    return Histogram(lengths=tuple(lengths.tolist()), probabilities=tuple((mass / mass.sum()).tolist()))
+
+
+class Goodput:
+    """Which of the latest requests kept their bounds."""
+
+    def __init__(self) -> None:
+        self._kept: deque[bool] = deque(maxlen=WINDOW)
+
+    def note(self, *, is_kept: bool) -> None:
+        """Count a request that has all its tokens."""
+        self._kept.append(is_kept)
+
+    @property
+    def share(self) -> float | None:
+        """Of them, that kept their bounds; None: too few to tell."""
+        return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
+
+    def is_below(self, quantile: float) -> bool:
+        """Whether fewer keep their bounds than this share, and not by chance."""
+        count, broken = len(self._kept), len(self._kept) - sum(self._kept)
+        expected = (1 - quantile) * count
+        return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
+
+
+def observe(
+    sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
+) -> Observation:
+    """Return a sample compared with what was planned, with the observed pace."""
+    inputs, outputs = sample.input_histogram(), sample.output_histogram()
+    return Observation(
+        workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
+        num_requests=len(sample),
+        num_finished=sample.num_finished,
+        weight=sample.weight,
+        arrival_rate_per_s=sample.arrival_rate_per_s(),
+        input_distance=wasserstein(inputs, planned.input),
+        output_distance=wasserstein(outputs, planned.output),
+        step_ratio=step_ratio,
+        slowdown=slowdown,
+    )
+
+
+def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Workload) -> Observation:
+    """Return the observation of a trace, whose requests have all finished."""
+    observed = Workload(name="observed", input=histogram_of(inputs), output=histogram_of(outputs))
+    return Observation(
+        workload=observed,
+        num_requests=len(np.atleast_1d(inputs)),
+        num_finished=len(np.atleast_1d(outputs)),
+        weight=float(len(np.atleast_1d(outputs))),
+        input_distance=wasserstein(observed.input, planned.input),
+        output_distance=wasserstein(observed.output, planned.output),
+    )
+
+
+def _reaching(outputs: Histogram, longest: int) -> Histogram:
+    """Return the outputs with the longest that is allowed, even if none was so long: K/V memory is set aside for it."""
+    if longest <= outputs.lengths[-1]:
+        return outputs
+    return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
+
+
+def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
+    """Share of at most these lengths."""
+    total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
+    return total[np.searchsorted(histogram.lengths, lengths, side="right")]
+
+
+def wasserstein(a: Histogram, b: Histogram) -> float:
+    """Mean way, in tokens, by which the lengths of one must be moved to become the other (W_1)."""
+    lengths = np.union1d(a.lengths, b.lengths)
+    return float(np.abs(_below(a, lengths) - _below(b, lengths))[:-1] @ np.diff(lengths.astype(float)))
+
+
+def surprise(
+    observed: Histogram, size: float, planned: Histogram, planned_size: float = CERTAIN, known_to: float = inf
+) -> float:
+    """Return how little chance explains the difference between observed and planned lengths.
+
+    Requests are counted between quantiles of the planned lengths, and beyond them, so that a change of the spread shows
+    as soon as one of the mean. The likelihood ratio of these counts, in nats, is half a chi-squared variable where
+    nothing changed.
+
+    Args:
+        planned_size: how many requests the planned lengths were learnt from.
+        known_to: what the observed histogram has from this length on counts as longer.
+
+    Returns:
+        -log of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.
+    """
+    lengths = planned.lengths
+    at = np.minimum(np.searchsorted(np.cumsum(planned.probabilities), LEVELS), len(lengths) - 1)
+    edges = np.unique([lengths[0] - 1, *(lengths[i] for i in at), lengths[-1]])
+    edges = edges[edges < known_to]
+    counted, expected = (np.diff(_below(h, edges), prepend=0.0, append=1.0) for h in (observed, planned))
+    counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums that miss 1 by rounding
+    pooled = (size * counted + planned_size * expected) / (size + planned_size)
+    nats = max(0.0, size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled))
+    freedom = (np.count_nonzero(pooled > 1e-12) - 1) / 2
+    if not freedom:
+        return 0.0
+    if nats > MOST_NATS:
+        return nats - (freedom - 1) * log(nats) + lgamma(freedom)
+    return -log(gammaincc(freedom, nats))
+
+
+def _divergence(of: Array, to: Array) -> float:
+    """Kullback and Leibler's, in nats."""
+    some = of > 0
+    return float(of[some] @ np.log(of[some] / to[some]))
+
+
+class ChangeDetector:
+    """Tells when requests are others than those that a plan was made for, and since when.
+
+    Each look compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`); where several
+    differ, the clearest tells since when.
+
+    Args:
+        planned: the lengths that the running plan was made for.
+        weight: how many requests those lengths were learnt from; None: taken as certain.
+    """
+
+    def __init__(self, planned: Workload, weight: float | None = None) -> None:
+        self.planned = planned
+        self.weight = weight
+
+    def look(self, whole: Sample) -> Sample | None:
+        """Return the requests since lengths changed; None: they have not, or too few have ended since.
+
+        Lengths that were themselves learnt from few requests are looked at again once there are twice as many.
+        """
+        if whole.num_finished < MIN_FINISHED:
+            return None
+        most = ceil(WINDOWS_A_DOUBLING * log2(max(1.0, len(whole) / 64)))
+        sizes = [round(64 * 2 ** (i / WINDOWS_A_DOUBLING)) for i in range(most + 1)]
+        score, size = max((self._score(whole.tail(size)), size) for size in sizes)
+        if score > log(2 / FALSE_ALARM):
+            around = {round(size * 2 ** (i / 8)) for i in range(-8, 9)}
+            _, since = max((self._score(whole.tail(size)), size) for size in around)
+            sample = whole.tail(since)
+            return sample if sample.num_finished >= MIN_FINISHED else None
+        return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
+
+    def _score(self, sample: Sample) -> float:
+        """Return how little chance explains its inputs or its outputs."""
+        if sample.num_finished < MIN_FINISHED // 2:
+            return 0.0
+        inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN
+        return max(
+            surprise(sample.input_histogram(), _effective(sample.weights), inputs, weight),
+            surprise(sample.output_histogram(), sample.weight, outputs, weight, sample.known_to),
+        )

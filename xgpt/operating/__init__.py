@@ -1,0 +1,1 @@
+"""Run an autoscaler."""

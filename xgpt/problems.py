@@ -1,0 +1,122 @@
+"""Turn a request into a problem: look its names up, and find or make a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from xgpt.checkpoints import hub
+from xgpt.core.errors import InputError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
+from xgpt.requests import PlanRequest
+from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
+from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
+from xscheduler.problem import Problem
+
+
+def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
+    """Return the problem of a request, with a profile that is given, cached, measured now, or from the datasheet.
+
+    Raises:
+        InputError: a name is not known, a file is broken, or the profile is of something else.
+        MachineError: the machine cannot be measured.
+    """
+    spec, checkpoint, found = _model(request)
+    cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
+    if request.price is not None:
+        cluster = cluster.model_copy(update={"price_per_device_hour": request.price})
+    most = request.devices if isinstance(request.devices, int) else None
+    if most is not None and most > cluster.num_devices:
+        raise InputError("devices", most, f"give auto, or a number from 1 to {cluster.num_devices}")
+    workload, constraint = workload_of(request.workload, spec), _with_classes(request)
+    engine = _named_engine(request, cluster)
+    profile = _profile(request, spec, checkpoint, cluster, engine, progress)
+    keep(profile)
+    engine = engine or engine_of(profile)
+    if engine is not None and engine.memory_share is not None:
+        device = cluster.device.model_copy(update={"usable_memory": engine.memory_share})
+        cluster = cluster.model_copy(update={"device": device})
+    return Problem(
+        model=spec,
+        checkpoint=found,
+        cluster=cluster,
+        workload=workload,
+        profile=profile,
+        engine=engine,
+        constraint=constraint,
+        kv=request.kv,
+        fixed=request.fix,
+        max_devices=most,
+    )
+
+
+def _with_classes(request: PlanRequest) -> Constraint:
+    """The constraint, with the classes of the workload's file.
+
+    Raises:
+        InputError: bounds are given as well as those of classes.
+    """
+    constraint = request.constraint
+    classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
+    if not classes:
+        return constraint
+    for name in ("latency_bound_s", "ttft_s", "tpot_s"):
+        if (bound := getattr(constraint, name)) is not None:
+            raise InputError(name, bound, f"{request.workload} has classes with bounds of their own: leave it out")
+    return constraint.with_classes(classes)
+
+
+def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
+    """Return the model's shape, the local directory of its weights, and its checkpoint as a plan names it."""
+    model = request.model
+    if isinstance(model, ModelSpec):
+        if request.config is not None:
+            raise InputError("config", request.config, "it goes with a Hugging Face id as `model`")
+        return model, None, None
+    spec, checkpoint = load_model(model, request.config)
+    if hub.is_id(model) and not Path(model).exists():
+        return spec, checkpoint, hub.PREFIX + model
+    return spec, checkpoint, None if checkpoint is None else str(checkpoint)
+
+
+def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
+    """Return the requested engine; None: none was named.
+
+    Raises:
+        InputError: the cluster is this machine, where the steps of the engine itself are measured.
+    """
+    if request.engine is None:
+        return None
+    engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
+    if cluster.is_local and engine.framework != "native":
+        make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
+        raise InputError("engine", engine.name, f"on this machine plans rest on measured steps: {make}")
+    return engine
+
+
+def _profile(
+    request: PlanRequest,
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    engine: EngineSpec | None,
+    progress: Progress | None,
+) -> Profile:
+    given = request.profile
+    if given is None:
+        return obtain_profile(
+            spec, checkpoint, cluster, progress, dtype=request.dtype, engine=engine, kv_dtype=request.kv_dtype
+        )
+    if isinstance(given, Profile):
+        check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))
+    else:
+        given = given_profile(given, spec, cluster, request.dtype)
+    if request.kv_dtype is not None:
+        wanted = kv_dtype_of(cluster, given.dtype, request.kv_dtype)
+        if wanted != given.kv_dtype:
+            accepted = f"{request.kv_dtype} is planned for: make one with `xgpt profile --kv-dtype`, or leave one out"
+            raise InputError("profile.kv_dtype", given.kv_dtype, accepted)
+    if engine is not None and given.engine not in (None, engine.framework):
+        accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave `engine` out"
+        raise InputError("engine", engine.name, accepted)
+    return given

@@ -1,0 +1,96 @@
+"""The numbers behind a page's figures: when each stage works, and what fills each device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from xgpt.core.schema import Plan
+from xsimulator.clock import Span as StageSpan
+
+CYCLES = 4
+"""Encode phases of a micro-batch that a timeline shows."""
+MIN_STEPS, MAX_STEPS = 20, 120
+"""Of a timeline, for each stage."""
+GIB = 2.0**30
+
+
+class Bar(NamedTuple):
+    """A step of a stage: seconds from the timeline's left edge, and what it does."""
+
+    row: int
+    start_s: float
+    end_s: float
+    kind: str
+
+
+class Timeline(NamedTuple):
+    """A stretch of a simulated run.
+
+    Attributes:
+        rows: the name of each stage.
+        bars: their steps.
+        decoding: (seconds, requests in decode) of each step of the first stage that decodes.
+    """
+
+    rows: tuple[str, ...]
+    bars: tuple[Bar, ...]
+    decoding: tuple[tuple[float, int], ...]
+
+
+class Memory(NamedTuple):
+    """GiB of each device of a replica.
+
+    Attributes:
+        usable: what plans may fill of a device.
+        rest: weights, activations and workspace of each device.
+        kv: keys and values of each device.
+    """
+
+    usable: float
+    rest: tuple[float, ...]
+    kv: tuple[float, ...]
+
+
+def timeline(plan: Plan, spans: Sequence[StageSpan]) -> Timeline:
+    """Return some encode phases of a simulated run, from the middle, where it has settled."""
+    spans = sorted(spans, key=lambda span: span.start_ns)
+    encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
+    middle = len(encodes) // 2
+    origin = encodes[middle]
+    end = encodes[min(middle + CYCLES * getattr(plan.policy, "microbatches", 1), len(encodes) - 1)]
+    seen = [span for span in spans if span.start_ns >= origin]
+    least = MIN_STEPS * len(plan.stages)
+    shown = [span for i, span in enumerate(seen) if span.start_ns < end or i < least][: MAX_STEPS * len(plan.stages)]
+
+    rows: dict[tuple[str, int], int] = {}
+    for stage in plan.stages:
+        rows[stage.lane, sum(lane == stage.lane for lane, _ in rows)] = len(rows)
+    bars = tuple(
+        Bar(
+            rows[span.lane, span.stage],
+            (span.start_ns - origin) / 1e9,
+            (span.end_ns - origin) / 1e9,
+            " and ".join(name for name, part in (("encode", span.step.encode), ("decode", span.step.decode)) if part),
+        )
+        for span in shown
+    )
+    decodes = [span for span in shown if span.step.decode and span.stage == 0]
+    return Timeline(
+        tuple(("stage" if lane == "both" else lane) + f" {number + 1}" for lane, number in rows),
+        bars,
+        tuple(((span.start_ns - origin) / 1e9, len(span.step.decode)) for span in decodes),
+    )
+
+
+def memory(plan: Plan) -> Memory:
+    """Return what a plan puts on each device of one replica."""
+    kv: list[float] = []
+    for stage in plan.stages:
+        layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers
+        share = layers * (max(1 / stage.tp, 1 / plan.model.num_kv_heads) if plan.model.latent is None else 1.0)
+        bytes_ = stage.kv_blocks * plan.block_size * plan.model.kv_bytes_per_token(plan.precision.kv) * share
+        kv += [bytes_ / GIB] * stage.tp
+    rest = tuple(total / GIB - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True))
+    device = plan.cluster.device
+    return Memory(device.memory_bytes * device.usable_memory / GIB, rest, tuple(kv))

@@ -1,0 +1,92 @@
+"""A day's fleet as one self-contained page: load, replicas, kept requests, cost; the constant fleet for comparison."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xgpt.core.schema.fleet import FleetFigures, FleetPlan
+from xgpt.pages import render
+from xgpt.reporting.plan_text import settings_text
+
+if TYPE_CHECKING:
+    from xgpt.pages.charts import Chart
+
+
+def fleet_report(fleet: FleetPlan) -> str:
+    """Return the page, as HTML that loads nothing from anywhere."""
+    constraint, plan = fleet.constraint, fleet.kinds[0].plan
+    bounds = {"latency": constraint.latency_bound_s, "first token": constraint.ttft_s, "a token": constraint.tpot_s}
+    kept = ", ".join(f"{name} within {bound:g} s" for name, bound in bounds.items() if bound is not None)
+    saved = 1 - fleet.planned.cost / fleet.constant.figures.cost if fleet.constant.figures.cost else 0.0
+    return render(
+        "fleet.html",
+        heading=f"{plan.model.name}: {fleet.name}",
+        subject=f"{100 * constraint.quantile:g}% of the day's requests: {kept}; intervals of {fleet.interval_s:g} s",
+        cards=[
+            {"label": "the day's cost", "value": f"{fleet.planned.cost:.4g}"},
+            {"label": "below the constant fleet", "value": f"{100 * saved:.0f}%"},
+            {"label": "requests kept", "value": f"{100 * fleet.planned.share_kept:.2f}%"},
+            {"label": "device-hours", "value": f"{fleet.planned.device_hours:.1f}"},
+            {"label": "optimum at most lower by", "value": f"{100 * fleet.gap:.2f}%"},
+        ],
+        chart=_day(fleet),
+        costs=[_row("planned", fleet.planned), _row(f"constant: {_counted(fleet)}", fleet.constant.figures)],
+        kinds=[
+            {
+                "name": kind.name,
+                "settings": f"{kind.plan.policy.kind}: {settings_text(kind.plan)}",
+                "devices": kind.num_devices,
+                "price": f"{kind.price_per_hour:.3g}",
+                "rates": " / ".join(f"{rate:.2f}" for rate in kind.rates_per_s),
+                "start": f"{kind.start_s:.0f}",
+            }
+            for kind in fleet.kinds
+        ],
+        proof=(
+            f"{fleet.num_requests:,} requests simulated; shares leave the headroom free. Planned for "
+            f"{fleet.load_factor:.2f} times the load, the least factor tried that keeps the share. With changes that "
+            f"are free and take no time no fleet costs less than {fleet.least_cost:.4g}."
+        ),
+    )
+
+
+def _row(name: str, figures: FleetFigures) -> dict[str, str]:
+    return {
+        "name": name,
+        "cost": f"{figures.cost:.4g}",
+        "hours": f"{figures.device_hours:.1f}",
+        "starts": str(figures.starts),
+        "kept": f"{100 * figures.share_kept:.2f}%",
+    }
+
+
+def _counted(fleet: FleetPlan) -> str:
+    pairs = zip(fleet.constant.replicas, fleet.kinds, strict=True)
+    return ", ".join(f"{count} {kind.name}" for count, kind in pairs if count)
+
+
+def _day(fleet: FleetPlan) -> Chart:
+    from xgpt.pages import charts
+
+    hours = [i * fleet.interval_s / 3600 for i in range(len(fleet.intervals) + 1)]
+    of = fleet.intervals
+
+    def cost_per_hour(replicas: tuple[int, ...]) -> float:
+        return sum(count * kind.price_per_hour for count, kind in zip(replicas, fleet.kinds, strict=True))
+
+    drawn = charts.Day(
+        hours,
+        load=[interval.rate_per_s for interval in of],
+        replicas={kind.name: [interval.replicas[k] for interval in of] for k, kind in enumerate(fleet.kinds)},
+        kept=[interval.share_kept for interval in of],
+        asked=fleet.constraint.quantile,
+        costs=[cost_per_hour(interval.replicas) for interval in of],
+        constant_cost=cost_per_hour(fleet.constant.replicas),
+    )
+    return charts.day(
+        drawn,
+        alt=f"load, replicas, kept requests and cost of {fleet.name} over {hours[-1]:g} hours",
+        caption="From above: requests that arrive, replicas of each kind, the share of each interval's requests that "
+        "keep the bounds with the headroom left free, and what the fleet costs in an hour; dashed, the cheapest "
+        "constant fleet.",
+    )

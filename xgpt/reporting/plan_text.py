@@ -1,0 +1,299 @@
+"""Describe in words what a plan does, for the terminal and the report."""
+
+from __future__ import annotations
+
+from xgpt.core.schema import Constraint, Plan
+from xgpt.core.schema.policy import POLICY_GROUPS
+from xscheduler.objectives.arrivals import maximised
+from xscheduler.space import UNCUT
+from xsimulator.forecast import FORECASTS
+
+
+def settings_text(plan: Plan) -> str:
+    """Return a plan's control variables ("encode_batch 4, decode_iterations 9") and, on several devices, its shape."""
+    policy = plan.policy
+    texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
+    for of_rule in (getattr(policy, name) for name in policy.tuned):
+        if of_rule is not None:
+            texts += [f"{name} {value:g}" for name, value in of_rule]
+    if plan.admission.order == "in-time":
+        texts.append("in-time")
+    for name in ("microbatches", "encode_microbatches", "decode_microbatches"):
+        if getattr(policy, name, 1) > 1:
+            texts.append(f"{name} {getattr(policy, name)}")
+    if plan.cluster.num_devices > 1:
+        texts.append(_shape(plan))
+    return ", ".join(texts)
+
+
+def placement_in_words(plan: Plan) -> str:
+    """Return which devices work together, and how."""
+    replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
+    lanes = {"both": "", "encode": "encode ", "decode": "decode "}
+    parts = []
+    for lane, name in lanes.items():
+        stages = [stage for stage in plan.stages if stage.lane == lane]
+        if stages:
+            sizes = [(stage.tp, stage.ep) for stage in stages]
+            groups = [
+                f"{sizes.count((tp, ep))} x {tp} device{'s' * (tp > 1)}"
+                + (f", experts in {ep} parts" if ep > 1 else "")
+                for tp, ep in dict.fromkeys(sizes)
+            ]
+            parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
+    return f"{replicas} of {' and '.join(parts)}; {plan.num_devices} of {plan.cluster.num_devices} devices"
+
+
+def objective_in_words(constraint: Constraint) -> str:
+    """Return the objective in words."""
+    if constraint.maximises_arrivals:
+        return f"the arrival rate ({_process(constraint)}) at which the bounds are kept with waiting counted"
+    if constraint.objective == "arrivals":
+        return "throughput: without a bound, any arrival rate below it is kept"
+    return "throughput while requests are always waiting, latency counted from admission"
+
+
+def _process(constraint: Constraint) -> str:
+    return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
+
+
+def engine_in_words(plan: Plan) -> list[str]:
+    """Return a line on the plan's engine and on what the prediction takes from it; none without an engine."""
+    engine = plan.engine
+    if engine is None or engine.framework == "native":
+        return []
+    parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
+    if plan.request_path_s:
+        parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside of its loop")
+    if engine.mixing:
+        parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
+    if FORECASTS[plan.policy.kind].stations.admits_each_step:
+        parts += [] if engine.mixes else ["prompts go first, in steps of their own"]
+        parts += [] if engine.cuts_prompts else ["a prompt waits for a step that has room for all of it"]
+    return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
+
+
+def mixing_in_words(plan: Plan) -> list[str]:
+    """Return a line on the cost of mixed steps at which another policy would serve more; none if unknown."""
+    edge = plan.estimate.mixing_edge
+    if edge is None:
+        return []
+    now = 0.0 if plan.engine is None else plan.engine.mixing
+    where = "more" if edge.mixing > now else "less"
+    return [
+        f"mixed steps: decodes are assumed {100 * now:.0f}% slower in a step that also encodes; at "
+        f"{100 * edge.mixing:.0f}% or {where}, {edge.policy} would serve more"
+    ]
+
+
+def bounds_in_words(constraint: Constraint) -> str:
+    """Return the bounds in words, as in "15 s from arrival to the last token"."""
+    names = {
+        "latency_bound_s": "from arrival to the last token",
+        "ttft_s": "to the first token",
+        "tpot_s": "between tokens in the mean",
+    }
+    own = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
+    return ", ".join(
+        f"{bound:g} s {text}" + (f" (p{100 * share:g})" if (share := own.get(name)) else "")
+        for name, text in names.items()
+        if (bound := getattr(constraint, name))
+    )
+
+
+def arrivals_in_words(plan: Plan) -> list[str]:
+    """Return lines on a plan's arrival rate, and on its throughput while requests are always waiting."""
+    e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
+    texts = []
+    if found is not None and not found.rate_per_s:
+        texts.append("arrivals: with waiting counted, the bounds are kept at practically no rate (simulated)")
+    elif found is not None:
+        texts.append(
+            f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
+            f"{100 * found.share_kept:.1f}% of all requests keep {bounds_in_words(constraint)}, waiting included "
+            f"(p{100 * constraint.quantile:g}: {found.whole_s:.2f} s); "
+            f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} to "
+            f"warm up, seed {found.seed}"
+        )
+        tighter, looser = found.rate_under_tighter_per_s, found.rate_under_looser_per_s
+        if tighter is not None and looser is not None:
+            texts.append(
+                f"at the edge: {tighter:.4g} requests/s under bounds 5% tighter, {looser:.4g} under bounds 5% looser"
+            )
+    kept = "the quantile of all requests" if constraint.sla == "request" else "a request of the quantile's length"
+    texts.append(
+        f"saturated: {e.throughput_rps:.4g} requests/s while requests are always waiting; {kept} then takes "
+        f"{e.latency_s:.2f} s from admission"
+    )
+    return texts
+
+
+def _with_error(error: float | None) -> str:
+    return "" if error is None else f"within {100 * error:.1f}% (standard deviation over three draws), "
+
+
+def classes_in_words(plan: Plan) -> list[str]:
+    """Return a line on the classes of requests with their bounds, where there are any."""
+    labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
+    texts = []
+    for each in plan.constraint.classes:
+        bounds = [
+            f"{label} {bound:g} s" for name, label in labels.items() if (bound := getattr(each, name)) is not None
+        ]
+        texts.append(f"{each.name} ({100 * each.share:.3g}% of requests, {', '.join(bounds) or 'no bounds'})")
+    return [f"classes: {'; '.join(texts)}; planned for the tightest bounds"] if texts else []
+
+
+def headroom_in_words(plan: Plan) -> list[str]:
+    """Return a line on the headroom under the bounds, and on its source."""
+    headroom, source = plan.constraint.headroom, plan.profile.source
+    if not headroom or not plan.constraint.bounds_latency:
+        return []
+    errors = {
+        "measured": "steps of one machine vary and drift by",
+        "imported": "predictions from others' tables are off by for served models",
+        "analytic": "predictions from a datasheet are off by",
+    }
+    return [
+        f"headroom: bounds are kept even if every step takes {100 * headroom:.0f}% longer than predicted "
+        f"(about what {errors[source]}; --headroom sets it)"
+    ]
+
+
+def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
+    """Return lines on policies without a plan in the table, and on those whose latency is not simulated."""
+    kinds = POLICY_GROUPS.get(policy, (policy,))
+    either = POLICY_GROUPS["waa"] if "waa" in plans else ()
+    missing = [kind for kind in kinds if kind not in plans and kind not in either]
+    lines = []
+    if either and set(either) <= set(kinds):
+        lines.append("waa: waa-c and waa-m divide these devices alike")
+    if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
+        missing.remove("chunked")
+        lines.append(f"no plan of chunked: {UNCUT}")
+    if missing:
+        lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
+    closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
+    if closed:
+        lines.append(f"latency not simulated, since they serve less: {', '.join(closed)}")
+    return lines
+
+
+def reuse_in_words(plan: Plan) -> list[str]:
+    """Return a line on the share of prompts that the plan expects to reuse, and on what that gains."""
+    reuse = plan.estimate.reuse
+    if reuse is None:
+        return []
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
+    line = (
+        f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} if memory had no end) "
+        f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave free"
+    )
+    if reuse.alone:
+        gain = maximised(plan) / reuse.alone - 1
+        line += f"; the best plan without reuse reaches {reuse.alone:.3f} requests/s ({gain:+.0%})"
+    return [line]
+
+
+def joint_in_words(plan: Plan) -> list[str]:
+    """Return a line on what the estimate misses where a trace's outputs depend on its inputs."""
+    joint = plan.estimate.joint_lengths
+    if joint is None:
+        return []
+    return [
+        f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
+        f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against independent lengths"
+    ]
+
+
+def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
+    """Return a line on the best plan of equal stages, which the chosen one need not be."""
+    if uniform is best:
+        return "best uniform plan (equal stages, no rra, no waa): the chosen one"
+    if uniform is None:
+        return "no uniform plan (equal stages, no rra, no waa) keeps the bound"
+    gain = maximised(best) / maximised(uniform) - 1
+    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.3f} req/s"
+    than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
+    return f"best uniform plan: {what}; the chosen one serves {than}"
+
+
+def _shape(plan: Plan) -> str:
+    """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]".
+
+    "4e2" is a group of four devices that divides the experts into two parts.
+    """
+    lanes = []
+    for lane in ("both", "encode", "decode"):
+        degrees = [
+            f"{stage.tp}e{stage.ep}" if stage.ep > 1 else str(stage.tp) for stage in plan.stages if stage.lane == lane
+        ]
+        if degrees:
+            lanes.append(f"[{' '.join(degrees)}]")
+    replicas = f"{plan.replicas} x " if plan.replicas > 1 else ""
+    return replicas + " > ".join(lanes)
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}" if number == 1 else f"{number} {of}s"
+
+
+def schedule_in_words(plan: Plan) -> str:
+    """Return a sentence on what the engine does under the plan."""
+    policy = plan.policy
+    match policy.kind:
+        case "rra" if policy.thresholds is not None:
+            return (
+                f"run {policy.decode_iterations} decode iterations or more, until {policy.thresholds.waiting_requests} "
+                f"requests wait or one has waited {policy.thresholds.oldest_wait_ms} ms, then encode about "
+                f"{policy.encode_batch}, and again"
+            )
+        case "rra":
+            return (
+                f"encode about {_count(policy.encode_batch, 'request')}, then run "
+                f"{_count(policy.decode_iterations, 'decode iteration')}, and again"
+            )
+        case "orca" | "chunked" if plan.engine is not None and not plan.engine.mixes:
+            budget = policy.token_budget if policy.kind == "chunked" else plan.engine.token_budget
+            size = "" if budget is None else f"of up to {budget} tokens "
+            return (
+                f"prompts first, in steps {size}that decode nothing, then a decode, at most "
+                f"{_count(policy.max_batch, 'request')}"
+            )
+        case "orca":
+            return (
+                "every step decodes running requests and encodes into free slots, at most "
+                f"{_count(policy.max_batch, 'request')}"
+            )
+        case "chunked" if policy.slack is not None:
+            return (
+                f"every step decodes running requests and encodes as much as they have time for, "
+                f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most "
+                f"{_count(policy.max_batch, 'request')}"
+            )
+        case "chunked":
+            return (
+                f"every step decodes running requests and fills up to {policy.token_budget} tokens with prompts, "
+                f"at most {_count(policy.max_batch, 'request')}"
+            )
+        case "static":
+            return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and again"
+    return (
+        f"some devices encode {_count(policy.encode_batch, 'request')} at once, the others decode up to "
+        f"{policy.max_decode_batch}, neither waiting for the other"
+    )
+
+
+def proof_in_words(plan: Plan) -> str:
+    """Return how close the plan is to the optimum, and the evidence for it."""
+    search = plan.search
+    proof = (
+        f"no proof of optimality ({search.bound.removeprefix('none: ')})"
+        if search.gap is None
+        else f"the optimum is at most {100 * search.gap:.1f}% higher (bound: {search.bound})"
+    )
+    simulated = f", {_count(search.simulations, 'plan')} simulated," if search.simulations else ""
+    if plan.estimate.simulated:
+        rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
+        proof += f"; simulated, not in closed form: {', '.join((*plan.estimate.simulated, *rate))}"
+    return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"

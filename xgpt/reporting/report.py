@@ -1,0 +1,289 @@
+"""Write a plan as one self-contained HTML page: schedule, promised figures, and the data behind them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.errors import InputError
+from xgpt.core.io import sha256
+from xgpt.core.schema import Constraint, Histogram, Plan, Profile
+from xgpt.core.version import __version__
+from xgpt.pages import render
+from xgpt.reporting import figures
+from xgpt.reporting.plan_text import (
+    arrivals_in_words,
+    objective_in_words,
+    placement_in_words,
+    proof_in_words,
+    schedule_in_words,
+    settings_text,
+)
+from xscheduler.objectives.arrivals import predicted_rate, rate_of, with_capacity
+from xscheduler.problem import Problem
+from xscheduler.schedule import scheduler
+from xscheduler.space import POLICIES
+from xsimulator.clock import Span as StageSpan
+from xsimulator.measures import Measured
+from xsimulator.run import run_simulation, simulate
+
+if TYPE_CHECKING:
+    from xgpt.pages.charts import Chart
+
+NUM_REQUESTS = 400
+"""Requests of the simulated run whose figures stand next to the prediction."""
+LOAD_WITHOUT_BOUNDS = 0.8
+"""Share of saturation at which requests arrive in the report of a plan without bounds."""
+HISTOGRAM_BINS = 40
+
+
+def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
+    """Return the page, as HTML that loads nothing from anywhere.
+
+    Raises:
+        InputError: the plan's memory cannot hold its own workload.
+    """
+    rated = plan
+    if plan.estimate.capacity is None:
+        rated = with_capacity(plan, profile, predicted_rate(plan, profile))
+    spans: list[StageSpan] = []
+    measured, _ = simulate(plan, profile, plan.workload, NUM_REQUESTS, rng, on_span=spans.append)
+    constraint = plan.constraint
+    bound = (
+        "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
+    )
+    slowdown = plan.profile.slowdown
+    slowed = "" if slowdown == 1 else f", everything taken to last {slowdown:.3g} times as long"
+    return render(
+        "report.html",
+        heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
+        subject=(
+            f"{plan.dtype}, {plan.cluster.num_devices} x {plan.cluster.device.name}, workload {plan.workload.name}, "
+            f"{bound} at {_ordinal(constraint.quantile)}"
+        ),
+        schedule=f"{plan.policy.kind}: {schedule_in_words(plan)}.",
+        cards=_cards(rated),
+        warnings=plan.estimate.warnings,
+        figures=_figures(rated, measured),
+        simulation=(
+            f"Simulated: {measured.num_requests} requests at saturation, drawn from the plan's workload, on the "
+            "engine's own scheduling rule with step times from the profile. Latency counts from admission; headroom of "
+            f"{100 * constraint.headroom:.1f}% is kept under the bounds. Maximised was "
+            f"{objective_in_words(constraint)}; {'; '.join(arrivals_in_words(rated))}."
+        ),
+        arriving=_arriving(rated, profile),
+        classes=_classes(rated, profile),
+        charts=_charts(plan, profile, spans),
+        stages=[
+            {
+                "lane": stage.lane,
+                "devices": ", ".join(map(str, stage.devices)),
+                "decode": _layers(stage.decode_layers),
+                "encode": "-" if stage.encode_layers is None else _layers(stage.encode_layers),
+                "tp": f"{stage.tp}, experts in {stage.ep} parts" if stage.ep > 1 else stage.tp,
+                "kv_blocks": f"{stage.kv_blocks:,}",
+            }
+            for stage in plan.stages
+        ],
+        placement=f"{placement_in_words(plan)}; K/V blocks of {plan.block_size} tokens.",
+        proof=f"Found by {plan.search.method}: {proof_in_words(plan)}.",
+        provenance=[
+            {"name": "settings", "value": settings_text(plan)},
+            {"name": "profile", "value": f"{plan.profile.source}, sha256 {plan.profile.sha256}{slowed}"},
+            {"name": "plan", "value": f"sha256 {sha256(plan)}"},
+            {"name": "written by", "value": f"xgpt {__version__}"},
+        ],
+    )
+
+
+def _cards(plan: Plan) -> list[dict[str, str]]:
+    e = plan.estimate
+    cards = [
+        ("requests a second, saturated", f"{e.throughput_rps:.2f}"),
+        ("output tokens a second", f"{e.output_tokens_per_s:,.0f}"),
+        (f"latency, {_ordinal(plan.constraint.quantile)}", f"{e.latency_s:.2f} s"),
+        ("time to first token", f"{e.ttft_s:.2f} s"),
+    ]
+    if e.capacity is not None:
+        cards.insert(0, ("arrivals a second at most", f"{e.capacity.rate_per_s:.2f}"))
+    if e.cost_per_million_tokens is not None:
+        cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
+    if plan.search.gap is not None:
+        cards.append(("optimum at most higher by", f"{100 * plan.search.gap:.1f}%"))
+    return [{"label": label, "value": value} for label, value in cards]
+
+
+def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
+    e, c = plan.estimate, plan.constraint
+    # Bounds on requests that arrive are none on what happens while requests always wait.
+    bounds = Constraint() if c.maximises_arrivals else c
+    latency_s = measured.request_latency_s if c.sla == "request" else measured.latency_s
+
+    def row(name: str, predicted: float, simulated: float | None, bound: float | None = None) -> dict[str, str]:
+        def text(value: float | None) -> str:
+            return "-" if value is None else f"{value:,.3f}"
+
+        return {"name": name, "predicted": text(predicted), "simulated": text(simulated), "bound": text(bound)}
+
+    rows = [
+        row("throughput, requests/s", e.throughput_rps, measured.throughput_rps, c.arrival_rate_per_s),
+        row("output tokens/s", e.output_tokens_per_s, measured.output_tokens_per_s),
+        row(f"latency at {_ordinal(c.quantile)}, s", e.latency_s, latency_s, bounds.latency_bound_s),
+        row("time to first token, s", e.ttft_s, measured.ttft_s, bounds.ttft_s),
+        row("time per output token, s", e.tpot_s, None, bounds.tpot_s),
+        row("inter-token latency p99, s", e.itl_p99_s, measured.itl_p99_s),
+    ]
+    found = e.capacity
+    if found is not None:
+        closed = found.rate_per_s if found.closed_form_per_s is None else found.closed_form_per_s
+        rows.insert(0, row("highest arrival rate, requests/s", closed, found.rate_per_s, c.arrival_rate_per_s))
+        whole_s = found.whole_s if found.rate_per_s else None
+        name = f"from arrival to the last token, {_ordinal(c.quantile)}, s"
+        rows.insert(1, row(name, found.whole_s, whole_s, c.latency_bound_s) | {"predicted": "-"})
+    return rows
+
+
+def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
+    """What requests take from their arrival on at the highest rate that keeps the bounds, without bounds at a share of
+    saturation; None where the bounds are kept at none."""
+    from xsimulator.capacity import Trial
+
+    bounded = plan.constraint.bounds_latency
+    rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
+    times = Trial(plan, profile).at(rate) if rate else None
+    if times is None:
+        return None
+    seen = times.figures
+    names = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
+    rows = [
+        {"name": label} | {end: f"{seen.get(f'{name}_{end}_s', 0.0):,.3f}" for end in ("mean", "p50", "p90", "p99")}
+        for name, label in names.items()
+    ]
+    goodput = f"; goodput: {100 * times.goodput(plan.constraint):.1f}% of them keep every bound" if bounded else ""
+    return {"rows": rows, "text": f"Simulated: {rate:.4g} requests/s (Poisson), times from arrival{goodput}."}
+
+
+def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
+    """Return each class of requests with its bounds, and what share of them keeps these where requests arrive at the
+    highest rate; None where there are no classes, or the bounds are kept at no rate."""
+    if not plan.constraint.classes or not (rate := rate_of(plan)):
+        return None
+    kept = run_simulation(plan, profile, None, NUM_REQUESTS, ArrivalProcess.at(rate)).kept
+
+    def bound(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds:g}"
+
+    rows = [
+        {
+            "name": each.name,
+            "share": f"{100 * each.share:.0f}%",
+            "priority": each.priority,
+            "ttft": bound(each.ttft_s),
+            "tpot": bound(each.tpot_s),
+            "whole": bound(each.latency_bound_s),
+            "kept": f"{100 * kept[each.name]:.1f}%",
+        }
+        for each in plan.constraint.classes
+    ]
+    text = (
+        f"Simulated: {NUM_REQUESTS} requests, {rate:.4g} a second; planned for the tightest bounds, as if all had them."
+    )
+    return {"rows": rows, "text": text}
+
+
+def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, Chart]:
+    return {
+        "timeline": _timeline(plan, spans),
+        "frontier": _frontier(plan, profile),
+        "memory": _memory(plan),
+        "input": _histogram(plan.workload.input, "input tokens"),
+        "output": _histogram(plan.workload.output, "output tokens"),
+    }
+
+
+def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
+    from xgpt.pages import charts
+
+    shown = figures.timeline(plan, spans)
+    times, sizes = zip(*shown.decoding, strict=True) if shown.decoding else ((), ())
+    return charts.timeline(
+        [charts.Bar(*bar) for bar in shown.bars],
+        shown.rows,
+        charts.Series("in decode", times, [float(size) for size in sizes]),
+        alt=f"timeline of {len(plan.stages)} stages",
+        caption=(
+            "What each stage of a replica does, from the middle of the simulated run; below, how many requests a step "
+            "decodes."
+        ),
+    )
+
+
+def _frontier(plan: Plan, profile: Profile) -> Chart:
+    from xgpt.pages import charts
+
+    relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
+    of = scheduler(Problem.of(plan, profile).under(relaxed))
+    lines = []
+    for kind in POLICIES:
+        points = of.frontier(kind)
+        if points:
+            x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
+            lines.append(charts.Series(kind, x, y))
+    if not lines:
+        raise InputError("model", plan.model.name, "no plan of it fits the plan's devices: the plan was edited")
+    end = max(line.x[-1] for line in lines)
+    lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
+    e = plan.estimate
+    return charts.frontier(
+        lines,
+        (e.latency_s, e.throughput_rps),
+        plan.constraint.latency_bound_s,
+        alt="highest throughput of each policy against its latency",
+        caption=(
+            "Predicted: the highest throughput of each policy that keeps a latency. Read off a grid of settings; in "
+            "between, a search may do a little better."
+        ),
+    )
+
+
+def _memory(plan: Plan) -> Chart:
+    from xgpt.pages import charts
+
+    of = figures.memory(plan)
+    return charts.memory(
+        [f"device {device}" for device in range(len(of.kv))],
+        {"weights, activations, workspace": of.rest, "keys and values": of.kv},
+        of.usable,
+        alt="memory of each device",
+        caption=f"Memory of each device of one replica; {of.usable:.1f} GiB of it may be used.",
+    )
+
+
+def _histogram(lengths: Histogram, label: str) -> Chart:
+    from xgpt.pages import charts
+
+    values, weights = np.asarray(lengths.lengths, float), np.asarray(lengths.probabilities)
+    longest = lengths.lengths[-1]
+    edges = np.linspace(0.5, longest + 0.5, min(HISTOGRAM_BINS, longest) + 1)
+    shares, _ = np.histogram(values, bins=edges, weights=weights)
+    mean = float(weights @ values)
+    return charts.histogram(
+        edges,
+        shares,
+        mean,
+        label,
+        alt=f"histogram of {label}, mean {mean:.0f}",
+        caption=f"Share of requests by {label}, as planned for; at most {longest}.",
+    )
+
+
+def _layers(layers: tuple[int, int]) -> str:
+    first, last = layers
+    return "none" if first == last else f"{first} to {last - 1}"
+
+
+def _ordinal(quantile: float) -> str:
+    """0.99 -> p99"""
+    return f"p{100 * quantile:g}"

@@ -1,0 +1,197 @@
+"""Check whether this machine can serve a plan, and list what it lacks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from xgpt.checkpoints import hub
+from xgpt.checkpoints.files import read_spec, weight_files
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.machine import detect, num_cores
+from xgpt.core.schema import EngineKind, Plan, Profile
+from xprofiler.store import check_engine, dtype_of, profile_of
+
+logger = logging.getLogger(__name__)
+
+
+def check_devices(plan: Plan, num_nodes: int = 1) -> None:
+    """Refuse a plan for other devices than those at hand.
+
+    Raises:
+        MachineError: devices are missing; the message says which, and how to plan for those of this machine.
+        InputError: the plan's devices do not spread evenly over the machines.
+    """
+    planned, wanted = plan.cluster, plan.num_devices
+    if num_nodes > 1 and (plan.replicas > 1 or wanted % num_nodes):
+        accepted = (
+            f"the plan's {plan.replicas} replica(s) of {plan.devices_per_replica} device(s) must be one, in equal"
+        )
+        raise InputError("nnodes", num_nodes, f"{accepted} parts")
+    here = detect()
+    offered = num_cores() if here.device.type == "cpu" else here.num_devices
+    wanted //= num_nodes
+    if planned.device.type == here.device.type and wanted <= offered:
+        return
+    missing = f"{wanted} x {planned.device.name}{' on each machine' if num_nodes > 1 else ''}"
+    kind = "cores" if here.device.type == "cpu" else f"x {here.device.name}"
+    several = f", or `--cluster local:{offered}` for all of them" if offered > 1 else ""
+    raise MachineError(
+        f"the plan needs {missing}; this machine has {offered} {kind}. Plan for this machine with "
+        f"`xgpt plan --cluster local`{several}"
+    )
+
+
+def located(plan: Plan, checkpoint: str | None = None) -> Plan:
+    """Return the plan with the path of its checkpoint on this machine.
+
+    Args:
+        checkpoint: directory of the weights; None: the plan's.
+
+    Raises:
+        InputError: there is no such directory.
+    """
+    if checkpoint is not None:
+        if not Path(checkpoint).is_dir():
+            raise InputError("checkpoint", checkpoint, "there is no such directory")
+        return plan.model_copy(update={"checkpoint": os.path.abspath(checkpoint)})
+    if (model_id := hub.id_of(plan.checkpoint)) is not None:
+        cached = hub.cached(model_id)
+        if cached is None or not weight_files(cached):
+            accepted = f"its weights are not here: run `hf download {model_id}`, or give `checkpoint`, their directory"
+            raise InputError("plan.checkpoint", model_id, accepted)
+        return plan.model_copy(update={"checkpoint": str(cached)})
+    if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
+        accepted = "there is no such directory on this machine: give `checkpoint`, the weights' directory"
+        raise InputError("plan.checkpoint", plan.checkpoint, accepted)
+    return plan
+
+
+def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
+    """Return what this machine lacks to serve a plan in full, a line each.
+
+    Args:
+        replan: whether the plan will be re-planned, which needs its profile.
+
+    Raises:
+        InputError: `given` is not the plan's profile.
+    """
+    lines = [] if plan.seeded_weights is None else [plan.seeded_weights]
+    if (device := _device_here(plan)) != plan.cluster.device.name:
+        lines.append(
+            f"the plan's figures are for {plan.cluster.device.name}, but this machine has {device}: plan again for it"
+        )
+    if plan.checkpoint is not None and not (Path(plan.checkpoint) / "tokenizer.json").is_file():
+        lines.append(f"no tokenizer.json in {plan.checkpoint}: prompts and answers are token ids only")
+    if replan:
+        try:
+            profile_of(plan, given)
+        except InputError as error:
+            if given is not None:
+                raise
+            lines.append(f"re-planning is off: {error}")
+    return lines
+
+
+def _device_here(plan: Plan) -> str:
+    """Return the kind of device that serves the plan; a CPU is divided among the devices of the plan's cluster."""
+    here = detect()
+    if here.device.type == "cpu":
+        here = detect(min(plan.cluster.devices_per_node, num_cores()))
+    return here.device.name
+
+
+def check_plan(plan: Plan, num_nodes: int = 1) -> None:
+    """Refuse a plan that cannot be served here: engine, devices, dtype, memory, checkpoint.
+
+    Raises:
+        MachineError: devices or memory are missing.
+        InputError: the plan is for another engine, or the checkpoint is not there, is broken, or does not have the
+            plan's shape.
+    """
+    check_runs(plan, num_nodes)
+    if plan.checkpoint is not None:
+        from xrunner.weights import Checkpoint, check_weights
+
+        try:
+            found = read_spec(Path(plan.checkpoint)).model_copy(update={"name": plan.model.name})
+        except InputError as error:
+            if error.field != "model":  # it names a file in the directory
+                raise
+            raise InputError("plan.checkpoint", error.value, error.accepted) from None
+        if found != plan.model:
+            differs = next(name for name, value in found if value != getattr(plan.model, name))
+            accepted = f"it has {differs} {getattr(found, differs)!r}, and the plan {getattr(plan.model, differs)!r}"
+            raise InputError("plan.checkpoint", plan.checkpoint, f"{accepted}: plan again for this one")
+        check_weights(plan.model, plan.dtype, Checkpoint(Path(plan.checkpoint)))
+
+
+def check_planned(plan: Plan) -> None:
+    """Refuse a new plan that `xgpt serve` could not run on this machine, whatever its weights.
+
+    Raises:
+        MachineError: devices or memory are missing.
+        InputError: its engine cannot run its policy, or the model does not run in its dtype.
+    """
+    if plan.profile.engine == "vllm":
+        check_vllm_runs(plan)
+    else:
+        check_runs(plan)
+
+
+def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
+    """Refuse a plan that an engine cannot run here, whatever its weights.
+
+    Raises:
+        MachineError: devices or memory are missing.
+        InputError: the plan is for another engine, or the model does not run in the plan's dtype.
+    """
+    dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
+    check_engine(plan, engine)
+    check_devices(plan, num_nodes)
+    offered = detect(plan.num_devices // num_nodes).device.memory_bytes
+    needed = max(plan.estimate.memory_bytes)
+    if needed > offered:
+        raise MachineError(
+            f"the plan needs {needed / 2**30:.1f} GiB a device, this machine has {offered / 2**30:.1f} GiB: plan for it"
+        )
+
+
+def check_plan_for_vllm(plan: Plan) -> str:
+    """Refuse a plan that vLLM cannot serve here.
+
+    Returns:
+        vLLM's version.
+
+    Raises:
+        InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
+        MachineError: vLLM, devices or memory are missing.
+    """
+    from xrunner.vllm import TESTED_VERSION
+    from xrunner.vllm.process import package_path, python, version_of
+
+    check_runs(plan, engine="vllm")
+    check_vllm_runs(plan)
+    with package_path() as packages:
+        found = version_of(python(), packages)
+    if found != TESTED_VERSION:
+        logger.warning("xgpt is tested with vLLM %s, this is %s", TESTED_VERSION, found)
+    if plan.profile.engine_version not in (None, found):
+        logger.warning("the plan's profile is of vLLM %s, this is %s", plan.profile.engine_version, found)
+    return found
+
+
+def check_vllm_runs(plan: Plan) -> None:
+    """Refuse a plan that vLLM cannot run on any machine.
+
+    Raises:
+        InputError: the message says why.
+    """
+    from xrunner.vllm.command import launch
+    from xrunner.vllm.waa import check_waa
+
+    if len(plan.policy.lanes) > 1:
+        check_waa(plan)
+    else:
+        launch(plan, plan_path="plan.json")

@@ -1,0 +1,341 @@
+"""Serve a plan behind the endpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from ssl import SSLContext
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from xgpt.checkpoints.files import sampling_defaults
+from xgpt.core import policies
+from xgpt.core.errors import InputError
+from xgpt.core.io import StepLogWriter, check_writable
+from xgpt.core.policies.tcb import Batching
+from xgpt.core.schema import EngineKind, Frozen, Plan, Profile
+from xgpt.requests import Name
+from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
+from xgpt.serving.engines import Nodes, build_engine, join_nodes
+from xgpt.serving.vllm import build_vllm_engine, can_change_plan
+from xprofiler.store import profile_of
+from xscheduler.replanning.replanner import BackgroundPlanner
+
+if TYPE_CHECKING:
+    from xrunner.server import ApiKeys, Classes, Limits
+    from xrunner.server.observe.traces import Tracer
+    from xrunner.server.served import ServedEngine
+
+logger = logging.getLogger(__name__)
+
+
+class ServeRequest(Frozen):
+    """The arguments of serving a plan: its address, its clients, its limits.
+
+    Attributes:
+        host: an address other than this machine's own takes an `api_key_file`.
+        port: port to listen on; 0: any free one.
+        api_key_file: file with lines of [NAME] KEY [SETTINGS].
+        allowed_hosts: further host names of this server.
+        ssl_certfile, ssl_keyfile: PEM files; with them the server speaks HTTPS.
+        max_waiting: largest number of waiting requests; further ones are refused.
+        answer_within_s: seconds to a whole answer, waiting included; a request that would take longer is refused.
+        answer_within_of: the same by class, for requests of these classes.
+        request_timeout_s: seconds after which an answer that is not whole is ended; None: no limit.
+        default_max_tokens: max_tokens of a request that names none; None: completions 16, chats the rest of the
+            context.
+        max_max_tokens: largest max_tokens of a request.
+        drain_s: seconds in which requests may finish after SIGTERM; None: 30.
+        shutdown_delay_s: seconds after SIGTERM in which only /ready changes.
+        batching: layout of a whole batch: without padding, or in rows, which need a plan of whole batches.
+        reuse: whether requests of the same API key share the K/V of what their prompts have in common.
+        step_log: file to which every executed step is written, a JSON line each.
+        replan: switch to better plans when lengths change.
+        profile: the profile that the plan was made from; None: the copy kept on this machine.
+        checkpoint: directory of the weights; None: the plan's.
+        nnodes, node_rank: number of machines that run the plan together, and the rank of this one.
+        rendezvous: HOST:PORT of machine 0.
+        otlp_endpoint: URL that traces are sent to; None: as OpenTelemetry's environment variables say.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_key_file: Path | None = None
+    allowed_hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    max_waiting: PositiveInt = 4096
+    answer_within_s: PositiveFloat | None = None
+    answer_within_of: dict[str, PositiveFloat] = Field(default_factory=dict)
+    request_timeout_s: PositiveFloat | None = 600.0
+    default_max_tokens: PositiveInt | None = None
+    max_max_tokens: PositiveInt | None = None
+    drain_s: PositiveFloat | None = None
+    shutdown_delay_s: NonNegativeFloat = 0.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    step_log: Path | None = None
+    replan: bool = True
+    profile: Name | Profile | None = None
+    checkpoint: Name | None = None
+    engine: EngineKind = "native"
+    batching: Batching = "flat"
+    reuse: bool = True
+    nnodes: PositiveInt = 1
+    node_rank: NonNegativeInt = 0
+    rendezvous: str | None = None
+    otlp_endpoint: str | None = None
+
+    def keys(self, plan: Plan) -> ApiKeys | None:
+        """Return the API keys, if any.
+
+        Raises:
+            InputError: the file holds none, or one of a class that the plan does not have; or the host needs keys and
+                no file is given.
+        """
+        from xrunner.server import ApiKeys, check_exposure
+
+        names = [each.name for each in plan.constraint.classes]
+        keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
+        check_exposure(self.host, keys)
+        return keys
+
+    def tls(self) -> SSLContext | None:
+        """Return the TLS context, if a certificate is given.
+
+        Raises:
+            InputError: the certificate cannot be read, or does not match its key.
+        """
+        from xrunner.server.http.tls import KEY, server_context
+
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise InputError(KEY, str(self.ssl_keyfile), "it goes with `ssl_certfile`")
+            return None
+        return server_context(self.ssl_certfile, self.ssl_keyfile)
+
+    def classes(self, plan: Plan) -> Classes:
+        """Return what the plan's classes of requests have.
+
+        Raises:
+            InputError: a class that is named is none of them.
+        """
+        from xrunner.server import Classes
+
+        return Classes(plan, self.answer_within_of)
+
+    def limits(self) -> Limits:
+        """Return the limits on requests.
+
+        Raises:
+            InputError: the limits contradict each other.
+        """
+        from xrunner.server import Limits
+
+        return Limits(
+            max_waiting=self.max_waiting,
+            answer_within_s=self.answer_within_s,
+            request_timeout_s=self.request_timeout_s,
+            default_max_tokens=self.default_max_tokens,
+            max_max_tokens=self.max_max_tokens,
+        )
+
+    def check_batching(self, plan: Plan) -> None:
+        """Refuse rows that the engine or the plan cannot run.
+
+        Raises:
+            InputError: vLLM runs the plan, or it does not run whole batches on one device.
+        """
+        if self.batching == "flat":
+            return
+        if self.engine != "native":
+            raise InputError("--batching", self.batching, f"--engine {self.engine} runs flat batches only: use flat")
+        policies.build_rows(plan, self.batching)
+
+    def check_reuse(self, plan: Plan) -> None:
+        """Refuse to run a plan that counts on reuse without reuse: none of its figures would hold.
+
+        Raises:
+            InputError: the message names the option that turns reuse off.
+        """
+
+        in_vllm = self.engine == "vllm"
+        off = {
+            "reuse": not self.reuse,
+            "batching": self.batching != "flat",
+            "engine": in_vllm and not plan.vllm_shares_prompts,
+        }
+        if plan.estimate.reuse is None or not any(off.values()):
+            return
+        field = next(name for name, is_off in off.items() if is_off)
+        share = f"{100 * plan.estimate.reuse.share:.0f}%"
+        accepted = f"the plan counts on reusing {share} of prompt tokens: leave it out, or plan without a trace"
+        raise InputError(field, getattr(self, field), accepted)
+
+    def nodes(self) -> Nodes | None:
+        """Return the machines that run the plan together; None: this one is alone.
+
+        Raises:
+            InputError: something is missing, or vLLM is to run on several.
+        """
+        nodes = Nodes.of(self.nnodes, self.node_rank, self.rendezvous)
+        if nodes is not None and self.engine == "vllm":
+            accepted = "vLLM runs on this machine only: leave out `nnodes` or `engine=vllm`"
+            raise InputError("nnodes", self.nnodes, accepted)
+        return nodes
+
+
+def serve(
+    plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None, *, dry_run: bool = False
+) -> None:
+    """Serve until SIGTERM or SIGINT; on a machine other than the first, run this one's share of the workers.
+
+    Args:
+        on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
+        dry_run: check all that can be checked, and start nothing.
+
+    Raises:
+        InputError: this machine cannot serve the plan in the requested way.
+        MachineError: devices, memory or a port are missing, or the engine does not start.
+    """
+    plan = located(plan, request.checkpoint)
+    request.keys(plan)
+    request.classes(plan)
+    request.tls()
+    request.check_batching(plan)
+    request.check_reuse(plan)
+    nodes, limits = request.nodes(), request.limits()
+    if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
+        accepted = "the plan predicts no throughput: plan again, or leave it out"
+        raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
+    if request.engine == "vllm":
+        on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
+    elif dry_run:
+        check_plan(plan, request.nnodes)
+    if request.step_log is not None:
+        check_writable(request.step_log)
+    if dry_run:
+        if (tracer := open_tracer(request.otlp_endpoint)) is not None:
+            tracer.close()
+        for line in missing(plan, request.profile, replan=request.replan):
+            on_note(line)
+    elif nodes is not None and nodes.rank:
+        join_nodes(plan, nodes)
+    else:
+        _serve(plan, request, limits, nodes)
+
+
+def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:
+    from xrunner import server
+    from xrunner.core_waits import CoreWaits
+    from xrunner.grammar import grammars_of
+    from xrunner.kernels.cores import take_cores
+    from xrunner.kernels.heap import keep_freed_memory
+
+    keys, tls = request.keys(plan), request.tls()
+    engine, replan = request.engine, request.replan
+    check_runs(plan, request.nnodes, engine)
+    in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"
+    if in_one_process:
+        keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
+    defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
+    server.log_json(request.log_level)
+    build: Callable[..., ServedEngine] = partial(build_vllm_engine, reuse=request.reuse)
+    if engine == "native":
+        build = partial(build_engine, nodes=nodes, batching=request.batching, reuse=request.reuse)
+    if engine == "vllm" and replan and not can_change_plan(plan):
+        logger.warning("re-planning is off: vLLM cannot change a plan for several devices")
+        replan = False
+    if request.batching != "flat" and replan:
+        logger.warning("re-planning is off: it does not go with batches in rows")
+        replan = False
+    for line in missing(plan, request.profile, replan=replan):
+        logger.warning(line)
+    planner = find_planner(plan, request.profile) if replan else None
+    tracer = open_tracer(request.otlp_endpoint)
+    with ExitStack() as at_end:
+        if tracer is not None:
+            at_end.callback(tracer.close)
+        log = None if request.step_log is None else StepLogWriter(request.step_log)
+        if log is not None:
+            at_end.callback(log.close)
+        if planner is not None:
+            planner.start()  # it loads while the engine does
+            at_end.callback(planner.stop)
+        thread = server.single_thread()
+        running = thread.submit(build, plan, CoreWaits(log) if log and in_one_process else log).result()
+        at_end.callback(lambda: thread.submit(running.close).result())
+        if in_one_process:
+            thread.submit(take_cores).result()
+        engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
+        if log is not None:
+            engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
+        checkpoint = None if plan.checkpoint is None or engine == "vllm" else Path(plan.checkpoint)
+        grammars = grammars_of(checkpoint, plan.model)
+        model = server.ServedModel(
+            plan.model.name,
+            plan.model,
+            None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
+            frozenset(plan.model.eos_token_ids),
+            grammars,
+            defaults,
+        )
+        app = server.create_app(
+            engine_thread,
+            model,
+            limits=limits,
+            keys=keys,
+            classes=request.classes(plan),
+            hosts=server.AllowedHosts(request.host, request.allowed_hosts),
+            tracer=tracer,
+        )
+        server.serve(
+            app,
+            request.host,
+            request.port,
+            drain_s=request.drain_s or server.DRAIN_S,
+            shutdown_delay_s=request.shutdown_delay_s,
+            tls=tls,
+        )
+
+
+def open_tracer(endpoint: str | None) -> Tracer | None:
+    """Return a tracer to an OTLP endpoint, or to the one in OpenTelemetry's environment variables; None: no traces.
+
+    Raises:
+        InputError: the endpoint is not a URL, or OpenTelemetry is not installed.
+    """
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if endpoint is None and (
+        os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, variables))
+    ):
+        return None
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        raise InputError("otlp_endpoint", endpoint, "give a URL, as in http://localhost:4318")
+    try:
+        from xrunner.server.observe.traces import Tracer
+    except ImportError as error:
+        if endpoint is None:
+            # A cluster's administrator sets these variables for every program on it.
+            logging.getLogger(__name__).warning("traces are off", extra={"fields": {"reason": str(error)}})
+            return None
+        raise InputError("otlp_endpoint", endpoint, "install OpenTelemetry: pip install 'xgpt-serve[otel]'") from None
+    return Tracer.to(endpoint)
+
+
+def find_planner(plan: Plan, given: str | Profile | None) -> BackgroundPlanner | None:
+    """Return the planner for re-planning; None if the plan's profile is not on this machine (see `missing`).
+
+    Raises:
+        InputError: `given` is not the plan's profile.
+    """
+    try:
+        return BackgroundPlanner(plan, profile_of(plan, given))
+    except InputError:
+        if given is not None:
+            raise
+        return None

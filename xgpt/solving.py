@@ -1,0 +1,124 @@
+"""Turn a request into plans: choose clusters and devices, plan each policy, simulate its arrival rate."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import Plan
+from xgpt.core.schema.profile import KNOWN_ERROR
+from xgpt.problems import resolve
+from xgpt.requests import PlanRequest
+from xgpt.resolve import load_trace
+from xgpt.serving.checking import check_planned
+from xscheduler.objectives.arrivals import predicted_rate, with_capacities
+from xscheduler.objectives.best_plans import check_held, is_uniform, plan_each, plan_uniform
+from xscheduler.objectives.mixing import with_mixing_edge
+from xscheduler.objectives.reusing import with_reuse
+from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
+from xscheduler.problem import Problem
+from xsimulator.run import with_joint_lengths
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plans for a request.
+
+    Attributes:
+        problem: on the cluster and devices that were chosen.
+        plans: each policy's best plan, the best of all first.
+        choices: the clusters that were compared, the cheapest first.
+        planning_s: seconds that planning took on the chosen cluster.
+    """
+
+    request: PlanRequest
+    problem: Problem
+    plans: dict[str, Plan]
+    choices: tuple[ClusterChoice, ...]
+    planning_s: float
+
+    @property
+    def best(self) -> Plan:
+        """The plan to run."""
+        return next(iter(self.plans.values()))
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether a planner that only makes equal stages could find another plan."""
+        return self.problem.cluster.num_devices > 1 and self.problem.constraint.arrival_rate_per_s is None
+
+    def best_uniform(self) -> Plan | None:
+        """Return the best plan of equal stages, without rra and waa; None: none keeps the bound."""
+        if is_uniform(self.best):
+            return self.best
+        return plan_uniform(self.problem, self.request.search)
+
+
+def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
+    """Return the plans for a request.
+
+    Raises:
+        InputError: a name is not known, a file is broken, or the profile is of something else.
+        InfeasibleError: no schedule keeps the constraint.
+        MachineError: the machine cannot be measured, or cannot run the plan that is made for it.
+    """
+    check_held(request.policy, request.fix)
+    problem, choices = _chosen(request, progress)
+    started = time.perf_counter()
+    plans = plan_each(problem, request.policy, request.search, request.order, progress)
+    trace = load_trace(request.workload) if isinstance(request.workload, str) else None
+    if trace is not None:
+        plans = with_reuse(problem, request, trace, plans)
+    plans = with_capacities(plans, problem.profile)
+    kind = next(iter(plans))
+    plans[kind] = best = with_mixing_edge(plans, problem.profile)
+    planning_s = time.perf_counter() - started
+    if trace is not None:
+        plans[kind] = best = with_joint_lengths(best, problem.profile, trace)
+    if problem.profile.is_restless:
+        plans[kind] = best = _with_busy_machine_warning(best, problem)
+    if problem.cluster.is_local:
+        check_planned(best)
+    return Planned(request, problem, plans, choices, planning_s)
+
+
+def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan with a warning that its profile was measured on a busy machine.
+
+    The warning says how much of the arrival rate the headroom for that costs, in closed form.
+    """
+    profile, constraint = problem.profile, plan.constraint
+    text = (
+        f"the profile was measured on a busy machine: slow stretches took {100 * profile.spread:.0f}% longer than "
+        f"the mean, and the bounds allow for {100 * constraint.headroom:.0f}%; measure again with `xgpt profile` when "
+        "the machine is idle, or set --headroom"
+    )
+    usual = KNOWN_ERROR[profile.source]
+    if constraint.headroom > usual and constraint.maximises_arrivals:
+        loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})
+        most, now = predicted_rate(loose, profile), predicted_rate(plan, profile)
+        if most and now:
+            text += f"; with {100 * usual:.0f}% this plan would keep about {100 * (most / now - 1):.0f}% more"
+    warnings = (*plan.estimate.warnings, text)
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"warnings": warnings})})
+
+
+def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
+    """Return the problem on the chosen cluster and devices, and all clusters that were compared."""
+    if request.among is None:
+        problem = resolve(request, progress)
+        if request.devices == "auto":
+            problem = replace(problem, max_devices=fewest_devices(problem, request.policy))
+        return problem, ()
+    each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
+    choices = cheapest([resolve(request.model_copy(update=of), progress) for of in each], request.policy)
+    best = choices[0]
+    if best.num_devices is None:
+        raise InfeasibleError(
+            "arrival_rate_per_s: " + "; ".join(str(choice.why_not) for choice in choices),
+            nearest_bound_s=None,
+            binding="arrival_rate_per_s",
+        )
+    return replace(best.problem, max_devices=best.num_devices), tuple(choices)

@@ -1,0 +1,310 @@
+"""Find or make profiles, and keep each by the hash of its content, so that every plan finds its own again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from xgpt.arguments import ProfileArguments
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import cache_dir, dump_json, load_json, sha256, write_atomic
+from xgpt.core.progress import Progress
+from xgpt.core.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Precision, Profile
+from xgpt.resolve import load_cluster, load_engine, load_model
+from xprofiler import analytic, imported, native_version
+
+CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
+"""Types that models run in on a CPU, the default first; float16 would be emulated."""
+
+
+def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
+    """Return the type that a model runs in on a cluster's devices: `dtype`, or the default there.
+
+    Raises:
+        InputError: the model does not run in that type there; float8 can only be planned for, on other machines.
+    """
+    on_cpu = cluster.device.type == "cpu"
+    if dtype is None:
+        dtype = CPU_DTYPES[0] if on_cpu else spec.default_dtype
+    if on_cpu and dtype not in CPU_DTYPES and engine != "vllm":
+        raise InputError("dtype", dtype, f"on a CPU models run in {', '.join(CPU_DTYPES)}")
+    if dtype == "int8" and (not on_cpu or engine == "vllm"):
+        raise InputError("dtype", dtype, "it runs only in xgpt's own engine on CPUs: use another")
+    if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
+        accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: give one as `dtype`"
+        raise InputError("dtype", dtype, accepted)
+    return dtype
+
+
+def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
+    """Return the type in which K/V are kept on a cluster's devices; None: that of the dtype.
+
+    Raises:
+        InputError: xgpt's engine does not keep them in it there.
+    """
+    kind = cluster.device.type
+    if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
+        return None
+    if kind == "gpu" and cluster.is_local:
+        raise InputError("kv_dtype", kv_dtype, "on this machine's GPUs K/V have the type of the dtype: leave it out")
+    known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
+    if kv_dtype not in known:
+        raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()} keys and values are kept in {', '.join(known)}")
+    return kv_dtype
+
+
+def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Profile:
+    """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
+
+    Raises:
+        InputError: there is no such model, cluster or table, or arguments do not go together.
+        MachineError: this machine cannot be measured.
+    """
+    config = asked.get("config")
+    model = os.fspath(asked.get("model", "opt-125m"))
+    spec, checkpoint = load_model(model, None if config is None else os.fspath(config))
+    devices = load_cluster(os.fspath(asked.get("cluster", "local")))
+    engine, dtype, kv_dtype = asked.get("engine", "native"), asked.get("dtype"), asked.get("kv_dtype")
+    import_from, framework = asked.get("import_from"), asked.get("framework")
+    if framework is not None and import_from is None:
+        raise InputError("framework", framework, "it goes with `import_from`")
+    if kv_dtype is not None and engine == "vllm":
+        raise InputError("kv_dtype", kv_dtype, "vLLM's steps are measured with the K/V type of the dtype: leave it out")
+    if engine == "vllm":
+        if import_from is not None:
+            raise InputError(
+                "import_from", import_from, "it does not go with `engine=vllm`, which measures: leave one out"
+            )
+        return profile_vllm(spec, checkpoint, devices, dtype, progress)
+    if import_from is not None:
+        return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
+    if devices.is_local:
+        return measured_profile(spec, checkpoint, devices, progress, dtype=dtype, kv_dtype=kv_dtype)
+    return obtain_profile(spec, checkpoint, devices, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def obtain_profile(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    progress: Progress | None = None,
+    *,
+    dtype: DType | None = None,
+    engine: EngineSpec | None = None,
+    kv_dtype: DType | None = None,
+) -> Profile:
+    """Return the profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
+
+    Args:
+        dtype: None: the model's own; on a CPU, the one that it runs in.
+        engine: whose loop goes around a datasheet's kernels.
+        kv_dtype: type of K/V; None: that of the dtype.
+
+    Raises:
+        InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
+    """
+    dtype = dtype_of(spec, cluster, dtype)
+    kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
+    if not cluster.is_local:
+        return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
+    latest = _latest(spec, cluster, dtype, kv_dtype)
+    if latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
+        return found
+    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def measured_profile(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    progress: Progress | None = None,
+    *,
+    dtype: DType | None = None,
+    kv_dtype: DType | None = None,
+) -> Profile:
+    """Measure step times on this machine; `obtain_profile` finds them from now on.
+
+    Raises:
+        InputError: the model does not run in that dtype here, or does not keep K/V in that type.
+        MachineError: this machine cannot be measured.
+    """
+    from xprofiler import measure
+
+    dtype = dtype_of(spec, cluster, dtype)
+    kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
+    profile = measure.profile(spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress)
+    keep(profile)
+    write_atomic(_latest(spec, cluster, dtype, kv_dtype), sha256(profile) + "\n")
+    return profile
+
+
+def _latest(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> Path:
+    """Return the path of the file that names the profile measured last."""
+    return cache_dir() / "profiles" / f"{_cache_key(spec, cluster, dtype, kv_dtype)}.sha256"
+
+
+def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None) -> Profile:
+    """Return the profile in a user's file, for planning.
+
+    Args:
+        dtype: None: the default on these devices.
+
+    Raises:
+        InputError: the file is broken, or the profile is of another model, device or dtype.
+    """
+    profile = load_json(Path(path), Profile, "profile")
+    check_belongs(profile, spec, cluster, dtype_of(spec, cluster, dtype, profile.engine))
+    return profile
+
+
+def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
+    """Refuse a profile of another model, device or dtype, of fewer devices, or of an older version of xgpt's engine.
+
+    Raises:
+        InputError: the message names the profile's value, the plan's, and the way out.
+    """
+    make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
+    if (other := spec.differs_from(profile.model)) is not None:
+        raise InputError("profile.model", profile.model.name, f"{spec.name} is planned for, with {other}: {make}")
+    if profile.device != cluster.device.name:
+        accepted = f"{cluster.name} is planned for, of {cluster.device.name}: {make}"
+        raise InputError("profile.device", profile.device, accepted)
+    if profile.dtype != dtype:
+        accepted = f"{spec.name} is planned in {dtype}: plan with `dtype={profile.dtype}`, or {make}"
+        raise InputError("profile.dtype", profile.dtype, accepted)
+    if profile.devices_per_node < cluster.devices_per_node:
+        accepted = f"{cluster.name} has {cluster.devices_per_node} a node: {make}"
+        raise InputError("profile.devices_per_node", profile.devices_per_node, accepted)
+    if cluster.num_nodes > 1 and cluster.inter_node is not None and profile.inter_node_hop is None:
+        accepted = f"{cluster.name} has {cluster.num_nodes} nodes, and it holds no times between nodes: {make}"
+        raise InputError("profile.inter_node_hop", None, accepted)
+    here = native_version(cluster.device.type)
+    if profile.engine == "native" and profile.engine_version != here:
+        raise InputError("profile.engine_version", profile.engine_version, f"this is {here}: {make}")
+
+
+def check_engine(plan: Plan, engine: str) -> None:
+    """Refuse to run a plan in another engine than its profile's: none of its figures would hold.
+
+    Raises:
+        InputError: the message names both engines, and the way out.
+    """
+    of = plan.profile.engine
+    if of in (None, engine):
+        return
+    run = f"serve it with `xgpt serve --engine {of}`, or " if of in ("native", "vllm") else ""
+    make = f"plan with a profile of {engine}'s (`xgpt profile --engine {engine} -o FILE`)"
+    raise InputError("plan.profile.engine", of, f"the plan rests on step times of {of}, not of {engine}: {run}{make}")
+
+
+def keep(profile: Profile) -> None:
+    """Keep a profile in the cache, where plans made from it find it; do nothing if the cache cannot be written."""
+    path = _path_of(sha256(profile))
+    if not path.is_file():
+        with suppress(MachineError):
+            write_atomic(path, dump_json(profile))
+
+
+def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
+    """Return the profile that a plan was made from: the one given, kept here, or computed anew from the datasheet.
+
+    It is never measured anew: that would give another profile.
+
+    Args:
+        given: the profile, or its file.
+
+    Raises:
+        InputError: the profile is not on this machine, or the given one is another.
+    """
+    wanted = plan.profile.sha256
+    if given is not None:
+        profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
+        if (found := sha256(profile)) != wanted:
+            accepted = f"the plan was made from {wanted[:12]}: give that profile, or plan again with this one"
+            where = found[:12] if isinstance(given, Profile) else f"{given} ({found[:12]})"
+            raise InputError("profile", where, accepted)
+        return profile
+    if (kept := _kept(wanted)) is not None:
+        return kept
+    if plan.profile.source == "analytic":
+        with suppress(InputError):  # of another version of this program
+            computed = obtain_profile(
+                plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine, kv_dtype=plan.kv_dtype
+            )
+            if sha256(computed) == wanted:
+                return computed
+    accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it as `profile`"
+    raise InputError("plan.profile.sha256", wanted[:12], f"{accepted}, or plan again")
+
+
+def import_profile(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    where: str,
+    framework: str,
+    kv_dtype: DType | None = None,
+) -> Profile:
+    """Return a profile from others' tables: those of the installed package aiconfigurator, or of a folder.
+
+    Args:
+        where: "aiconfigurator", or the folder.
+        framework: the engine whose kernels the tables are of, with or without a version.
+
+    Raises:
+        InputError: the tables are not there, or lack this model, device, dtype or framework.
+    """
+    folder = None if where == "aiconfigurator" else Path(where)
+    if folder is not None and not folder.is_dir():
+        raise InputError("import_from", where, "give aiconfigurator, or a folder of tables")
+    return imported.profile(spec, cluster, dtype, load_engine(framework), folder, kv_dtype)
+
+
+def profile_vllm(
+    spec: ModelSpec,
+    checkpoint: Path | None,
+    cluster: ClusterSpec,
+    dtype: DType | None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Return vLLM's step times on this machine, which are not cached: a plan for vLLM names its profile.
+
+    Raises:
+        InputError: vLLM cannot run that model, or the cluster is not this machine.
+        MachineError: vLLM is not installed, or does not run.
+    """
+    from xprofiler import vllm
+
+    if not cluster.is_local:
+        raise InputError("cluster", cluster.name, "vLLM is measured on this machine: give local")
+    dtype = dtype_of(spec, cluster, dtype, "vllm")
+    return vllm.profile(spec, cluster, dtype, checkpoint=checkpoint, progress=progress)
+
+
+def _path_of(content: str) -> Path:
+    """Return the path of the profile whose content has this hash."""
+    return cache_dir() / "profiles" / f"{content}.json"
+
+
+def _kept(content: str) -> Profile | None:
+    """Return the profile with this hash; None if it is not kept, or its file has been changed."""
+    try:
+        profile = load_json(_path_of(content), Profile, "profile")
+    except InputError:
+        return None
+    return profile if sha256(profile) == content else None
+
+
+def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:
+    """Return a hash of everything that step times depend on: shape, dtype, device, versions, and the measurement."""
+    shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
+    versions = [
+        native_version(cluster.device.type),
+        *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy")),
+    ]
+    device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"
+    key = "\n".join([shape, dtype, kv_dtype or "", device, *versions])
+    return f"{spec.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

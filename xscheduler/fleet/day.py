@@ -1,0 +1,178 @@
+"""A day's load: a trace with times, or rates and workloads over hours; cut into intervals, grouped by their lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, PositiveFloat
+
+from xgpt.core.errors import InputError
+from xgpt.core.io import load_yaml, parse
+from xgpt.core.schema import Frozen, Histogram, Workload
+from xgpt.core.workload import histogram_of, poisson_arrivals, read_lengths, sample
+from xgpt.resolve import load_workload
+from xsimulator.fleet import Requests
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+PARTS = 3
+"""Parts of an interval: the busiest one gives its load."""
+ALIKE = 0.2
+"""Relative difference of mean lengths, beyond chance, up to which intervals are grouped."""
+MOST_GROUPS = 6
+MOST_INTERVALS = 2000
+
+
+class DayStage(Frozen):
+    """A part of a day.
+
+    Attributes:
+        hours: its length.
+        rate_per_s: mean arrival rate.
+        workload: the lengths of its requests, by name or file.
+    """
+
+    hours: PositiveFloat
+    rate_per_s: float = Field(ge=0)
+    workload: str
+
+
+class DaySpec(Frozen):
+    """A file of rates and workloads over hours."""
+
+    name: str
+    stages: tuple[DayStage, ...] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Day:
+    """The requests of a day."""
+
+    name: str
+    requests: Requests
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """A day in intervals. # each [intervals]
+
+    Attributes:
+        rates: mean requests a second.
+        peaks: requests a second in each interval's busiest third.
+        groups: index into `lengths` of each interval.
+        lengths: lengths of each group.
+        everything: the lengths of all requests.
+    """
+
+    rates: Array
+    peaks: Array
+    groups: Ints
+    lengths: tuple[Workload, ...]
+    everything: Workload
+
+
+def read_day(path: Path, seed: int = 0) -> Day:
+    """Read a day: a trace (CSV, JSON lines) with times, or YAML of rates and workloads over hours.
+
+    Args:
+        seed: seed of the requests drawn for rates and workloads.
+
+    Raises:
+        InputError: the file is malformed, or the trace has no times.
+    """
+    if path.suffix in (".yaml", ".yml"):
+        return _drawn(parse(load_yaml(path, "trace"), DaySpec, "trace"), np.random.default_rng(seed))
+    trace = read_lengths(path, "trace")
+    if trace.timestamp_s is None:
+        raise InputError("trace", str(path), "a day's requests need their times: a column or field `timestamp`")
+    requests = Requests(trace.input, trace.output, trace.timestamp_s)
+    return Day(path.stem, requests, max(float(trace.timestamp_s[-1]), 1.0))
+
+
+def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
+    start_s, parts = 0.0, []
+    for stage in spec.stages:
+        seconds = 3600 * stage.hours
+        workload, count = load_workload(stage.workload), int(rng.poisson(stage.rate_per_s * seconds))
+        if count:
+            times = poisson_arrivals(1.0, count + 1, rng)
+            arrivals_s = start_s + seconds * times[:-1] / times[-1]  # uniform, given their number
+            parts.append(Requests(*sample(workload, count, rng), arrivals_s))
+        start_s += seconds
+    if not parts:
+        raise InputError("trace.stages", 0, "its rates must give at least one request")
+    columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("inputs", "outputs", "arrivals_s")]
+    return Day(spec.name, Requests(*columns), start_s)
+
+
+def cut(day: Day, interval_s: float) -> Intervals:
+    """Cut a day into intervals.
+
+    Raises:
+        InputError: there would be too many.
+    """
+    count = max(1, ceil(day.seconds / interval_s - 1e-9))
+    if count > MOST_INTERVALS:
+        least = day.seconds / MOST_INTERVALS
+        raise InputError("interval_s", interval_s, f"the day would have {count} intervals; give at least {least:.4g} s")
+    requests = day.requests
+    index = np.minimum((requests.arrivals_s // interval_s).astype(int), count - 1)
+    parts = np.minimum((requests.arrivals_s * PARTS // interval_s).astype(int), PARTS * count - 1)
+    arrived = np.bincount(index, minlength=count)
+    busiest = np.bincount(parts, minlength=PARTS * count).reshape(count, PARTS).max(axis=1)
+    peaks = busiest * PARTS / interval_s
+    groups = _alike(requests, index, count)
+    of_request = groups[index]
+    longest = int(requests.outputs.max())
+    lengths = tuple(
+        _workload(
+            f"{day.name} {group}", requests.inputs[of_request == group], requests.outputs[of_request == group], longest
+        )
+        for group in range(groups.max() + 1)
+    )
+    everything = _workload(day.name, requests.inputs, requests.outputs, longest)
+    return Intervals(arrived / interval_s, peaks, groups, lengths, everything)
+
+
+def _alike(requests: Requests, index: Ints, count: int) -> Ints:
+    """Return the group of each interval; a group's intervals have about the same mean lengths. # [intervals]"""
+    arrived = np.maximum(np.bincount(index, minlength=count), 1)
+    means, doubts = [], []
+    for lengths in (requests.inputs, requests.outputs):
+        sums = np.bincount(index, lengths, count)
+        mean = np.where(sums > 0, sums / arrived, lengths.mean())
+        means.append(np.log(mean))
+        doubts.append(2 * lengths.std() / lengths.mean() / np.sqrt(arrived))
+    logs, doubt = np.column_stack(means), np.column_stack(doubts)
+    alike = ALIKE
+    while True:
+        groups = _led(logs, alike + doubt, np.argsort(-arrived, kind="stable"))
+        if groups.max() < MOST_GROUPS:
+            return groups
+        alike *= 1.5
+
+
+def _led(points: Array, reach: Array, order: Ints) -> Ints:
+    """Return groups of points: each joins the first leader within its reach, or becomes a leader. # [points]"""
+    leaders: list[int] = []
+    groups = np.zeros(len(points), int)
+    for i in order.tolist():
+        near = [number for number, leader in enumerate(leaders) if (abs(points[i] - points[leader]) <= reach[i]).all()]
+        if not near:
+            leaders.append(i)
+        groups[i] = near[0] if near else len(leaders) - 1
+    return groups
+
+
+def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
+    """Return the histograms of some requests; all reserve memory for the day's longest output."""
+    output = histogram_of(outputs)
+    if output.lengths[-1] < longest:
+        output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))
+    return Workload(name=name, input=histogram_of(inputs), output=output)

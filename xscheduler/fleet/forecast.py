@@ -1,0 +1,193 @@
+"""Forecast the load: the planned day (the season) at today's level, or today's trend, weighted by their past errors."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.core.schema.fleet import FleetPlan
+
+Array = npt.NDArray[np.float64]
+
+MEMORY_S = 600.0
+"""Time for which looks are kept."""
+SHORTEST_S = 30.0
+"""Least time of looks from which the level is computed."""
+UNLIKE = 3.0
+"""Standard deviations beyond which a difference is not chance."""
+LEAST_REQUESTS = 0.5
+"""Added to counts, which may be zero."""
+SEASON_ERROR, TREND_ERROR = 0.02, 0.1
+"""Least relative errors assumed of the season and of the trend, which cannot foresee steps."""
+FIRST_ERROR = 0.1
+"""Relative error assumed before any forecast has been compared."""
+MEMORY_OF_ERRORS = 0.05
+"""Weight of the newest error."""
+
+
+@dataclass
+class _Predictor:
+    """A way to predict, with the mean square of its relative errors.
+
+    Attributes:
+        least: least value of the mean square.
+        slight: requests a second added to both rates before they are compared.
+    """
+
+    least: float
+    slight: float
+    square: float = FIRST_ERROR**2
+    pending: deque[tuple[float, float]] = field(default_factory=deque)
+    """(time, rate) of predictions whose time has not come."""
+
+    def judge(self, now_s: float, rate: float, noise: float) -> None:
+        """Compare the prediction for now with the observed rate, less the variance of chance."""
+        while self.pending and self.pending[0][0] <= now_s:
+            predicted = self.pending.popleft()[1]
+            came = rate + self.slight
+            error = log(came / (predicted + self.slight)) ** 2 - (noise * rate / came) ** 2
+            self.square += MEMORY_OF_ERRORS * (max(error, self.least) - self.square)
+
+
+class Forecast:
+    """Forecasts requests a second.
+
+    The level is computed from as many of the last looks as agree with the newest, relative to the season: a jump counts
+    at once, and noise is averaged out otherwise. Season and trend are weighted by their
+    errors at the lead time, so on a day unlike the planned one the trend prevails.
+
+    Args:
+        lead_s: time from ordering a replica until it serves.
+    """
+
+    def __init__(self, fleet: FleetPlan, lead_s: float) -> None:
+        self._fleet, self._lead_s = fleet, lead_s
+        self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
+        self._rises = _rises(self._rates)
+        self._looks: deque[tuple[float, float, int]] = deque()
+        """(end, seconds, requests) of each look."""
+        # What the smallest replica holds by itself is no error: else a night without requests would make any load of
+        # the morning one beyond measure.
+        slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
+        self._season, self._trend = (_Predictor(of**2, slight) for of in (SEASON_ERROR, TREND_ERROR))
+        self.level = 1.0
+        """Today's load relative to the season's."""
+        self.rate = float(self._rates[0])
+        """The present rate, requests/s."""
+        self._slope = 0.0
+
+    def season(self, time_s: float) -> float:
+        """Return the planned day's rate at a time: on a line through the middle of the interval."""
+        number, part = divmod(time_s / self._fleet.interval_s, 1.0)
+        i = int(number) % len(self._rates)
+        return float(self._rates[i] + self._rises[i] * (part - 0.5))
+
+    def look(self, now_s: float, seconds: float, num_requests: int) -> None:
+        """Note how many requests have arrived in the last seconds."""
+        self._looks.append((now_s, seconds, num_requests))
+        while self._looks[0][0] < now_s - MEMORY_S:
+            self._looks.popleft()
+        arrived, expected = self._agreeing()
+        self.level = (arrived + LEAST_REQUESTS) / (expected + LEAST_REQUESTS)
+        self.rate = self.level * self.season(now_s)
+        noise = 1 / sqrt(arrived + 1)
+        for predictor in (self._season, self._trend):
+            predictor.judge(now_s, self.rate, noise)
+        self._slope = self._recent_slope()
+        at_s = now_s + self._lead_s
+        self._season.pending.append((at_s, self.level * self.season(at_s)))
+        self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
+
+    def _agreeing(self) -> tuple[float, float]:
+        """Return the requests that arrived, and that the season expected, in the last looks that agree: the span is
+        doubled as long as the time before it does not differ."""
+        ends = np.asarray([look[0] for look in self._looks])
+        counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
+        due = np.cumsum([0.0, *(self.season(end - span / 2) * span for end, span, _ in self._looks)])
+        span_s, last = SHORTEST_S, len(ends)
+        first = int(np.searchsorted(ends, ends[-1] - span_s, side="right"))
+        while first:
+            before = int(np.searchsorted(ends, ends[-1] - 2 * span_s, side="right"))
+            newer, older = (
+                (counts[last] - counts[first], due[last] - due[first]),
+                (
+                    counts[first] - counts[before],
+                    due[first] - due[before],
+                ),
+            )
+            if _are_unlike(newer, older):
+                break
+            first, span_s = before, 2 * span_s
+        return float(counts[last] - counts[first]), float(due[last] - due[first])
+
+    def _recent_slope(self) -> float:
+        """Return the rate's change, requests/s², over at most twice the lead time; 0 if it may be chance."""
+        since_s = self._looks[-1][0] - 2 * max(self._lead_s, SHORTEST_S)
+        looks = [look for look in self._looks if look[0] > since_s]
+        half = len(looks) // 2
+        if not half:
+            return 0.0
+        older, newer = looks[:half], looks[half:]
+        spans, counts = ([sum(look[i] for look in part) for part in (older, newer)] for i in (1, 2))
+        change = counts[1] / spans[1] - counts[0] / spans[0]
+        chance = sqrt((counts[0] + 1) / spans[0] ** 2 + (counts[1] + 1) / spans[1] ** 2)
+        return change / (sum(spans) / 2) if abs(change) > UNLIKE * chance else 0.0
+
+    def _by_trend(self, ahead_s: float) -> float:
+        return max(0.0, self.rate + self._slope * min(ahead_s, 2 * self._lead_s))
+
+    def at(self, ahead_s: float) -> float:
+        """Return the rate expected some seconds ahead."""
+        now_s = self._looks[-1][0] if self._looks else 0.0
+        season, trend = self.level * self.season(now_s + ahead_s), self._by_trend(ahead_s)
+        return self._weight * season + (1 - self._weight) * trend
+
+    @property
+    def _weight(self) -> float:
+        """Return the season's weight in forecasts."""
+        season, trend = self._season.square**2, self._trend.square**2
+        return trend / (season + trend)
+
+    @property
+    def error(self) -> float:
+        """Return the relative standard error of forecasts at the lead time."""
+        return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
+
+    def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
+        """Return the highest rate to hold between two times ahead, with reserves for the forecast's error and for
+        chance. These are independent, so the squares of their logarithms add up.
+
+        Args:
+            deviations: standard errors held in reserve.
+            factor: the plan's load factor.
+        """
+        points = np.linspace(from_s, to_s, 5)
+        grown = np.sqrt(np.clip(points / max(self._lead_s, 1.0), 0.25, 2.0))
+        chance = log(factor)
+        reserves = np.hypot(max(chance, 0.0), deviations * self.error * grown) + min(chance, 0.0)
+        return max(self.at(ahead) * exp(reserve) for ahead, reserve in zip(points, reserves, strict=True))
+
+
+def _rises(rates: Array) -> Array:
+    """Return the rise of the rate within each interval, from the mean rates: as steep as between the
+    intervals around it, but never beyond their rates, so that ramps are ramps and steps between two levels stay steps.
+
+    Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
+    """
+    before, after = rates - np.roll(rates, 1), np.roll(rates, -1) - rates
+    most = np.minimum(abs(before + after) / 2, 2 * np.minimum(abs(before), abs(after)))
+    return np.where(before * after > 0, np.sign(after) * most, 0.0)
+
+
+def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
+    """Whether two spans (arrived, expected) differ by more than chance."""
+    (n, due_n), (m, due_m) = newer, older
+    if due_n <= 0 or due_m <= 0:
+        return (due_n > 0) != (due_m > 0)
+    ratio = (n + m) / (due_n + due_m)
+    deviation = sqrt(max(ratio, 1e-9) * due_m * (1 + due_m / due_n) + LEAST_REQUESTS)
+    return abs(m - n / due_n * due_m) > UNLIKE * deviation

@@ -1,0 +1,130 @@
+"""Find the kinds of replicas that may hold a day's load: plans on few and on many devices of each cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.machine import num_cores
+from xgpt.core.schema import ClusterSpec, Plan, Profile, Workload
+from xgpt.core.schema.fleet import ReplicaKind
+from xgpt.core.schema.policy import PolicyChoice
+from xscheduler.objectives.arrivals import with_capacity
+from xscheduler.objectives.best_plans import kinds_of
+from xscheduler.problem import Problem
+from xscheduler.replanning.decide import weights_loading_s
+from xscheduler.replanning.reestimate import reestimate
+from xscheduler.schedule import scheduler
+
+WORTH = 1.02
+"""Factor by which more devices must raise the rate a device, since such replicas are added in larger steps."""
+MOST_SIMULATED = 2
+"""Plans of each size whose rate is simulated, the best in closed form first."""
+NEAR = 0.94
+"""Share of the best rate in closed form from which on another policy's plan is simulated, too."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kind of replica, with the profile that it was planned from."""
+
+    kind: ReplicaKind
+    profile: Profile
+
+
+def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
+    """Return this machine's devices for replicas: a CPU counts as many times as its cores hold a replica's threads."""
+    count = cluster.num_devices
+    if cluster.device.type == "gpu" or num_threads is None:
+        return count
+    return count * max(1, num_cores() // count // num_threads)
+
+
+def candidates(
+    problem: Problem, policy: PolicyChoice, lengths: Sequence[Workload], startup_s: float
+) -> list[Candidate]:
+    """Return one cluster's useful kinds of replicas, on the fewest devices first.
+
+    Args:
+        problem: the problem under the whole day's lengths.
+        lengths: the day's groups of lengths, for each of which rates are computed.
+        startup_s: time until a replica begins to load its weights.
+
+    Raises:
+        InfeasibleError: no plan on any number of devices of a node keeps the bounds.
+    """
+    found: list[Candidate] = []
+    best_rate, why = 0.0, None
+    for size in _sizes(problem):
+        try:
+            plan = _best_plan(replace(problem, max_devices=size, replicas=1), policy, best_rate)
+        except InfeasibleError as error:
+            plan, why = None, error
+        a_device = 0.0 if plan is None else _rate(plan) / plan.devices_per_replica
+        if plan is not None and a_device > WORTH * best_rate:
+            best_rate = a_device
+            found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
+        elif found:
+            break  # if twice the devices gain nothing, four times do not, either
+    if not found:
+        raise why or _never_kept(problem)
+    return found
+
+
+def _sizes(problem: Problem) -> Iterator[int]:
+    """Yield powers of two up to the devices of a node, and that number."""
+    most = min(problem.cluster.devices_per_node, problem.max_devices or problem.cluster.devices_per_node)
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
+
+
+def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
+    """Return the plan of one replica with the highest simulated rate; None: none is worth a simulation.
+
+    Args:
+        least_a_device: requests a second and device that plans on fewer devices keep.
+    """
+    of = scheduler(problem)
+    rated = [pair for kind in kinds_of(problem, policy) for pair in of.by_arrivals(kind, 1)]
+    rated.sort(key=lambda pair: -pair[1])
+    if not rated or rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
+        return None
+    near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
+    plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
+    best = max(plans, key=_rate)
+    return best if _rate(best) > 0 else None
+
+
+def _rate(plan: Plan) -> float:
+    return 0.0 if plan.estimate.capacity is None else plan.estimate.capacity.rate_per_s
+
+
+def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
+    """Return the kind of replica of a plan: its rate under other lengths is the simulated one, changed as the work of a
+    request is. (The closed form's rate would fall to nothing under lengths of which more than the allowed share break
+    the bound even alone: no replica helps those, and the bounds are of the whole day's requests.)"""
+    devices, quantile = plan.devices_per_replica, plan.constraint.quantile
+    whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
+    rates = tuple(_rate(plan) * reestimate(plan, profile, of, quantile)["throughput"] / whole for of in lengths)
+    return ReplicaKind(
+        name=f"{plan.cluster.name}/{devices}",
+        plan=plan,
+        price_per_hour=devices * (plan.cluster.price_per_device_hour or 1.0),
+        rates_per_s=rates,
+        start_s=startup_s + weights_loading_s(plan, profile),
+        drain_s=plan.estimate.latency_s,
+    )
+
+
+def _never_kept(problem: Problem) -> InfeasibleError:
+    bound = problem.constraint.latency_bound_s
+    return InfeasibleError(
+        f"latency_bound_s: no replica on one node of {problem.cluster.name} keeps {bound:g} s with waiting counted, at "
+        "however low an arrival rate; loosen the bounds, or see `xgpt plan` for the nearest that can be kept",
+        nearest_bound_s=None,
+        binding="latency_bound_s",
+    )

@@ -1,0 +1,306 @@
+"""Find how many replicas of each kind hold every interval of a day's load at the least cost.
+
+Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
+
+    sum_t sum_k  price[k] hours n[t, k] + start_cost[k] u[t, k]
+    subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is served
+                 u[t, k] >= n[t, k] - n[t-1, k]                   more than before are starts
+                 sum_{t-stay < s <= t} u[s, k] <= n[t, k]         what has started stays
+                 sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
+
+The first interval's fleet pays no starts, unless `before` says what was there before. If
+replicas need not stay and there are few possible fleets, the cheapest day is found as a shortest path over intervals
+and fleets; otherwise by HiGHS's branch and bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron
+
+from xgpt.core.errors import InfeasibleError, XgptError
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+EXACT, NEAR = 1e-7, 5e-3
+"""Relative gaps at which the search stops: of problems of up to `FEW` variables, and of larger ones, whose last half
+percent takes minutes and is less than the uncertainty of any day's load."""
+FEW = 200
+TIME_S = 30.0
+"""Time after which a search stops with its best fleet; only large problems on slow machines reach it."""
+MOST_STATES, MOST_CONSTANT = 1000, 20_000
+"""Fleets over which the shortest path is found, and among which the cheapest constant one is."""
+SLACK = 1e-9
+INFEASIBLE = 2
+"""Status of scipy's milp."""
+
+
+@dataclass(frozen=True)
+class DeviceLimit:
+    """Kinds of replicas that share a stock of devices.
+
+    Attributes:
+        kinds: their indices.
+        devices: devices of a replica of each kind.
+        most: number of devices in the stock.
+    """
+
+    kinds: tuple[int, ...]
+    devices: tuple[int, ...]
+    most: int
+
+
+@dataclass(frozen=True)
+class FleetProblem:
+    """A day's load and the kinds of replicas that may serve it.
+
+    Attributes:
+        needs: requests a second that the fleet must be able to hold. # [intervals]
+        rates: requests a second that a replica of each kind holds, under the lengths of the interval.
+            # [intervals, kinds]
+        prices: price of a replica for an hour. # [kinds]
+        start_costs: cost of a replica while it starts and ends, and serves nothing. # [kinds]
+        hours: length of an interval.
+        least_stay: least number of intervals for which a started replica stays.
+        least: least number of replicas at any time.
+        limits: limits on devices.
+        before: replicas of each kind before the first interval; None: those of the first interval. # [kinds]
+    """
+
+    needs: Array
+    rates: Array
+    prices: Array
+    start_costs: Array
+    hours: float
+    least_stay: int = 1
+    least: int = 0
+    limits: tuple[DeviceLimit, ...] = ()
+    before: Ints | None = None
+
+
+@dataclass(frozen=True)
+class FleetSolution:
+    """Replicas of each kind in each interval.
+
+    Attributes:
+        replicas: # [intervals, kinds]
+        cost: cost of all intervals, starts included.
+        gap: share by which the cost may exceed the optimum at most.
+    """
+
+    replicas: Ints
+    cost: float
+    gap: float
+
+
+def starts_of(replicas: Ints, before: Ints | None = None) -> Ints:
+    """Return the replicas of each kind that start in each interval. # [intervals, kinds]
+
+    Args:
+        before: replicas before the first interval; None: those of the first interval.
+    """
+    first = replicas[:1] if before is None else before[None, :]
+    return np.maximum(np.diff(replicas, axis=0, prepend=first), 0)
+
+
+def cost_of(problem: FleetProblem, replicas: Ints) -> float:
+    """Return the cost of replicas over all intervals, starts included."""
+    running = problem.hours * (replicas @ problem.prices).sum()
+    return float(running + (starts_of(replicas, problem.before) @ problem.start_costs).sum())
+
+
+def solve_fleet(problem: FleetProblem) -> FleetSolution:
+    """Return the fleet of least cost.
+
+    Raises:
+        InfeasibleError: the devices that there are do not hold the load.
+    """
+    _check(problem)
+    states = _states(problem, MOST_STATES) if problem.least_stay == 1 else None
+    return _by_branching(problem) if states is None else _by_shortest_path(problem, states)
+
+
+def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
+    """Return the fleet of least cost if each interval has one of `states`. # [states, kinds]"""
+    running = problem.hours * states @ problem.prices
+    holding = _held(problem, states)
+    more = np.maximum(states[None] - states[:, None], 0)
+    changing = more @ problem.start_costs
+    present = np.zeros(len(states))
+    if problem.before is not None:
+        present = np.maximum(states - problem.before, 0) @ problem.start_costs
+    reached = np.where(holding[0], present + running, np.inf)
+    came_from = []
+    for held in holding[1:]:
+        ways = reached[:, None] + changing
+        came_from.append(ways.argmin(axis=0))
+        reached = np.where(held, ways.min(axis=0) + running, np.inf)
+    if not np.isfinite(reached.min(initial=np.inf)):
+        raise _not_held(problem)
+    path = [int(reached.argmin())]
+    for of in reversed(came_from):
+        path.append(int(of[path[-1]]))
+    replicas = states[path[::-1]]
+    return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
+
+
+def _by_branching(problem: FleetProblem) -> FleetSolution:
+    """Return the fleet of least cost, or one within the stated gap, by mixed-integer programming."""
+    count, kinds = problem.rates.shape
+    size = count * kinds
+    whole = eye_array(size)
+    earlier = eye_array(count, k=-1) + (_first(count) if problem.before is None else csr_array((count, count)))
+    present = np.zeros(size)
+    present[:kinds] = 0 if problem.before is None else problem.before
+    before = kron(earlier, eye_array(kinds))
+    window = sum(
+        (eye_array(count, k=-age) for age in range(min(problem.least_stay, count))), start=csr_array((count, count))
+    )
+    shares, needed = _shares(problem)
+    load = _by_interval(shares)
+    constraints = [
+        LinearConstraint(hstack([load, csr_array((count, size))]), needed, np.inf),
+        LinearConstraint(hstack([whole - before, -whole]), -np.inf, present),
+        LinearConstraint(hstack([whole, -kron(window, eye_array(kinds))]), 0, np.inf),
+        LinearConstraint(hstack([_by_interval(np.ones((count, kinds))), csr_array((count, size))]), problem.least),
+    ]
+    if size > FEW:  # each interval costs at least its own least cost: this closes most of the gap
+        prices, least = _by_interval(np.tile(problem.prices, (count, 1))), least_costs(problem) / problem.hours
+        constraints.append(LinearConstraint(hstack([prices, csr_array((count, size))]), (1 - SLACK) * least, np.inf))
+    for limit in problem.limits:
+        devices = np.zeros((count, kinds))
+        devices[:, limit.kinds] = limit.devices
+        constraints.append(
+            LinearConstraint(hstack([_by_interval(devices), csr_array((count, size))]), -np.inf, limit.most)
+        )
+    cost = np.concatenate([np.tile(problem.hours * problem.prices, count), np.tile(problem.start_costs, count)])
+    found = milp(
+        cost,
+        constraints=constraints,
+        integrality=np.concatenate([np.ones(size), np.zeros(size)]),
+        bounds=Bounds(0, np.tile(_most(problem), 2 * count)),
+        options={"mip_rel_gap": EXACT if size <= FEW else NEAR, "time_limit": TIME_S},
+    )
+    if found.status == INFEASIBLE:
+        raise _not_held(problem)
+    if found.x is None:
+        raise XgptError(f"the fleet was not settled within {TIME_S:g} s: {found.message}")
+    replicas = np.round(found.x[:size]).astype(int).reshape(count, kinds)
+    return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
+
+
+def solve_constant(problem: FleetProblem) -> FleetSolution:
+    """Return the fleet of least cost that is the same in all intervals.
+
+    Raises:
+        InfeasibleError: the devices that there are do not hold the load.
+    """
+    _check(problem)
+    count, kinds = problem.rates.shape
+    if (states := _states(problem, MOST_CONSTANT)) is not None:
+        states = states[_held(problem, states).all(axis=0)]
+        if not len(states):
+            raise _not_held(problem)
+        replicas = np.tile(states[(states @ problem.prices).argmin()], (count, 1))
+        return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
+    constraints = [
+        LinearConstraint(*_shares(problem), np.inf),
+        LinearConstraint(np.ones((1, kinds)), problem.least),
+    ]
+    for limit in problem.limits:
+        devices = np.zeros((1, kinds))
+        devices[0, limit.kinds] = limit.devices
+        constraints.append(LinearConstraint(devices, -np.inf, limit.most))
+    found = milp(problem.prices, constraints=constraints, integrality=np.ones(kinds), bounds=Bounds(0, _most(problem)))
+    if found.x is None:
+        raise _not_held(problem)
+    replicas = np.tile(np.round(found.x).astype(int), (count, 1))
+    return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
+
+
+def least_costs(problem: FleetProblem) -> Array:
+    """Return the least cost of each interval by itself, whatever its neighbours' fleets. # [intervals]"""
+    columns = np.column_stack([problem.needs, problem.rates])
+    each, index = np.unique(columns, axis=0, return_inverse=True)
+    costs = [solve_constant(replace(problem, needs=row[:1], rates=row[None, 1:])).cost for row in each]
+    return np.asarray(costs)[index.ravel()]
+
+
+def _check(problem: FleetProblem) -> None:
+    """Refuse a load that no kind holds any of."""
+    unheld = (problem.needs > 0) & (problem.rates.max(axis=1) <= 0)
+    if unheld.any():
+        raise InfeasibleError(
+            f"trace: no kind of replica keeps the bounds under the lengths of interval {int(np.argmax(unheld))}, at "
+            "however low a rate; loosen the bounds or give other devices",
+            nearest_bound_s=None,
+            binding="latency_bound_s",
+        )
+
+
+def _not_held(problem: FleetProblem) -> InfeasibleError:
+    limits = ", ".join(str(limit.most) for limit in problem.limits)
+    return InfeasibleError(
+        f"devices: at most {limits} devices do not hold {problem.needs.max():.4g} requests/s, the peak; allow more",
+        nearest_bound_s=None,
+        binding="devices",
+    )
+
+
+def _most(problem: FleetProblem) -> Ints:
+    """Return the largest useful number of replicas of each kind: as many as hold any interval's load alone.
+    With such bounds HiGHS needs a seventh of the time on problems of few variables. # [kinds]"""
+    needs = problem.needs[:, None]
+    alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))
+    before = 0 if problem.before is None else problem.before
+    fewest = max(problem.least, int(problem.needs.max() > 0))  # a load of 5e-324 rounds to no replica
+    most = np.maximum(np.maximum(alone.max(axis=0), fewest), before).astype(int)
+    for limit in problem.limits:
+        of = list(limit.kinds)
+        most[of] = np.minimum(most[of], limit.most // np.asarray(limit.devices))
+    return most
+
+
+def _states(problem: FleetProblem, at_most: int) -> Ints | None:
+    """Return all useful fleets that the devices allow; None: too many. # [states, kinds]"""
+    most = _most(problem)
+    if np.prod(most + 1.0) > at_most:
+        return None
+    states = np.indices(tuple(most + 1)).reshape(len(most), -1).T
+    allowed = states.sum(axis=1) >= problem.least
+    for limit in problem.limits:
+        allowed &= states[:, list(limit.kinds)] @ np.asarray(limit.devices) <= limit.most
+    return states[allowed]
+
+
+def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
+    """Return which fleets hold the load of each interval. # [intervals, states]"""
+    return problem.rates @ states.T >= (1 - SLACK) * problem.needs[:, None]
+
+
+def _shares(problem: FleetProblem) -> tuple[Array, Array]:
+    """Return the share of each interval's need that a replica holds (at most 1), and the sum to reach: 1 or 0.
+
+    Unlike needs, shares are never so small that a solver takes them for zero; capping them changes no integer solution.
+    # [intervals, kinds], [intervals]
+    """
+    needs = problem.needs[:, None]
+    shares = np.divide(np.minimum(problem.rates, needs), needs, out=np.zeros_like(problem.rates), where=needs > 0)
+    return shares, np.where(problem.needs > 0, 1 - SLACK, 0.0)
+
+
+def _by_interval(values: Array) -> csr_array:
+    """Return the matrix that sums over the kinds of each interval with weights. # [intervals, intervals * kinds]"""
+    count, kinds = values.shape
+    rows = np.repeat(np.arange(count), kinds)
+    return coo_array((values.ravel(), (rows, np.arange(count * kinds))), shape=(count, count * kinds)).tocsr()
+
+
+def _first(count: int) -> csr_array:
+    """Return the matrix that makes the first interval its own predecessor, so that nothing starts in it."""
+    return coo_array(([1.0], ([0], [0])), shape=(count, count)).tocsr()

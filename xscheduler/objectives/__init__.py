@@ -1,0 +1,1 @@
+"""What a plan maximises: each objective ranks candidates in closed form and settles them by simulation."""

@@ -1,0 +1,240 @@
+"""Plan a problem: each policy's best plan, the best of all, and the best uniform one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+
+from xgpt.core.errors import InfeasibleError, InputError, nearest
+from xgpt.core.progress import Progress
+from xgpt.core.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan, Profile
+from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
+from xscheduler.objectives.arrivals import best_by_arrivals, rate_of, with_capacity
+from xscheduler.objectives.saturation import settled, with_simulated_figures
+from xscheduler.objectives.tuning import tune
+from xscheduler.objectives.verifying import best_of_each
+from xscheduler.placement import PLACED, Placement
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.search import Method
+from xscheduler.space import UNCUT, runnable
+from xsimulator.costs.step_times import with_step_times
+from xsimulator.forecast import CHOICES, TUNED
+
+TIGHTER = (0.7, 0.4)
+"""Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
+UNIFORM_KINDS = ("chunked", "orca", "static")
+"""Policies that other planners offer, on replicas of equal stages."""
+
+
+def plan_each(
+    problem: Problem,
+    policy: PolicyChoice = "auto",
+    search: Method = "branch-and-bound",
+    order: AdmissionOrder | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Plan]:
+    """Return each policy's best plan, the best of all first.
+
+    Args:
+        order: order of admission; None: fcfs, or the one that tuning finds.
+        progress: is called for each part of the work.
+
+    Raises:
+        InputError: the model cannot be run under that policy.
+        InfeasibleError: no policy has a plan that keeps the constraint.
+    """
+    if policy in TUNED:
+        _check_tunable(problem, policy)
+    kinds = kinds_of(problem, policy)
+    if problem.constraint.arrival_rate_per_s is not None:  # the plan with the highest rate keeps this one, if any does
+        problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
+    of = scheduler(problem, search)
+
+    def finish(plan: Plan) -> Plan:
+        plan = _admitting(plan, order or "fcfs", problem.profile)
+        return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
+
+    if problem.constraint.maximises_arrivals:
+        plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
+        if policy in TUNED:  # never without a word in `auto`: it takes its time
+            (base,) = plans.values()
+            fixed = [base, *_under_tighter(problem, kinds, finish, search)]
+            base, *others = sorted(fixed, key=rate_of, reverse=True)
+            others += [finish(plan) for plan in _on_one_stage(of, TUNED[policy], fixed)]
+            return {policy: tune(base, policy, problem.profile, others=others, order=order)}
+        return _distinct(plans)
+    plans = best_of_each(of, kinds, progress)
+    if problem.reused is None:
+        plans = settled(of, plans, progress)
+    _check_stable(problem.constraint, plans)
+    ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
+    return _distinct({kind: finish(plan) for kind, plan in ordered})
+
+
+def _check_tunable(problem: Problem, policy: str) -> None:
+    """Refuse a tuned policy without the bounds that its rule needs.
+
+    Raises:
+        InputError: the objective, the bounds or the model do not go with the policy.
+    """
+    constraint = problem.constraint
+    by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
+    if not by_rate or constraint.tpot_s is None:
+        raise InputError(
+            "policy", policy, "it goes with `objective=arrivals` and a bound on the time per token, `tpot_s`"
+        )
+    if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
+        raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked or rra")
+
+
+def _under_tighter(
+    problem: Problem, kinds: tuple[str, ...], finish: Callable[[Plan], Plan], search: Method
+) -> Iterator[Plan]:
+    """Yield the best plans under a tighter time per token, with their capacities under the bound itself."""
+    constraint = problem.constraint
+    assert constraint.tpot_s is not None
+    for share in TIGHTER:
+        tighter = problem.under(constraint.model_copy(update={"tpot_s": share * constraint.tpot_s}))
+        try:
+            found = best_by_arrivals(scheduler(tighter, search), kinds, finish=finish)
+        except InfeasibleError:
+            continue
+        for plan in found.values():
+            bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # its headroom stays
+            plan = plan.model_copy(update={"constraint": bounds})
+            yield with_capacity(plan, problem.profile, rate_of(plan), edges=False)
+
+
+def _on_one_stage(of: Scheduler, kind: str, fixed: list[Plan]) -> list[Plan]:
+    """Return a policy's best plan in closed form whose steps pass one stage, where none of these is one.
+
+    Steps of a pipeline have less time, and a prompt passes one of its micro-batches alone.
+    """
+    problem = of.problem
+    if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
+        return []
+    one = replace(problem, fixed={**problem.fixed, "pp": 1})
+    return [plan for plan, _ in scheduler(one, "branch-and-bound").by_arrivals(kind, 1)]
+
+
+def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Return the plans with one `waa` in place of waa-c and waa-m where these are the same plan."""
+    by_compute, by_memory = plans.get("waa-c"), plans.get("waa-m")
+    if by_compute is None or by_memory is None or by_compute.stages != by_memory.stages:
+        return plans
+    return {"waa" if kind == "waa-c" else kind: plan for kind, plan in plans.items() if kind != "waa-m"}
+
+
+def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
+    """Return the policies that a choice stands for; for a tuned policy, the policy from which tuning begins.
+
+    Raises:
+        InputError: the model cannot be run under that policy.
+    """
+    kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
+    if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
+        kinds = tuple(kind for kind in kinds if kind != "static")
+    found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
+    if not found:
+        others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))
+        raise InputError("policy", policy, f"{problem.model.name}: {UNCUT}; take one of {others}, auto")
+    return found
+
+
+def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
+    """Check the variables to hold, before anything is measured for them.
+
+    Raises:
+        InputError: there is no such variable, or no policy of the choice has it.
+    """
+    _with_variables(POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),)), policy, fixed)
+
+
+def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the policies that have all variables to hold.
+
+    Raises:
+        InputError: there is no such variable, or none of the policies has it.
+    """
+    of_kind = {kind: _variables(kind) for kind in CHOICES}
+    known = set().union(*of_kind.values())
+    for name, value in fixed.items():
+        if name not in known:
+            raise InputError("fix", name, f"known are {', '.join(sorted(known))}{nearest(name, known)}")
+        if kinds and not any(name in of_kind[kind] for kind in kinds):
+            having = ", ".join(kind for kind, names in of_kind.items() if name in names)
+            raise InputError("fix", f"{name}={value}", f"policy {policy} has no such variable; {having} has")
+    return tuple(kind for kind in kinds if fixed.keys() <= of_kind[kind])
+
+
+def _variables(kind: str) -> set[str]:
+    """Return the variables of a policy that can be held."""
+    settings = CHOICES[kind].settings
+    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "ep", "pp", "replicas"})
+    return placed | {variable.name for variable in settings.variables}
+
+
+def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
+    """Refuse an arrival rate above the highest throughput, in a problem without bounds."""
+    rate = constraint.arrival_rate_per_s
+    if rate is None:
+        return
+    for kind in [kind for kind, plan in plans.items() if plan.estimate.throughput_rps <= rate]:
+        del plans[kind]
+    if not plans:
+        raise InfeasibleError(
+            f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
+            nearest_bound_s=None,
+            binding="arrival_rate_per_s",
+        )
+
+
+def is_uniform(plan: Plan) -> bool:
+    """Return whether a plan has replicas of equal stages and neither rra nor waa, as other planners' plans have."""
+    return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
+
+
+def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan | None:
+    """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
+    of, kinds = scheduler(replace(problem, uniform=True), search), runnable(UNIFORM_KINDS, problem.model)
+    kinds = tuple(kind for kind in kinds if problem.fixed.keys() <= _variables(kind))
+    if not kinds:
+        return None
+    try:
+        if problem.constraint.maximises_arrivals:
+            finish = partial(_with_figures, problem=problem)
+            return next(iter(best_by_arrivals(of, kinds, finish=finish, only_best=True).values()))
+        return next(iter(settled(of, best_of_each(of, kinds)).values()))
+    except InfeasibleError:
+        return None
+
+
+def _with_figures(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan with its figures at saturation corrected by simulation, unless prompts share what is cached.
+
+    Its arrival rate is searched afterwards: below that throughput, on as many requests as it calls for.
+    """
+    return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
+
+
+def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
+    """Return the plan with this order of admission.
+
+    A row of das has as many prompt tokens as run at once. Under lpt, for work that is given as a whole, no request is
+    overdue.
+
+    Raises:
+        InputError: the order does not go with the plan's bounds or policy.
+    """
+    if order == "in-time":
+        if plan.constraint.ttft_s is None:
+            raise InputError("order", order, "it goes with a bound on the time to first token (ttft)")
+        if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
+            raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
+        plan = with_step_times(plan, profile)
+    at_once = max(1, round(plan.estimate.decode_batch * plan.workload.input.mean))
+    row_tokens = at_once if order in ROW_ORDERS else None
+    changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
+    return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

@@ -1,0 +1,62 @@
+"""How much the choice of a policy depends on the cost of a step that mixes prompts and decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from xgpt.core.schema import MixingEdge, Plan, Profile
+from xgpt.resolve import load_engine
+from xscheduler.arrival_rate import rate_of
+from xscheduler.objectives.arrivals import maximised
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler
+from xsimulator.forecast import FORECASTS
+
+DEAREST = 0.4
+"""Largest cost of mixing that is considered, as a share of a step's decodes."""
+HALVINGS = 5
+
+
+def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
+    """Return the first plan, with the cost of mixed steps at which another policy's plan would serve more.
+
+    Plans are compared by their objective, in closed form at another cost and with unchanged settings. A plan from a
+    measured profile is returned unchanged: mixed steps have been measured.
+    """
+    best = next(iter(plans.values()))
+    rivals = [plan for plan in plans.values() if _mixes(plan) != _mixes(best)]
+    if profile.source == "measured" or not rivals:
+        return best
+    rival = max(rivals, key=maximised)
+    mixed, other = (best, rival) if _mixes(best) else (rival, best)
+    now = 0.0 if best.engine is None else best.engine.mixing
+    closed = _closed(mixed, profile, now)
+
+    def is_mixed_better(mixing: float) -> bool:
+        return maximised(mixed) * _closed(mixed, profile, mixing) > maximised(other) * closed
+
+    far = DEAREST if mixed is best else 0.0
+    if closed <= 0 or is_mixed_better(far) == (mixed is best):
+        return best
+    near = now
+    for _ in range(HALVINGS):
+        middle = (near + far) / 2
+        near, far = (middle, far) if is_mixed_better(middle) == (mixed is best) else (near, middle)
+    edge = MixingEdge(mixing=round((near + far) / 2, 3), policy=rival.policy.kind)
+    return best.model_copy(update={"estimate": best.estimate.model_copy(update={"mixing_edge": edge})})
+
+
+def _mixes(plan: Plan) -> bool:
+    return FORECASTS[plan.policy.kind].stations.admits_each_step
+
+
+def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
+    """Return a plan's objective at another cost of mixed steps, in closed form."""
+    engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
+    of = Scheduler(replace(Problem.of(plan, profile), engine=engine))
+    space = of.space(plan.policy.kind, Placement.of(plan))
+    if plan.constraint.maximises_arrivals:
+        return rate_of(space, plan.policy, plan.constraint.less(plan.request_path_s))
+    return plan.replicas * FORECASTS[plan.policy.kind].estimate(space.models.model, plan.policy)["throughput"]

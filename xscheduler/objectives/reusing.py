@@ -1,0 +1,165 @@
+"""Find plans that count on reuse: divide memory between running requests and prompts kept for later ones.
+
+The share of prompt tokens that requests find depends on the memory that a setting leaves for kept prompts; a larger
+batch serves more at a time and finds less, so throughput has no direction in the batch. Therefore the kept memory is
+enumerated, in steps between which the found share grows by equal parts. Within a step lengths are fixed, and all
+directions hold as without reuse. The certificate bounds each step by what its settings could reach if they found as
+much as the next step's in this step's memory, with running requests taking memory for their outputs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.policies.routing import share_of_replica
+from xgpt.core.reuse import ReuseCurve
+from xgpt.core.schema import Plan
+from xgpt.core.workload import TraceLengths
+from xgpt.requests import PlanRequest
+from xscheduler.objectives.arrivals import maximised
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.problem import Problem
+from xsimulator.reuse import reused_at
+from xsimulator.run import shares_prompts
+
+STEPS = 4
+"""Number of sizes of the kept memory; from one to the next the found share grows by the same amount."""
+SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
+"""Further shares of the K/V memory that are tried."""
+BOUND = "the best of any division of memory between running requests and what later ones find"
+ROUNDS = 1
+"""Number of further searches, each with as many running requests as the plan before it."""
+MOST_DIVISIONS = 2
+"""Divisions of memory for which arrivals are simulated."""
+
+
+def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Return each policy's best plan, the best of all first: those given, or better ones that count on reuse.
+
+    A plan with reuse has one replica, or as many as the best plan without: each then has the requests routed to it.
+
+    Args:
+        plans: each policy's best plan without reuse.
+    """
+    best = next(iter(plans.values()))
+    counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
+    if trace.prefixes is None or not counts:
+        return plans
+    divisions = _divisions(problem, trace, best)
+    highest = None
+    if problem.constraint.maximises_arrivals:
+        chosen = promising([of.problem() for of in divisions], partial(_rps, request))
+        planned = [_planned(of, request) for of in chosen]
+    else:
+        reached = [_planned(of.bound(), request) for of in divisions]
+        bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
+        highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
+        planned = [_consistent(of, best, request) for of in divisions]
+    found = dict(plans)
+    for kind, plan in (item for of in planned for item in of.items()):
+        if kind not in found or maximised(plan) > maximised(found[kind]):
+            found[kind] = plan
+    ordered = sorted(found.items(), key=lambda item: -maximised(item[1]))
+    return {kind: _counting(plan, best, highest) for kind, plan in ordered}
+
+
+@dataclass(frozen=True)
+class _Division:
+    """A division of memory between running requests and prompts kept for later ones.
+
+    Attributes:
+        of: the problem, its number of replicas given.
+        curve: the reuse curve, by the number of other running requests.
+        size, larger: tokens kept in this division, and in the next one.
+        has_answers: whether prompts contain the answers to earlier ones.
+    """
+
+    of: Problem
+    curve: Callable[[int], ReuseCurve]
+    size: float
+    larger: float
+    has_answers: bool
+
+    def problem(self, inside: float = 0.0) -> Problem:
+        """Return the problem with the lengths that are left to encode while `inside` others run."""
+        return replace(self.of, reused=reused_at(self.curve(round(inside)), self.size))
+
+    def bound(self) -> Problem:
+        """Return a problem whose optimum bounds every setting between this division and the next."""
+        return replace(self.of, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
+
+
+def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Division]:
+    """Return the divisions for one replica, and for as many as the best plan without reuse has."""
+    divisions = []
+    for replicas in sorted({1, best.replicas}):
+        of_replica = trace if replicas == 1 else share_of_replica(trace, best)
+        curve = cache(partial(ReuseCurve, of_replica, best.block_size))
+        of = replace(problem, replicas=replicas)
+        has_answers = of_replica.prefixes is not None and any(of_replica.prefixes.outputs)
+        divisions += [_Division(of, curve, *sizes, has_answers) for sizes in pairwise(_sizes(curve(0), best))]
+    return divisions
+
+
+def _consistent(division: _Division, best: Plan, request: PlanRequest) -> dict[str, Plan]:
+    """Return each policy's best plan, for the reuse that remains with as many running requests as it has.
+
+    With requests always waiting, the turn of a conversation enters before the answers of those that still run.
+    """
+    if not division.has_answers:
+        return _planned(division.problem(), request)
+    planned = _planned(division.problem(best.estimate.decode_batch), request)
+    for _ in range(ROUNDS):
+        inside = max((plan.estimate.decode_batch for plan in planned.values()), default=0.0)
+        planned = _planned(division.problem(inside), request)
+    return planned
+
+
+def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) -> list[Problem]:
+    """Return the divisions of memory to simulate for arrivals: those with the highest saturated throughput."""
+    if len(divisions) == 1:
+        return divisions
+
+    def saturated(division: Problem) -> float:
+        return best_rps(division.under(division.constraint.model_copy(update={"objective": "saturated"})))
+
+    return sorted(divisions, key=saturated, reverse=True)[:MOST_DIVISIONS]
+
+
+def _rps(request: PlanRequest, problem: Problem) -> float:
+    return max((plan.estimate.throughput_rps for plan in _planned(problem, request).values()), default=0.0)
+
+
+def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
+    """Return the numbers of tokens to keep that are tried, from none to all of a plan's K/V memory."""
+    memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
+    steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
+    return sorted(size for size in steps if size <= memory)
+
+
+def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
+    """Return each policy's best plan, without policies that do not fit in memory."""
+    try:
+        return plan_each(problem, request.policy, request.search, request.order)
+    except InfeasibleError:
+        return {}
+
+
+def _bound(plan: Plan) -> float | None:
+    """Return the proven upper bound of the policy's objective; None: not proven."""
+    gap = plan.search.gap
+    return None if gap is None else maximised(plan) * (1 + gap)
+
+
+def _counting(plan: Plan, alone: Plan, highest: float | None) -> Plan:
+    """Return the plan with the best objective without reuse, and with its gap over all divisions of memory."""
+    if plan.estimate.reuse is None:
+        return plan
+    reuse = plan.estimate.reuse.model_copy(update={"alone": maximised(alone)})
+    gap = None if highest is None else max(0.0, highest / maximised(plan) - 1)
+    search = plan.search.model_copy(update={"gap": gap, "bound": BOUND})
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"reuse": reuse}), "search": search})

@@ -1,0 +1,71 @@
+"""Find how many devices, and of which cluster, sustain an arrival rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schema.policy import PolicyChoice
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.problem import Problem
+
+
+@dataclass(frozen=True)
+class ClusterChoice:
+    """One of several clusters.
+
+    Attributes:
+        num_devices: the fewest devices that sustain the arrival rate; None: not even all of them do.
+        price_per_hour: price of these devices; None: the rate is not sustained.
+        why_not: the error, if the rate is not sustained.
+    """
+
+    problem: Problem
+    num_devices: int | None
+    price_per_hour: float | None
+    why_not: str | None
+
+
+def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
+    """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
+
+    Raises:
+        InfeasibleError: all of them together do not.
+    """
+    low, high = 1, problem.cluster.num_devices
+    plan_each(replace(problem, max_devices=high), policy)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            plan_each(replace(problem, max_devices=middle), policy)
+            high = middle
+        except InfeasibleError:
+            low = middle + 1
+    return high
+
+
+def cheapest(problems: Sequence[Problem], policy: PolicyChoice = "auto") -> list[ClusterChoice]:
+    """Return for each cluster the fewest devices that sustain the arrival rate and their price, the cheapest first.
+
+    Clusters that do not sustain the rate come last.
+
+    Raises:
+        InputError: a cluster without a price.
+    """
+    choices = []
+    for problem in problems:
+        price = problem.cluster.price_per_device_hour
+        if price is None:
+            raise InputError(
+                "cluster",
+                problem.cluster.name,
+                "it has no price: write it as NAME=PRICE in `among`, the price of a device for an hour",
+            )
+        try:
+            num_devices = fewest_devices(problem, policy)
+        except InfeasibleError as error:
+            choices.append(ClusterChoice(problem, None, None, str(error)))
+            continue
+        choices.append(ClusterChoice(problem, num_devices, price * num_devices, None))
+    return sorted(choices, key=lambda choice: (choice.price_per_hour is None, choice.price_per_hour or 0.0))

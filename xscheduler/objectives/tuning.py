@@ -1,0 +1,232 @@
+"""Tune settings that closed forms cannot tell apart, by simulation: the slack of budgets, thresholds of phases.
+
+Optuna proposes settings, a round at a time, beginning with those that are equal to the plan's fixed ones. All are
+simulated with the same lengths and arrivals, at a rate a little above the best so far; a run is given up as soon as too
+many requests have broken their bounds. So the result is never worse than the plan that was tuned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget, Thresholds
+from xsimulator.costs.step_times import with_step_times
+
+if TYPE_CHECKING:
+    import optuna
+
+NUM_TRIALS = 44
+ROUND = 4
+"""Settings proposed together: independent of the number of processes, so that plans do not depend on it."""
+NUM_PROCESSES = 2
+PRECISION = 0.01
+"""Share by which settings must exceed the best rate so far."""
+FAR = 1.5
+"""Factor by which the quantile may exceed its bounds before a run is given up."""
+DRAWS = (1, 2)
+"""Seeds of further draws of lengths and arrivals, from which the rate's error is estimated."""
+LARGEST_STEP = 8192
+"""Largest number of prompt tokens in a step."""
+
+
+class Score(NamedTuple):
+    """The score of settings: a rate, or an estimate of it from how far the bounds were broken at a higher rate."""
+
+    kept: bool
+    rate: float
+
+
+def tune(
+    plan: Plan, kind: str, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None
+) -> Plan:
+    """Return the plan with the best tuned settings found, and its simulated capacity.
+
+    Args:
+        plan: a plan with fixed settings and a simulated capacity.
+        kind: the settings to tune: a key of `xsimulator.forecast.TUNED`.
+        others: further plans with fixed settings to begin with, on other placements or with other budgets.
+        order: order of admission; None: tuned, too.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    proposed, make = _SPACES[kind]
+    plans = [with_step_times(one, profile) for one in (plan, *others)]
+    plan = plans[0]
+    found = plan.estimate.capacity
+    assert found is not None
+    best, best_settings = found.rate_per_s, None
+    study = optuna.create_study(
+        direction="maximize", sampler=optuna.samplers.TPESampler(seed=0, multivariate=True, n_startup_trials=12)
+    )
+    for settings in proposed(plan):
+        study.enqueue_trial({"plan": 0, **settings})
+    for i, other in enumerate(plans[1:], 1):
+        for settings in islice(proposed(other), 5):
+            study.enqueue_trial({"plan": i, **settings})
+    with _workers(plan, profile) as score_all:
+        for _ in range(NUM_TRIALS // ROUND):
+            trials = [study.ask() for _ in range(ROUND)]
+            of = [plans[trial.suggest_categorical("plan", range(len(plans)))] for trial in trials]
+            made = [make(one, trial, order) for one, trial in zip(of, trials, strict=True)]
+            scores = score_all(made, best)
+            for trial, one, score in zip(trials, made, scores, strict=True):
+                study.tell(trial, score.rate)
+                if score.kept and score.rate > best:
+                    best, best_settings = score.rate, one
+    first = make(plan, optuna.trial.FixedTrial(next(iter(proposed(plan)))), order)
+    return _settled(first if best_settings is None else best_settings, profile, best)
+
+
+def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
+    """Return the plan with its own saturated throughput, and its capacity with an error."""
+    from xsimulator.capacity import CapacitySearch, Trial
+
+    saturated = max(Trial(plan, profile).saturated(), rate)
+    estimate, factor = plan.estimate, saturated / plan.estimate.throughput_rps
+    cost = estimate.cost_per_million_tokens
+    search = CapacitySearch(plan, profile, rate, most=max(saturated, 1.05 * rate))
+    search.precision = PRECISION / 2
+    capacity = search.found()
+    others = []
+    for seed in DRAWS:
+        other = CapacitySearch(plan, profile, rate, seed=seed, most=1.3 * saturated)
+        other.precision = PRECISION
+        others.append(other.rate)
+    error = float(np.std([capacity.rate_per_s, *others], ddof=1) / max(capacity.rate_per_s, 1e-9))
+    return plan.model_copy(
+        update={
+            "estimate": estimate.model_copy(
+                update={
+                    "throughput_rps": saturated,
+                    "output_tokens_per_s": factor * estimate.output_tokens_per_s,
+                    "cost_per_million_tokens": None if cost is None else cost / factor,
+                    "capacity": capacity.model_copy(update={"error": round(error, 4)}),
+                    "simulated": ("throughput_rps", "output_tokens_per_s", "cost_per_million_tokens"),
+                }
+            )
+        }
+    )
+
+
+# What is found -------------------------------------------------------------------------------------------------
+
+
+def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Settings to begin with: the fixed budget, in the order of arrival and in time; then by slack alone."""
+    budget = plan.policy.token_budget  # type: ignore[union-attr]
+    fixed = {
+        "by_slack": False,
+        "least": min(max(budget, 16), LARGEST_STEP),
+        "beyond": 1.0,
+        "share": 0.95,
+        "behind": 0,
+        "order": "fcfs",
+    }
+    yield fixed
+    yield {**fixed, **_in_time(plan)}
+    slack = {**fixed, "by_slack": True, "least": 32, "beyond": LARGEST_STEP / 32}
+    for share, behind in ((0.97, 0), (0.93, 0), (0.95, 1), (0.95, 0), (0.9, 0), (0.97, 2), (0.97, 4)):
+        yield {**slack, "share": share, "behind": behind, **_in_time(plan)}
+    yield slack
+    yield {**slack, "least": max(budget // 2, 16), "beyond": 4.0, **_in_time(plan)}
+
+
+def _in_time(plan: Plan) -> dict[str, str]:
+    return {"order": "fcfs" if plan.constraint.ttft_s is None else "in-time"}
+
+
+def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder | None) -> Plan:
+    by_slack = trial.suggest_categorical("by_slack", [False, True])
+    least = trial.suggest_int("least", 16, LARGEST_STEP, log=True)
+    most = round(least * trial.suggest_float("beyond", 1.0, LARGEST_STEP / 16, log=True))
+    share = round(trial.suggest_float("share", 0.7, 1.0), 3)
+    behind = trial.suggest_int("behind", 0, 8)
+    orders = ["fcfs"] if plan.constraint.ttft_s is None else ["fcfs", "in-time"]
+    chosen: Any = trial.suggest_categorical("order", orders)
+    slack = SlackBudget(
+        least_tokens=least, most_tokens=max(least, min(most, LARGEST_STEP)), share=share, behind_tokens=behind
+    )
+    return _changed(plan, {"slack": slack if by_slack else None}, order or chosen)
+
+
+def _phase_settings(plan: Plan) -> Iterator[dict[str, Any]]:
+    policy = plan.policy
+    fixed = {"iterations": policy.decode_iterations, "waiting": 1, "wait_ms": 0}  # type: ignore[union-attr]
+    yield fixed
+    ttft_ms = round(1000 * (plan.constraint.ttft_s or plan.estimate.latency_s))
+    for waiting in (2, 4, 8):
+        yield {"iterations": 1, "waiting": waiting, "wait_ms": ttft_ms // 2}
+    yield {"iterations": 2, "waiting": 2, "wait_ms": ttft_ms // 4}
+
+
+def _with_thresholds(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder | None) -> Plan:
+    most_iterations = max(64, plan.policy.decode_iterations)  # type: ignore[union-attr]
+    most_ms = max(1000, round(1000 * (plan.constraint.ttft_s or plan.estimate.latency_s)))
+    thresholds = Thresholds(
+        waiting_requests=trial.suggest_int("waiting", 1, 64, log=True),
+        oldest_wait_ms=trial.suggest_int("wait_ms", 0, most_ms),
+    )
+    iterations = trial.suggest_int("iterations", 1, most_iterations, log=True)
+    return _changed(plan, {"thresholds": thresholds, "decode_iterations": iterations}, order or "fcfs")
+
+
+def _changed(plan: Plan, policy: dict[str, Any], order: AdmissionOrder) -> Plan:
+    admission = plan.admission.model_copy(update={"order": order})
+    return plan.model_copy(update={"policy": plan.policy.model_copy(update=policy), "admission": admission})
+
+
+_SPACES: dict[
+    str,
+    tuple[
+        Callable[[Plan], Iterator[dict[str, Any]]],
+        Callable[[Plan, optuna.trial.BaseTrial, AdmissionOrder | None], Plan],
+    ],
+] = {"slack": (_slack_settings, _with_slack), "phases": (_phase_settings, _with_thresholds)}
+
+
+# Scores --------------------------------------------------------------------------------------------------------
+
+_profile: Profile | None = None
+"""The state of a scoring process."""
+
+
+@contextmanager
+def _workers(plan: Plan, profile: Profile) -> Iterator[Callable[[list[Plan], float], list[Score]]]:
+    """Yield a function that scores plans, in as many processes as there are cores, at most `NUM_PROCESSES`."""
+    count = min(NUM_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    if count < 2:
+        _begin(profile)
+        yield lambda plans, best: [_score(plan, best) for plan in plans]
+        return
+    pool = ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_begin, initargs=(profile,))
+    try:
+        yield lambda plans, best: list(pool.map(_score, plans, [best] * len(plans)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(profile: Profile) -> None:
+    global _profile
+    _profile = profile
+
+
+def _score(plan: Plan, best: float) -> Score:
+    """Return the plan's rate if it is above the best one, else an estimate of it."""
+    from xsimulator.capacity import CapacitySearch
+
+    assert _profile is not None
+    search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))
+    search.precision = PRECISION
+    over = search.excess_over((1 + PRECISION) * best, FAR)
+    if over > 1:
+        return Score(False, best / min(over, FAR))
+    return Score(True, search.rate)

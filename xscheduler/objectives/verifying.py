@@ -1,0 +1,270 @@
+"""Find plans whose bound holds for all requests (sla "request"): by closed forms first, settled by simulation.
+
+The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict it with an error
+that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans stand on a ladder
+that does not depend on the bound: each rung holds the best plan that keeps the rung's latency in closed form. The
+search looks for the highest rung whose plan keeps the bound in simulation, always by the same halvings of the same
+ladder. A looser bound passes every test that a tighter one passes, so it ends at least as high: no bound that can be
+kept is called infeasible, and throughput never falls with a looser bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, floor, log
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import Plan, Profile, Workload
+from xscheduler.objectives.arrivals import simulating
+from xsimulator.request_law import RequestLaw
+from xsimulator.run import is_drawn, request_latencies
+
+if TYPE_CHECKING:
+    from xscheduler.schedule import Scheduler
+
+NUM_REQUESTS = 500
+"""Number of simulated admissions, each of which stands for requests of every length. Fewer may lack the longest
+prompts, which their own error estimate would not show."""
+MOST_REQUESTS = 2000
+MOST_TOKENS = 40_000
+"""More admissions than `MOST_REQUESTS` are simulated where outputs are so short that they have no more than this."""
+NUM_DRAWN = 20_000
+"""Simulated requests where each stands for itself: some 15 ms."""
+MOST_STEPS = 250_000
+"""Fewer are simulated, though no fewer than `MOST_REQUESTS`, where their decode steps would be more than this."""
+BATCHES_BEYOND = 3
+"""Least number of encode batches with requests beyond the quantile; with fewer, more are simulated."""
+GOOD_ERROR = 0.01
+"""Relative standard error of a simulated latency, above which more admissions are simulated."""
+RUNG = 1.01
+"""Ratio of the closed form's latencies on neighbouring rungs."""
+BLOCK = 8
+"""Number of rungs that are skipped at once."""
+LOWEST = -2000
+"""A rung that has no plan: a latency of two nanoseconds."""
+REACH = 1.15
+"""Largest factor by which the closed form may overestimate latencies; higher rungs are not searched."""
+SEED = 0
+"""Seed of the requests, the same for all plans."""
+ROUNDING = 1e-9
+"""Relative difference up to which throughputs of equal settings under two policies count as equal."""
+
+
+def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
+    """Return the simulated latencies of all requests at saturation, from admission to the last token.
+
+    Where outputs are of one length, which requests are in step with each other is decided by how they begin, for good.
+    So requests of drawn lengths are run from both beginnings, and the slower ones count.
+
+    Args:
+        workload: other lengths than the plan's own.
+        seed: of the lengths that are drawn.
+    """
+    from xsimulator.counts.counted_run import is_counted
+
+    of, quantile = workload or plan.workload, plan.constraint.quantile
+    num_requests, most = NUM_REQUESTS, max(MOST_REQUESTS, MOST_TOKENS / of.output.mean)
+    if is_drawn(plan):
+        in_steps = ceil(MOST_STEPS * max(plan.estimate.decode_batch, 1.0) / of.output.mean)
+        is_fast = is_counted(plan) and plan.estimate.reuse is None
+        num_requests = min(NUM_DRAWN, max(MOST_REQUESTS, in_steps)) if is_fast else MOST_REQUESTS
+        most = 4 * num_requests
+    while True:
+        law = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed))
+        settled = law.error(quantile) <= GOOD_ERROR and law.batches_beyond(quantile) >= BATCHES_BEYOND
+        if num_requests >= most or settled or law.is_constant:
+            break
+        num_requests = min(4 * num_requests, ceil(most))
+    if not is_drawn(plan):
+        return law
+    other = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed), at_once=True)
+    return max(law, other, key=lambda law: law.quantile(quantile))
+
+
+def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
+    """Return the simulated latency, in s, of the quantile of all requests for which the plan is made.
+
+    Args:
+        workload: other lengths than the plan's own.
+    """
+    return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
+
+
+def best_of_each(of: Scheduler, kinds: tuple[str, ...], progress: Progress | None = None) -> dict[str, Plan]:
+    """Return each policy's plan with the highest saturated throughput that keeps the bound on all requests.
+
+    The bound is kept in simulation. Policies that serve less than the best one even in closed form, and under a looser
+    bound, are not simulated: their plans keep the bound in closed form.
+
+    Raises:
+        InfeasibleError: no policy has such a plan.
+    """
+    constraint, profile = of.problem.constraint, of.problem.profile
+    if constraint.sla == "length":
+        return of.best_of_each(kinds)
+    if constraint.latency_bound_s is None:
+        found = of.best_of_each(kinds)
+        return {kind: with_law(plan, request_law(plan, profile)) for kind, plan in found.items()}
+    ladders = {kind: Ladder(of, kind, progress) for kind in kinds}
+    promised = {kind: ladder.promise(constraint.latency_bound_s) for kind, ladder in ladders.items()}
+    plans: dict[str, Plan] = {}
+    best_rps = 0.0
+    for kind in sorted(kinds, key=lambda kind: -promised[kind]):
+        plan = ladders[kind].highest(constraint.latency_bound_s, best_rps)
+        if plan is not None:
+            plans[kind] = plan
+            best_rps = max(best_rps, plan.estimate.throughput_rps if plan.search.simulations else 0.0)
+    if not best_rps:
+        raise _never_kept(of, list(ladders.values()), constraint.latency_bound_s)
+    return plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    """A plan's latencies in simulation, headroom included, s."""
+
+    law: RequestLaw
+    guarded_s: float
+
+
+class Ladder:
+    """A policy's plans by the latency that they keep in closed form: rung k stands for RUNG to the power of k seconds.
+
+    Args:
+        of: a scheduler, whose own latency bound is ignored.
+        progress: is called for each simulation.
+    """
+
+    def __init__(self, of: Scheduler, kind: str, progress: Progress | None = None) -> None:
+        self._of, self._kind, self._progress = of, kind, progress
+        self._slack = 1 + of.problem.constraint.headroom
+        self._simulated: dict[str, _Simulated] = {}
+        self.plan = cache(self._plan)
+
+    def promise(self, bound_s: float) -> float:
+        """Return an upper bound on the throughput of the rungs searched under a bound; 0: none has a plan."""
+        plan = self.plan((_top(bound_s) + 1) * BLOCK)
+        return 0.0 if plan is None else plan.estimate.throughput_rps
+
+    def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
+        """Return the plan on the highest rung that keeps the bound in simulation; None: no rung does.
+
+        If no rung can serve more than a rival, return the plan that keeps the bound in closed form, not simulated.
+        """
+        started = time.perf_counter()
+        above = (_top(bound_s) + 1) * BLOCK
+        while (top := self.plan(above)) is not None and top.estimate.throughput_rps > rival_rps * (1 + ROUNDING):
+            low = above - BLOCK
+            if self.keeps(low, bound_s):
+                break
+            above = low
+        else:
+            return None if top is None and not rival_rps else self._in_closed_form(bound_s)
+        while above - low > 1:
+            middle = (low + above) // 2
+            if self.keeps(middle, bound_s):
+                low = middle
+            else:
+                above = middle
+        plan = self.plan(low)
+        return None if plan is None else self._settled(plan, low, bound_s, time.perf_counter() - started)
+
+    def keeps(self, rung: int, bound_s: float) -> bool:
+        """Whether the rung's plan keeps a bound in simulation; True for a rung without a plan."""
+        plan = self.plan(rung)
+        return plan is None or self.simulated(plan).guarded_s <= bound_s
+
+    def lowest(self) -> int | None:
+        """Return the lowest rung that has a plan; None where none has."""
+        try:
+            self._best_under(RUNG**LOWEST)
+        except InfeasibleError as error:
+            if error.nearest_bound_s is None:
+                return None
+            rung = floor(log(error.nearest_bound_s) / log(RUNG))
+            return next((k for k in range(rung, rung + BLOCK) if self.plan(k) is not None), None)
+        return LOWEST
+
+    def simulated(self, plan: Plan) -> _Simulated:
+        """Return the simulated latencies of a rung's plan; neighbouring rungs often share a plan."""
+        key = f"{plan.policy!r} {plan.stages!r}"
+        if key not in self._simulated:
+            if self._progress is not None:
+                self._progress(len(self._simulated), len(self._simulated) + 1, simulating(self._kind))
+            law = request_law(plan, self._of.problem.profile)
+            guarded_s = self._slack * law.quantile(plan.constraint.planned_quantile)
+            self._simulated[key] = _Simulated(law, guarded_s)
+        return self._simulated[key]
+
+    def _plan(self, rung: int) -> Plan | None:
+        return self._in_closed_form(RUNG**rung)
+
+    def _in_closed_form(self, bound_s: float) -> Plan | None:
+        try:
+            return self._best_under(bound_s)
+        except InfeasibleError:
+            return None
+
+    def _best_under(self, bound_s: float) -> Plan:
+        constraint = self._of.problem.constraint.model_copy(update={"latency_bound_s": bound_s})
+        return self._of.under(constraint).best_of_each((self._kind,))[self._kind]
+
+    def _settled(self, plan: Plan, rung: int, bound_s: float, seconds: float) -> Plan:
+        """Return the plan under the given bound, with its simulated latency."""
+        seen = with_law(plan, self.simulated(plan).law, closed_s=RUNG**rung)
+        certificate = seen.search.model_copy(update={"simulations": len(self._simulated), "seconds": round(seconds, 4)})
+        constraint = plan.constraint.model_copy(update={"latency_bound_s": bound_s})
+        return seen.model_copy(update={"constraint": constraint, "search": certificate})
+
+
+def _top(bound_s: float) -> int:
+    """Return the highest block of rungs that is searched under a bound."""
+    return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
+
+
+def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> InfeasibleError:
+    """Return the error that no policy keeps a bound, with the nearest bound that can be kept."""
+    from xscheduler.schedule import round_up
+
+    nearest: list[float] = []
+    for ladder in ladders:
+        rung = ladder.lowest()
+        plan = None if rung is None else ladder.plan(rung)
+        if rung is not None and plan is not None:
+            nearest.append(max(ladder.simulated(plan).guarded_s, RUNG**rung / REACH))
+    if not nearest:
+        of.best_of_each(tuple(ladder._kind for ladder in ladders))  # says why not
+    nearest_s = min(nearest)
+    return InfeasibleError(
+        f"latency_bound_s: no schedule keeps {bound_s:g} s for that share of all requests in simulation; the nearest "
+        f"bound that one keeps is {round_up(nearest_s)} s",
+        nearest_bound_s=nearest_s,
+        binding="latency_bound_s",
+    )
+
+
+def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:
+    """Return the plan with the simulated quantile of all requests as its latency; its proof is the closed form's.
+
+    Args:
+        closed_s: the bound, in s, under which the plan is the best in closed form; None: it is not stated.
+    """
+    quantile, search = plan.constraint.quantile, plan.search
+    estimate = plan.estimate.model_copy(
+        update={"latency_s": law.quantile(quantile), "latency_error": law.error(quantile)}
+    )
+    proven = ""
+    if search.gap is not None:
+        under = "" if closed_s is None else f" under {closed_s:.3g} s"
+        proven = f"; in closed form at most {100 * search.gap:.1f}% below the best{under}"
+    certificate = search.model_copy(
+        update={"gap": None, "bound": f"none: latencies of all requests are simulated{proven}", "simulations": 1}
+    )
+    return plan.model_copy(update={"estimate": estimate, "search": certificate})

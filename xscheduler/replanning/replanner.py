@@ -1,0 +1,243 @@
+"""Re-plan: judge a running plan under observed lengths, offline or for a server.
+
+python -m xscheduler.replanning.replanner     # the process in which a server plans: JSON lines in, JSON lines out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from xgpt.connection import own_api_key
+from xgpt.core.errors import InputError, MachineError, XgptError
+from xgpt.core.io import parse, sha256
+from xgpt.core.reuse import ReuseCurve
+from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
+from xgpt.core.workload import read_lengths
+from xgpt.observation.reuse import most_kept, told_of
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.step_counts import StepCounts
+from xsimulator.stages import whole
+
+if TYPE_CHECKING:
+    from xscheduler.replanning import Terms
+
+NICENESS = 10
+"""Niceness of the planning process: serving goes first."""
+PATIENCE_S = 120.0
+"""Seconds after which planning is given up."""
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """The result of re-planning under other lengths.
+
+    Attributes:
+        judged: the running plan; of a server, the plan that it has switched to since its start.
+        observation: the observed lengths.
+        decision: the change, its gain, and the cost of the switch.
+        plan: the plan to run from now on.
+    """
+
+    judged: Plan
+    observation: Observation
+    decision: Decision
+    plan: Plan
+
+
+def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
+    """Judge a running plan, and return the decision and the plan to change to, if any.
+
+    Raises:
+        InputError: the profile is not that of the plan's devices.
+    """
+    from xgpt.observation.observer import slowdown_to_plan_with
+    from xscheduler.replanning.judging import judged
+
+    started = time.perf_counter()
+    slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
+    verdict = judged(plan, profile, observation, terms, slowdown)
+    then = verdict.plan if verdict.switch else None
+    decision = Decision(
+        at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        action="keep" if then is None else "swap" if verdict.is_swap else "redeploy",
+        reason=verdict.reason,
+        num_requests=observation.num_requests,
+        input_mean=observation.workload.input.mean,
+        output_mean=observation.workload.output.mean,
+        running=verdict.running,
+        best=verdict.best,
+        slowdown=slowdown,
+        gain=verdict.gain,
+        pause_s=0.0 if then is None else verdict.pause_s,
+        plan_sha256=sha256(then or plan),
+        planning_s=time.perf_counter() - started,
+    )
+    return Proposal(decision, then)
+
+
+def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
+    """Return the plan to judge, and the lengths to judge it under.
+
+    The lengths are those of a trace file; or plan and lengths are those of a running server.
+
+    Args:
+        source: CSV or JSON lines, or the URL of a server (without /plan).
+
+    Raises:
+        InputError: the file is malformed, or the server runs another model or version.
+        MachineError: the server does not answer, or has seen too few requests.
+    """
+    if not source.startswith(("http://", "https://")):
+        from xgpt.observation.windows import observe_lengths
+
+        lengths = read_lengths(Path(source), "lengths")
+        observation = observe_lengths(lengths.input, lengths.output, plan.workload)
+        if lengths.prefixes is not None:
+            curve, own = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
+            kept = most_kept(plan) if own is None else own.kept_blocks
+            reuse = told_of(curve, curve.share(kept * plan.block_size))
+            observation = observation.model_copy(update={"reuse": reuse})
+        return plan, observation
+
+    key = own_api_key()
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        response = httpx.get(f"{source.rstrip('/')}/plan", headers=headers, trust_env=False, timeout=30)
+        told = response.raise_for_status().json()
+        running, observed = told["plan"], told["observed"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise MachineError(f"{source}/plan does not answer with a plan and observed lengths: {error}") from None
+    if observed is None:
+        raise MachineError(f"too few requests have ended at {source}; try again later")
+    running = parse(running, Plan, "plan")
+    if running.model != plan.model:
+        raise InputError(
+            "lengths",
+            source,
+            f"it serves {running.model.name}, but the plan is for {plan.model.name}: give a plan for the same model",
+        )
+    return running, parse(observed, Observation, "observed")
+
+
+class BackgroundPlanner:
+    """Plans in a process of its own, at low priority. See `xgpt.core.schema.Planner`.
+
+    The process is kept between questions: loading what planning needs takes longer than planning.
+    """
+
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._cost_of = cache(lambda tp, ep: LaneCost(plan.model, profile, whole(plan.model, tp, ep)))
+        self._profile_json = profile.model_dump_json()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, which loads what it needs; otherwise the first question starts it."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "xscheduler.replanning.replanner"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # A Ctrl-C goes to the server, which ends this process itself. Not a session of its own: the kernel shares
+            # the cores between sessions evenly, however nice their processes are (autogroups).
+            process_group=0,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended: the first question will say so
+            self._process.stdin.write(self._profile_json.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
+        if len(plan.stages) > 1:
+            return None
+        cost = self._cost_of(plan.stages[0].tp, plan.stages[0].ep)
+        (step_s,) = cost.step(StepCounts.of_requests(encode, decodes, has_encoder=cost.has_encoder))
+        return plan.profile.slowdown * step_s
+
+    async def propose(self, plan: Plan, observation: Observation) -> Proposal:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await asyncio.to_thread(self._ask, plan, observation)
+        except (OSError, TimeoutError) as error:
+            await self.close()
+            raise MachineError(f"planning failed: {error or f'no answer within {PATIENCE_S:g} s'}") from None
+        if "error" in answer:
+            raise MachineError(f"planning failed: {answer['error']}")
+        return await asyncio.to_thread(_proposal, answer)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """End the process; a question under way fails."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                with suppress(OSError):  # what it has not read
+                    pipe.close()
+
+    def _ask(self, plan: Plan, observation: Observation) -> dict[str, Any]:
+        if self._process is None:
+            self.start()
+        assert self._process is not None
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(_question(plan, observation))
+        stdin.flush()
+        line = stdout.readline()
+        if not line:
+            raise OSError("the planning process has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def _question(plan: Plan, observation: Observation) -> bytes:
+    return f'{{"plan":{plan.model_dump_json()},"observation":{observation.model_dump_json()}}}\n'.encode()
+
+
+def _proposal(answer: dict[str, Any]) -> Proposal:
+    plan = answer["plan"]
+    return Proposal(Decision.model_validate(answer["decision"]), None if plan is None else Plan.model_validate(plan))
+
+
+def main() -> None:
+    """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
+    os.nice(NICENESS)
+    profile = Profile.model_validate_json(sys.stdin.readline())
+    import_module("xscheduler.replanning.judging")  # what `propose` needs, before the first question
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            decision, plan = propose(
+                Plan.model_validate(question["plan"]), profile, Observation.model_validate(question["observation"])
+            )
+            answer: dict[str, Any] = {
+                "decision": decision.model_dump(mode="json"),
+                "plan": None if plan is None else plan.model_dump(mode="json"),
+            }
+        except XgptError as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

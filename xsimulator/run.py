@@ -1,0 +1,478 @@
+"""Run a plan on the simulated engine, and summarise what it does."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core import policies
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.errors import InputError
+from xgpt.core.policies import Schedule
+from xgpt.core.policies.routing import share_of_replica
+from xgpt.core.schema import JointLengths, Plan, Profile, Workload
+from xgpt.core.schema.step_log import Account, StepRecord
+from xgpt.core.workload import Ints, TraceLengths, quantile, read_lengths, sample
+from xgpt.resolve import load_trace, workload_of
+from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
+from xsimulator.costs.step_cost import lanes_of
+from xsimulator.counts.arrivals import Run, Stream
+from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.lengths import Lengths
+from xsimulator.measures import Measured, RequestTimes, measure, request_times
+from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law, request_law
+from xsimulator.timeline import Timeline, chrome_trace, idle_shares
+
+FULL = 0.95
+"""Share of its mean requests in decode from which a batch counts as steady."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples spread evenly between whole numbers."""
+FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
+"""Figures that count from admission."""
+
+
+def warm_up_requests(plan: Plan) -> int:
+    """Return the number of requests that must end before a replica's batch is in its steady state.
+
+    An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
+    as many long ones in decode as there will be.
+    """
+    of, decodes = plan.estimate, plan.workload.output.mean - 1
+    # Of the batch of a policy that refills it when it is empty, most may have ended with their prompts.
+    each_iteration = min(of.decode_batch / decodes, of.encode_batch) if decodes else 0.0
+    ended = each_iteration * (_iterations_until_full(plan.workload) - FULL * decodes)
+    return ceil(1.5 * max(of.decode_batch, ended) + of.encode_batch)
+
+
+def _iterations_until_full(workload: Workload) -> float:
+    """Return the number of decode iterations after which `FULL` of a steady batch is there."""
+    decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
+    # After n iterations the batch holds E[min(D, n)] / E[D] of what it will; between two lengths that is linear.
+    after = np.concatenate([[0.0], decodes])
+    there = np.minimum(decodes, after[:, None]) @ probabilities
+    return float(np.interp(FULL * there[-1], there, after))
+
+
+def outstanding_requests(plan: Plan) -> int:
+    """Return the number of requests that keep a replica saturated: as many as may run, and some more that wait."""
+    return ceil(max(1.5 * plan.estimate.decode_batch, _most_running(plan)) + 3 * plan.estimate.encode_batch) + 8
+
+
+def _most_running(plan: Plan) -> int:
+    from xsimulator.forecast import FORECASTS
+
+    most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
+    return most
+
+
+def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
+    """Return the number of requests to replay on one replica so that `num_requests` can be measured.
+
+    A saturated run starts with a warm-up, and the window closes at a step that encodes, which needs further requests.
+    """
+    return num_requests + outstanding_requests(plan) + (warm_up_requests(plan) if saturated else 0)
+
+
+def requests_to_end(plan: Plan, num_requests: int) -> int:
+    """Return the number of requests after whose end `num_requests` of a saturated run can be measured.
+
+    Where requests are admitted together and are equally long, all that run end together: once as the warm-up ends, and
+    once as the window does.
+    """
+    together = max(_most_running(plan), plan.estimate.encode_batch)
+    return num_requests + plan.replicas * (warm_up_requests(plan) + ceil(2 * together) + 2)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run of one replica of a plan on the simulated engine.
+
+    Attributes:
+        measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
+        steps: the executed steps, with their times.
+        spans: the times in which each stage was busy.
+        times: times of each request from its arrival; None: requests were always waiting.
+        kept: of each class of requests, the share that kept its bounds.
+    """
+
+    plan: Plan
+    measured: Measured
+    steps: tuple[StepRecord, ...]
+    spans: tuple[Span, ...]
+    times: RequestTimes | None = None
+    kept: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Every figure by its name.
+
+        Where requests arrive, times count from arrival, and the goodput is the share that keeps every bound.
+        """
+        found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
+        idle = idle_shares(self.spans)
+        found["idle_share"] = sum(idle.values()) / len(idle)
+        if any(arrival.chain for record in self.steps for arrival in record.arrivals):
+            found["reused_share"] = reused_share(self.steps)
+        if self.times is not None:
+            found = {name: value for name, value in found.items() if name not in FROM_ADMISSION} | self.times.figures
+            classes = self.plan.constraint.classes
+            if self.kept:
+                found["goodput"] = sum(each.share * self.kept[each.name] for each in classes)
+            elif self.plan.constraint.bounds_latency:
+                found["goodput"] = self.times.goodput(self.plan.constraint)
+        return found
+
+    def chrome_trace(self) -> str:
+        """Return the steps as a Chrome trace, which Perfetto opens."""
+        return chrome_trace(Timeline(f"{self.plan.policy.kind}, simulated", self.steps, self.spans))
+
+
+def run_simulation(
+    plan: Plan,
+    profile: Profile,
+    workload: str | Workload | None = None,
+    num_requests: int = 2000,
+    arrivals: ArrivalProcess | None = None,
+    seed: int = 0,
+    *,
+    own_times: bool = False,
+) -> Simulated:
+    """Run requests of a workload on the simulated engine.
+
+    Args:
+        workload: a name, a path, or histograms; None: the plan's own.
+        num_requests: requests that are measured.
+        arrivals: the arrival process; None: requests are always waiting.
+        own_times: replay the workload, a trace, as recorded: its pairs of lengths and its arrival times.
+
+    Raises:
+        InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
+            is given without a trace.
+    """
+    lengths = plan.workload if workload is None else workload_of(workload, plan.model)
+    spans: list[Span] = []
+    if own_times:
+        if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
+            raise InputError("own_times", own_times, "it takes a trace as `workload`, and no `arrival_rate_per_s`")
+        trace = read_lengths(Path(workload))
+        measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
+    else:
+        rng = np.random.default_rng(seed)
+        own = load_trace(workload) if isinstance(workload, str) and shares_prompts(plan) else None
+        if own is not None and own.prefixes is not None:
+            requests = _first_of(own, plan, num_requests, rng, arrivals)
+            measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append)
+        else:
+            measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
+    times = None
+    if own_times or arrivals is not None:
+        times = times_of(plan, steps, num_requests).later(plan.request_path_s)
+    kept = {} if times is None else kept_by_class(plan, steps, num_requests)
+    return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
+
+
+def simulate(
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    num_requests: int,
+    rng: np.random.Generator,
+    arrivals: ArrivalProcess | None = None,
+    on_span: OnSpan | None = None,
+) -> tuple[Measured, list[StepRecord]]:
+    """Replay sampled requests on the simulated engine; all at once, or as they arrive.
+
+    One replica is simulated, with its share of the arrivals; the throughput is that of all replicas.
+
+    Raises:
+        InputError: a request of the workload can never fit into the plan's K/V memory.
+    """
+    total = requests_to_send(plan, num_requests, saturated=arrivals is None)
+    inputs, outputs = sample(workload, total, rng)
+    times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
+    return run_replica(plan, profile, workload, TraceLengths(inputs, outputs, times), num_requests, on_span)
+
+
+def _first_of(
+    trace: TraceLengths, plan: Plan, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
+) -> TraceLengths:
+    """Return the first requests of a trace that one replica gets, in their order, with what they have in common.
+
+    Raises:
+        InputError: the trace has too few.
+    """
+    total = requests_to_send(plan, num_requests, saturated=arrivals is None)
+    own = share_of_replica(trace, plan)
+    if len(own.input) < total:
+        raise InputError("requests", num_requests, f"the trace has {len(own.input)} requests, this takes {total}")
+    times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
+    return TraceLengths(own.input[:total], own.output[:total], times, own.prefixes)
+
+
+def run_replica(
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    requests: TraceLengths,
+    num_requests: int,
+    on_span: OnSpan | None = None,
+) -> tuple[Measured, list[StepRecord]]:
+    """Run one replica's requests, all at once where they have no times; the throughput is that of all replicas."""
+    check_fits(plan, workload)
+    log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
+    measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
+    measured = replace(
+        measured,
+        throughput_rps=plan.replicas * measured.throughput_rps,
+        output_tokens_per_s=plan.replicas * measured.output_tokens_per_s,
+    )
+    return measured, log
+
+
+def request_latencies(
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    num_requests: int,
+    rng: np.random.Generator,
+    *,
+    at_once: bool = False,
+) -> RequestLaw:
+    """Return the distribution of all requests' latencies at saturation, from admission to the last token.
+
+    Where requests enter one by one, the first ones begin in the middle of their outputs, as in a running engine: a
+    batch that began all at once would end nearly at once for many lifetimes.
+
+    Args:
+        at_once: begin with such a batch all the same.
+
+    Raises:
+        InputError: a request of the workload can never fit into the plan's K/V memory.
+    """
+    from xsimulator.forecast import FORECASTS
+
+    check_fits(plan, workload)
+    lengths = Lengths(workload)
+    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
+    # While the last one that counts decodes, others go on entering: a batch that shrinks is faster.
+    behind = ceil(plan.estimate.decode_batch * lengths.max_output / lengths.mean_output) + outstanding_requests(plan)
+    total = skipped + num_requests + behind
+    inputs, outputs = sample(workload, total, rng)
+    longest = np.full(total, lengths.max_output)
+    if not at_once and not FORECASTS[plan.policy.kind].stations.frees_together:
+        first = min(round(plan.estimate.decode_batch), total)
+        generated, left = lengths.in_the_middle(first, rng)
+        inputs[:first] += generated
+        outputs[:first], longest[:first] = left, longest[:first] - generated
+    if is_drawn(plan) and (run := _counted_at_once(plan, profile, inputs, outputs, longest)) is not None:
+        return drawn_law(run, skipped, num_requests)
+    seen = seen_at_once(plan, profile, inputs, outputs, longest)
+    if is_drawn(plan):
+        return logged_law(seen, skipped, num_requests)
+    return request_law(seen, lengths, skipped, num_requests, encode_emits=encode_emits(plan))
+
+
+def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints) -> SeenSteps:
+    """Simulate one replica's requests that are all there from the beginning, steps at their means: by counts where
+    these tell.
+
+    Args:
+        longest: the longest output that each request may have.
+    """
+    if (run := _counted_at_once(plan, profile, inputs, outputs, longest, is_logged=True)) is None:
+        return SeenSteps.of_log(run_requests(plan, profile.of_means, TraceLengths(inputs, outputs, None), longest))
+    run.run()
+    return SeenSteps.of_run(run)
+
+
+def _counted_at_once(
+    plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, *, is_logged: bool = False
+) -> Run | None:
+    from xsimulator.counts.counted_run import counted_run
+
+    if plan.estimate.reuse is not None:
+        return None
+    stream = Stream(inputs, outputs, longest, np.zeros(len(inputs), int))
+    return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
+
+
+def is_drawn(plan: Plan) -> bool:
+    """Whether the latencies of all requests are those of requests whose lengths are drawn: see `request_law`."""
+    from xsimulator.forecast import FORECASTS
+
+    return FORECASTS[plan.policy.kind].stations.admits_each_step
+
+
+def replay_trace(
+    plan: Plan,
+    profile: Profile,
+    workload: Workload,
+    trace: TraceLengths,
+    num_requests: int,
+    on_span: OnSpan | None = None,
+) -> tuple[Measured, list[StepRecord]]:
+    """Replay a trace's first requests as recorded: at their own times, each input with its own output.
+
+    Args:
+        workload: the trace's histograms.
+
+    Raises:
+        InputError: the trace has no times, or too few requests, or one that can never fit.
+    """
+    check_fits(plan, workload)
+    if trace.timestamp_s is None:
+        raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
+    trace = share_of_replica(trace if shares_prompts(plan) else trace._replace(prefixes=None), plan)
+    total = requests_to_send(plan, num_requests, saturated=False)
+    if len(trace.input) < total:
+        raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
+    return run_replica(plan, profile, workload, trace.take(np.arange(total)), num_requests, on_span)
+
+
+def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
+    """Return the plan with an estimate of the error of treating inputs and outputs as independent.
+
+    The trace's pairs are simulated, and the same inputs and outputs paired at random.
+    """
+    if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
+        return plan
+    rng = np.random.default_rng(0)
+    total = requests_to_send(plan, num_requests, saturated=True)
+    rounds = [rng.permutation(len(trace.input)) for _ in range(-(-total // len(trace.input)))]
+    chosen = np.concatenate(rounds)[:total]
+    inputs, outputs = trace.input[chosen], trace.output[chosen]
+    found = []
+    for paired in (outputs, rng.permutation(outputs)):
+        requests = trace._replace(input=inputs, output=paired, timestamp_s=None, prefixes=None)
+        log = run_requests(plan, profile, requests, plan.workload.output.lengths[-1])
+        found.append(read_log(plan, plan.workload, log, num_requests, saturated=True))
+    pairs, apart = found
+    joint = JointLengths(
+        correlation=float(np.corrcoef(trace.input, trace.output)[0, 1]),
+        throughput=pairs.throughput_rps / apart.throughput_rps - 1,
+        latency=pairs.latency_s / apart.latency_s - 1,
+    )
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"joint_lengths": joint})})
+
+
+def run_requests(
+    plan: Plan,
+    profile: Profile,
+    trace: TraceLengths,
+    max_output: int | Ints,
+    on_span: OnSpan | None = None,
+) -> list[StepRecord]:
+    """Return the steps of these requests on one replica.
+
+    Args:
+        trace: without times: all arrive at once. Where it does not say what requests have in common and the plan counts
+            on reuse, one beginning takes the planned share of each prompt.
+    """
+    schedule = policies.build(plan)
+    size = plan.block_size
+    most = np.broadcast_to(max_output, len(trace.input))
+    arrivals_s = np.zeros(len(most)) if trace.timestamp_s is None else trace.timestamp_s
+    columns = zip(
+        *(of.tolist() for of in (trace.input, most, trace.output, (1e9 * arrivals_s).astype(int))), strict=True
+    )
+    requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
+    if plan.constraint.classes and trace.timestamp_s is not None:
+        accounts = accounts_of(plan, len(requests))
+        requests = [r._replace(account=account) for r, account in zip(requests, accounts, strict=True)]
+    if (prefixes := trace.prefixes) is not None:
+        requests = [
+            request._replace(
+                chain=prefixes.chain(request.id, request.input_length, size),
+                output_chain=prefixes.output_chain(request.id, request.input_length, request.output_length, size),
+            )
+            for request in requests
+        ]
+    elif plan.estimate.reuse is not None:
+        share, longest = plan.estimate.reuse.share, int(trace.input.max()) // size
+        common = [block.to_bytes(4, "big") for block in range(longest)]
+        requests = [r._replace(chain=tuple(common[: round(share * r.input_length / size)])) for r in requests]
+    return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
+
+
+def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
+    """Return the accounts of a plan's classes, dealt out to requests so that any run of them has about the shares."""
+    classes = plan.constraint.classes
+    accounts = [plan.account_of(each) for each in classes]
+    ends = list(accumulate(each.share for each in classes))
+    places = (GOLDEN * i % 1 for i in range(num_requests))
+    return [accounts[min(bisect_right(ends, place), len(accounts) - 1)] for place in places]
+
+
+def reused_share(log: Sequence[StepRecord]) -> float:
+    """Return the share of prompt tokens that were cached when their requests first entered."""
+    asked = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
+    found: dict[int, int] = {}
+    for record in log:
+        for id_, start, _ in record.encode:
+            found.setdefault(id_, start)
+    return sum(found.values()) / max(1, sum(asked[id_] for id_ in found))
+
+
+def shares_prompts(plan: Plan) -> bool:
+    """Return whether the plan's engine shares what prompts have in common; models with an encoder cannot."""
+    return not plan.model.is_encoder_decoder and (plan.profile.engine != "vllm" or plan.vllm_shares_prompts)
+
+
+def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
+    """Return the simulated clock of one replica's single steps."""
+    lanes = lanes_of(plan, profile)
+    if "both" in lanes:
+        return LaneClock(lanes["both"], schedule, on_span, lanes["both"].profile.jitter)
+    return TwoLaneClock(lanes["encode"], lanes["decode"], schedule, on_span, lanes["decode"].profile.jitter)
+
+
+def check_fits(plan: Plan, workload: Workload) -> None:
+    """Refuse a workload whose longest request the plan's K/V memory or the model's context cannot hold."""
+    longest = workload.input.lengths[-1] + workload.output.lengths[-1]
+    blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
+    room = min(blocks * plan.block_size, plan.model.max_context)
+    if longest > room:
+        raise InputError("workload", workload.name, f"its longest request has {longest} tokens, the plan holds {room}")
+
+
+def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
+    """Return the figures of a log of this plan, of as many replicas as wrote it, without a saturated run's warm-up."""
+    return measure(
+        log,
+        quantile=plan.constraint.quantile,
+        quantile_output=quantile(workload.output, plan.constraint.quantile),
+        skip_requests=warm_up_of(plan, log) if saturated else 0,
+        num_requests=num_requests,
+        encode_emits=encode_emits(plan),
+        has_encoder=plan.model.is_encoder_decoder,
+    )
+
+
+def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
+    """Return the number of requests of a saturated run's warm-up, in all replicas that wrote the log."""
+    return len({record.replica for record in log}) * warm_up_requests(plan)
+
+
+def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
+    """Return the times, from arrival, of the first requests in a log of this plan."""
+    return request_times(log, num_requests, encode_emits=encode_emits(plan))
+
+
+def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
+    """Of each class the share of the first requests of a log that kept its bounds."""
+    found = {}
+    for each in plan.constraint.classes:
+        times = request_times(log, num_requests, encode_emits=encode_emits(plan), of_class=each.name)
+        found[each.name] = times.later(plan.request_path_s).share_kept(plan.constraint.of_class(each.name))
+    return found
+
+
+def encode_emits(plan: Plan) -> bool:
+    """Return whether the step that ends a prompt also computes its first output token."""
+    return plan.policy.lanes == ("both",) or not plan.model.is_encoder_decoder
