@@ -1,7 +1,7 @@
 """Pages for a browser: one stylesheet, one frame, and a template for each page.
 
 Values enter; one self-contained HTML document leaves: it loads nothing from a network, and everything that is put
-into a template is escaped. May be imported by xgpt.app, xgpt.cli and xrunner.server.
+into a template is escaped. May be imported by xgpt, xgpt.cli and xrunner.server.
 """
 
 from __future__ import annotations

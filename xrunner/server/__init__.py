@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoint over `xrunner.engine.Engine`.
 
-HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.app.
+HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.
 """
 
 from xrunner.server.access.classes import Classes

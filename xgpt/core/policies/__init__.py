@@ -1,7 +1,7 @@
 """The scheduling rules, pure Python: requests in, steps out.
 
 Both engines drive these same objects, one on a simulated clock and one on a real one. No torch, no clock, no
-global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.app.
+global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.
 """
 
 from xgpt.core.policies.blocks import Blocks, BlockTable

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from xgpt.core.errors import InfeasibleError
-from xscheduler.fleet.sizes import FleetProblem, planning, solve_fleet
+from xscheduler.fleet import planning
+from xscheduler.fleet.sizes import FleetProblem, solve_fleet
 
 
 def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InfeasibleError
+from xscheduler.fleet import sizes as fleet
 from xscheduler.fleet.sizes import (
     DeviceLimit,
     FleetProblem,
@@ -20,7 +21,6 @@ from xscheduler.fleet.sizes import (
     solve_fleet,
     starts_of,
 )
-from xscheduler.fleet.sizes import sizes as fleet
 
 
 def least_by_brute_force(problem: FleetProblem, most: int) -> float | None:
