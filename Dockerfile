@@ -29,7 +29,7 @@ COPY xrunner xrunner
 RUN torch=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt) \
     && pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch==${torch}" \
     && grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
-    && pip install --no-cache-dir -c /tmp/constraints.txt .
+    && pip install --no-cache-dir -c /tmp/constraints.txt '.[serve]'
 
 USER xgpt
 ENV PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/home/xgpt/.cache

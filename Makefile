@@ -69,7 +69,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(shell grep '^torch==' constraints.txt)
-	$(PIP) -e .
+	$(PIP) -e '.[serve]'
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from xgpt.core.errors import InfeasibleError, XgptError, nearest
+from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed
 from xgpt.core.version import __version__
 
 COMMANDS = (
@@ -123,7 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     except XgptError as error:
-        _fail(("infeasible: " if isinstance(error, InfeasibleError) else "") + str(error), error.exit_code)
+        _fail_with(error)
+    except ModuleNotFoundError as error:
+        if os.environ.get("XGPT_TRACEBACK") or (missing := not_installed(error)) is None:
+            raise
+        _fail_with(missing)
     except BrokenPipeError:
         # Whatever read our output has ended: there is nothing left to report to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -132,6 +136,10 @@ def main(arguments: list[str] | None = None) -> None:
         if os.environ.get("XGPT_TRACEBACK"):
             raise
         _fail(f"internal error: {type(error).__name__}: {error} (XGPT_TRACEBACK=1 shows where)", 4)
+
+
+def _fail_with(error: XgptError) -> None:
+    _fail(("infeasible: " if isinstance(error, InfeasibleError) else "") + str(error), error.exit_code)
 
 
 def _way_out(error: click.BadParameter) -> str:

@@ -58,6 +58,18 @@ class MachineError(XgptError):
     exit_code = 3
 
 
+RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
+"""Modules that the optional dependencies `serve` install: planning does without them."""
+
+
+def not_installed(error: ModuleNotFoundError) -> MachineError | None:
+    """Return the error that names the packages to install if a module of the optional ones is missing."""
+    module = (error.name or "").partition(".")[0]
+    if module not in RUNS_MODELS:
+        return None
+    return MachineError(f"running a model needs {module}, which is not installed: pip install 'xgpt-serve[serve]'")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """ ": did you mean X?" where one of the known names is near, or nothing: the end of an error message."""
     from difflib import get_close_matches
