@@ -1,4 +1,4 @@
-"""Capacity of budgets from slack and of phases with thresholds, next to that of the best fixed budget, in simulation.
+"""Capacity of budgets from slack, next to that of the best fixed budget, in simulation.
 
     python -m benchmarks.slack [--quick] [--models llama-3.1-8b] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead
@@ -7,7 +7,7 @@
 
 Capacity is the highest arrival rate at which 99% of all requests keep the bounds on TTFT and on the mean time per
 token, waiting counted. Every row is planned with profiles from datasheets: the best fixed budget (chunked, requests in
-the order of arrival), the same with requests in time, slack, and phases. Plans are found and tuned on one draw of 2,000
+the order of arrival), the same with requests in time, and slack. Plans are found and tuned on one draw of 2,000
 requests; what slack gains is then read off 50,000 others, which no search has seen, over the fixed budget that serves
 most of these: of the planner's own and those under a tighter TPOT, each also halved, doubled, and in between. With
 --json, a run that was broken off goes on where it was.
@@ -87,7 +87,6 @@ class Row:
     fixed: float | None
     fixed_in_time: float | None
     slack: float | None
-    phases: float | None
     settings: str
     seconds: float
     """That tuning slack took, the fixed budget's search included."""
@@ -144,9 +143,9 @@ def main(
     rows: list[Row] = []
     click.echo(
         "| model | load | TTFT, TPOT | fixed budget | slack | gain | any rule's, at most | search's draw: fixed | "
-        "in time | slack | phases | s |"
+        "in time | slack | s |"
     )
-    click.echo("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    click.echo("|---|---|---|---|---|---|---|---|---|---|---|")
     known = [Row(**row) for row in json.loads(path.read_text())] if path is not None and path.exists() else []
     for states in cases(models.split(","), chosen, known, quick=quick):
         for row in states:
@@ -234,8 +233,7 @@ def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: 
     started = time.perf_counter()
     slack = best_of(subject, "slack")
     seconds = time.perf_counter() - started
-    phases = best_of(subject, "phases")
-    rates = [None if plan is None else rate_of(plan) for plan in (fixed, in_time, slack, phases)]
+    rates = [None if plan is None else rate_of(plan) for plan in (fixed, in_time, slack)]
     text = "-" if slack is None else settings_text(slack)
     found = {"fixed": budgets, "slack": [] if slack is None else [slack]}
     plans = {name: [json.loads(dump_json(plan)) for plan in each] for name, each in found.items()}
@@ -247,7 +245,6 @@ def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: 
         fixed=rates[0],
         fixed_in_time=rates[1],
         slack=rates[2],
-        phases=rates[3],
         settings=text,
         seconds=round(seconds, 1),
         plans=plans,
@@ -284,7 +281,7 @@ def line(row: Row) -> str:
         return " | ".join("-" if rate is None else f"{rate:.2f}" for rate in rates)
 
     unseen = texts(row.unseen.get("fixed"), row.unseen.get("slack"))
-    seen = texts(row.fixed, row.fixed_in_time, row.slack, row.phases)
+    seen = texts(row.fixed, row.fixed_in_time, row.slack)
     gains = " | ".join(f"{of:+.1%}" if of is not None else "-" for of in (row.gain, row.most_gain))
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
     return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} | {row.seconds:g} |"

@@ -1,4 +1,4 @@
-"""Capacity of budgets from slack and of phases, next to the best fixed budget's, on this machine: predicted, measured.
+"""Capacity of budgets from slack, next to the best fixed budget's, on this machine: predicted, measured.
 
     python -m benchmarks.slack_measured --plan FILE [--model opt-125m] [--workload summarization]
     python -m benchmarks.slack_measured --run FILE [--seconds 400] [--engine vllm]
@@ -86,7 +86,7 @@ def predictions(
     for tpot, ttft in pairs:
         limits = {"ttft_s": float(f"{ttft * prompt_s:.2g}"), "tpot_s": float(f"{tpot * decode_s:.2g}")}
         case = free.under(free.constraint.model_copy(update=limits))
-        plans = {"fixed": best_fixed(case), "slack": best_of(case, "slack"), "phases": best_of(case, "phases")}
+        plans = {"fixed": best_fixed(case), "slack": best_of(case, "slack")}
         found = {name: plan for name, plan in plans.items() if plan is not None}
         click.echo(f"{limits}: " + ", ".join(f"{name} {rate_of(plan):.3f}" for name, plan in found.items()))
         cases.append(

@@ -78,7 +78,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
             `quantile` of them must keep all bounds together.
         headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
         arrival_rate_per_s: requests a second that the plan must sustain.
-        policy: a policy; "auto", the default: the best of all but slack and phases; "exegpt": the better of rra and
+        policy: a policy; "auto", the default: the best of all but slack; "exegpt": the better of rra and
             waa; "waa": the better of waa-c and waa-m.
         search: with "saturated": the method; None: branch-and-bound.
         kv: "reserve", the default: set each request's maximum of K/V memory aside; "quantile": admit as many requests

@@ -23,7 +23,6 @@ from xgpt.core.schema import (
     SingleLaneSettings,
     SlackBudget,
     StepTimes,
-    Thresholds,
 )
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.vllm.channel import Accepted, FrontSide, Stepped, Up
@@ -31,7 +30,6 @@ from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
 RRA = RraSettings(encode_batch=6, decode_iterations=5)
-THRESHOLDS = Thresholds(waiting_requests=4, oldest_wait_ms=50)
 
 
 def ordered(order: AdmissionOrder) -> Plan:
@@ -116,7 +114,6 @@ def steps(log: list[StepRecord]) -> list[tuple[Any, ...]]:
         pytest.param(plan_with(OrcaSettings(max_batch=10)), id="orca"),
         pytest.param(plan_with(OrcaSettings(max_batch=40), kv="quantile", kv_tokens=1280), id="preempting"),
         pytest.param(by_the_clock(SLACK), id="slack"),
-        pytest.param(by_the_clock(RRA.model_copy(update={"thresholds": THRESHOLDS})), id="phases"),
         pytest.param(ordered("edf"), id="edf"),
         pytest.param(ordered("das"), id="das"),
     ],

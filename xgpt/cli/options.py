@@ -222,7 +222,7 @@ def _headroom() -> Callable[[F], F]:
     )
 
 
-POLICIES = ["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack", "phases"]
+POLICIES = ["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"]
 
 policy_option = click.option(
     "--policy",
@@ -231,9 +231,8 @@ policy_option = click.option(
     help="Kind of schedule. rra: encode a batch of prompts, run several decode steps, and again. waa: some devices "
     "encode and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and "
     "encodes pieces of prompts. orca: the same with whole prompts. static: a batch runs until all of it has finished. "
-    "slack: chunked, with as many prompt tokens a step as running requests have time for under --tpot. phases: rra "
-    "that encodes once enough requests wait, or one has waited long enough. exegpt: the better of rra and waa. auto: "
-    "the best of all but slack and phases, which are tuned by simulation.",
+    "slack: chunked, with as many prompt tokens a step as running requests have time for under --tpot, tuned by "
+    "simulation. exegpt: the better of rra and waa. auto: the best of all but slack.",
 )
 
 

@@ -1,4 +1,4 @@
-const COLOURS = {rra: "var(--orange)", waa: "var(--violet)", "waa-c": "var(--violet)", "waa-m": "var(--pink)", chunked: "var(--blue)", orca: "var(--green)", static: "var(--grey)", slack: "var(--teal)", phases: "var(--ochre)"};
+const COLOURS = {rra: "var(--orange)", waa: "var(--violet)", "waa-c": "var(--violet)", "waa-m": "var(--pink)", chunked: "var(--blue)", orca: "var(--green)", static: "var(--grey)", slack: "var(--teal)"};
 const KINDS = {encode: "var(--orange)", decode: "var(--blue)", "encode and decode": "var(--violet)"};
 const FIELDS = ["model", "cluster", "devices", "workload", "bound", "quantile", "ttft", "tpot", "objective", "engine", "price", "current"];
 const NUMBERS = {devices: "devices", bound: "latency_bound_s", quantile: "quantile", ttft: "ttft_s", tpot: "tpot_s", price: "price"};

@@ -242,12 +242,6 @@ def schedule_in_words(plan: Plan) -> str:
     """Return a sentence on what the engine does under the plan."""
     policy = plan.policy
     match policy.kind:
-        case "rra" if policy.thresholds is not None:
-            return (
-                f"run {policy.decode_iterations} decode iterations or more, until {policy.thresholds.waiting_requests} "
-                f"requests wait or one has waited {policy.thresholds.oldest_wait_ms} ms, then encode about "
-                f"{policy.encode_batch}, and again"
-            )
         case "rra":
             return (
                 f"encode about {_count(policy.encode_batch, 'request')}, then run "

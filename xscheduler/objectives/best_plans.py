@@ -63,7 +63,7 @@ def plan_each(
             fixed = [base, *_under_tighter(problem, kinds, finish, search)]
             base, *others = sorted(fixed, key=rate_of, reverse=True)
             others += [finish(plan) for plan in _on_one_stage(of, TUNED[policy], fixed)]
-            return {policy: tune(base, policy, problem.profile, others=others, order=order)}
+            return {policy: tune(base, problem.profile, others=others, order=order)}
         return _distinct(plans)
     plans = best_of_each(of, kinds, progress)
     if problem.reused is None:
@@ -86,7 +86,7 @@ def _check_tunable(problem: Problem, policy: str) -> None:
             "policy", policy, "it goes with `objective=arrivals` and a bound on the time per token, `tpot_s`"
         )
     if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
-        raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked or rra")
+        raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked")
 
 
 def _under_tighter(

@@ -1,4 +1,4 @@
-"""Tune settings that closed forms cannot tell apart, by simulation: the slack of budgets, thresholds of phases.
+"""Tune settings that closed forms cannot tell apart, by simulation: the slack of budgets.
 
 Optuna proposes settings, a round at a time, beginning with those that are equal to the plan's fixed ones. All are
 simulated with the same lengths and arrivals, at a rate a little above the best so far; a run is given up as soon as too
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget, Thresholds
+from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
 from xsimulator.costs.step_times import with_step_times
 
 if TYPE_CHECKING:
@@ -44,21 +44,17 @@ class Score(NamedTuple):
     rate: float
 
 
-def tune(
-    plan: Plan, kind: str, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None
-) -> Plan:
+def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: AdmissionOrder | None = None) -> Plan:
     """Return the plan with the best tuned settings found, and its simulated capacity.
 
     Args:
         plan: a plan with fixed settings and a simulated capacity.
-        kind: the settings to tune: a key of `xsimulator.forecast.TUNED`.
         others: further plans with fixed settings to begin with, on other placements or with other budgets.
         order: order of admission; None: tuned, too.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    proposed, make = _SPACES[kind]
     plans = [with_step_times(one, profile) for one in (plan, *others)]
     plan = plans[0]
     found = plan.estimate.capacity
@@ -67,22 +63,22 @@ def tune(
     study = optuna.create_study(
         direction="maximize", sampler=optuna.samplers.TPESampler(seed=0, multivariate=True, n_startup_trials=12)
     )
-    for settings in proposed(plan):
+    for settings in _slack_settings(plan):
         study.enqueue_trial({"plan": 0, **settings})
     for i, other in enumerate(plans[1:], 1):
-        for settings in islice(proposed(other), 5):
+        for settings in islice(_slack_settings(other), 5):
             study.enqueue_trial({"plan": i, **settings})
     with _workers(plan, profile) as score_all:
         for _ in range(NUM_TRIALS // ROUND):
             trials = [study.ask() for _ in range(ROUND)]
             of = [plans[trial.suggest_categorical("plan", range(len(plans)))] for trial in trials]
-            made = [make(one, trial, order) for one, trial in zip(of, trials, strict=True)]
+            made = [_with_slack(one, trial, order) for one, trial in zip(of, trials, strict=True)]
             scores = score_all(made, best)
             for trial, one, score in zip(trials, made, scores, strict=True):
                 study.tell(trial, score.rate)
                 if score.kept and score.rate > best:
                     best, best_settings = score.rate, one
-    first = make(plan, optuna.trial.FixedTrial(next(iter(proposed(plan)))), order)
+    first = _with_slack(plan, optuna.trial.FixedTrial(next(iter(_slack_settings(plan)))), order)
     return _settled(first if best_settings is None else best_settings, profile, best)
 
 
@@ -115,9 +111,6 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
             )
         }
     )
-
-
-# What is found -------------------------------------------------------------------------------------------------
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -155,45 +148,10 @@ def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder
     slack = SlackBudget(
         least_tokens=least, most_tokens=max(least, min(most, LARGEST_STEP)), share=share, behind_tokens=behind
     )
-    return _changed(plan, {"slack": slack if by_slack else None}, order or chosen)
+    admission = plan.admission.model_copy(update={"order": order or chosen})
+    policy = plan.policy.model_copy(update={"slack": slack if by_slack else None})
+    return plan.model_copy(update={"policy": policy, "admission": admission})
 
-
-def _phase_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    policy = plan.policy
-    fixed = {"iterations": policy.decode_iterations, "waiting": 1, "wait_ms": 0}  # type: ignore[union-attr]
-    yield fixed
-    ttft_ms = round(1000 * (plan.constraint.ttft_s or plan.estimate.latency_s))
-    for waiting in (2, 4, 8):
-        yield {"iterations": 1, "waiting": waiting, "wait_ms": ttft_ms // 2}
-    yield {"iterations": 2, "waiting": 2, "wait_ms": ttft_ms // 4}
-
-
-def _with_thresholds(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder | None) -> Plan:
-    most_iterations = max(64, plan.policy.decode_iterations)  # type: ignore[union-attr]
-    most_ms = max(1000, round(1000 * (plan.constraint.ttft_s or plan.estimate.latency_s)))
-    thresholds = Thresholds(
-        waiting_requests=trial.suggest_int("waiting", 1, 64, log=True),
-        oldest_wait_ms=trial.suggest_int("wait_ms", 0, most_ms),
-    )
-    iterations = trial.suggest_int("iterations", 1, most_iterations, log=True)
-    return _changed(plan, {"thresholds": thresholds, "decode_iterations": iterations}, order or "fcfs")
-
-
-def _changed(plan: Plan, policy: dict[str, Any], order: AdmissionOrder) -> Plan:
-    admission = plan.admission.model_copy(update={"order": order})
-    return plan.model_copy(update={"policy": plan.policy.model_copy(update=policy), "admission": admission})
-
-
-_SPACES: dict[
-    str,
-    tuple[
-        Callable[[Plan], Iterator[dict[str, Any]]],
-        Callable[[Plan, optuna.trial.BaseTrial, AdmissionOrder | None], Plan],
-    ],
-] = {"slack": (_slack_settings, _with_slack), "phases": (_phase_settings, _with_thresholds)}
-
-
-# Scores --------------------------------------------------------------------------------------------------------
 
 _profile: Profile | None = None
 """The state of a scoring process."""

@@ -79,7 +79,7 @@ LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
-    + _fields("max_batch batch_wait_steps batch_wait_tokens phase_waiting phase_wait_ns")
+    + _fields("max_batch batch_wait_steps batch_wait_tokens")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
@@ -89,7 +89,6 @@ LANE = np.dtype(
 
 Requests [head, tail) wait. Steps [first_step, end_step) are under way. Requests [first_counted, last_counted) count.
 num_sent, path_ns: a closed loop sends the next request that long after one has ended.
-phase_waiting, phase_wait_ns: a phase begins once as many requests wait, or one for as long (rra).
 emits: an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
 encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
 the micro-batches are that lane's. occupies: moving takes the devices' own time.

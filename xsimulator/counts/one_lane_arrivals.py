@@ -42,9 +42,6 @@ class OneLaneRun(Run):
         lane["prompts_first"], lane["reuse_is_planned"] = settings.prompts_first, settings.reuse_is_planned
         lane["whole_prompts"] = settings.whole_prompts
         lane["batch_wait_steps"], lane["batch_wait_tokens"] = settings.batch_wait_steps, settings.batch_wait_tokens
-        if (thresholds := settings.thresholds) is not None:
-            lane["phase_waiting"] = thresholds.waiting_requests
-            lane["phase_wait_ns"] = 1_000_000 * thresholds.oldest_wait_ms
         lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
         lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
         for i, batch in enumerate(self.state.batches):
@@ -130,7 +127,7 @@ def next_step(s, lane, number, step):
             fill(s, lane, batch)
     elif lane.refills:
         next_part(s, lane, batch)
-    elif may and is_phase_over(batch) and (not is_running(batch) or is_worth_a_phase(s, lane)):
+    elif may and is_phase_over(batch):
         batch.phase += 1
         begin_phase(s, lane, batch)
     step.last_piece = lane.num_pieces
@@ -156,15 +153,6 @@ def is_running(batch):
 @helper
 def is_phase_over(batch):
     return not is_running(batch) or batch.since_encode >= batch.encode_every
-
-
-@helper
-def is_worth_a_phase(s, lane):
-    """Whether enough requests wait, or one has waited long enough; without thresholds, always."""
-    num_waiting = lane.tail - lane.head
-    if num_waiting >= lane.phase_waiting:
-        return True
-    return num_waiting > 0 and lane.now_ns - s.requests[lane.head].arrival_ns >= lane.phase_wait_ns
 
 
 @helper

@@ -29,8 +29,8 @@ CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compu
 """Choices for planning: policies, and policies restricted to some of their placements."""
 
 
-TUNED: dict[str, Any] = {"slack": "chunked", "phases": "rra"}
-"""Choices that add settings to a policy which only simulation can compare (`xscheduler.objectives.tuning`)."""
+TUNED: dict[str, Any] = {"slack": "chunked"}
+"""Choices whose settings only simulation can compare (`xscheduler.objectives.tuning`), and the policies they extend."""
 
 
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:

@@ -113,12 +113,6 @@ class Queue:
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
-    @property
-    def oldest_wait_ns(self) -> int:
-        """Nanoseconds for which the oldest new request has waited; 0 if there is none."""
-        first = next(iter(self._waiting.values()), None)
-        return 0 if first is None else self.now_ns - first.arrival_ns
-
     def head(self) -> Request | None:
         """Return the request that enters next; None: none is waiting."""
         return self._choose().request if len(self) else None

@@ -15,7 +15,6 @@ from xgpt.core.schema import (
     RraSettings,
     SingleLaneSettings,
     StaticSettings,
-    Thresholds,
 )
 
 
@@ -43,7 +42,6 @@ class LaneSettings:
         batch_wait_steps: steps in which prompts wait for others while requests decode (only with `mix`).
         batch_wait_tokens: tokens of a step, those prompts included, from which on they wait no longer.
         slack: prompts fill a step as far as running requests have time, instead of `token_budget` (only with `mix`).
-        thresholds: conditions that end a phase, once its iterations are done (only without `mix`).
         first_tokens: when they are due, where prompts that cannot be in time give way.
     """
 
@@ -64,7 +62,6 @@ class LaneSettings:
     batch_wait_steps: int = 0
     batch_wait_tokens: int = 0
     slack: Slack | None = None
-    thresholds: Thresholds | None = None
     first_tokens: FirstTokens | None = None
 
     def of_microbatch(self, number: int) -> LaneSettings:
@@ -125,7 +122,6 @@ def _rra(settings: RraSettings, encode_tokens: float, decode_batch: float, decod
         carried_batch=max(decode_batch - settings.encode_batch * decoding_share, 0.0),
         decode_batch=decode_batch,
         microbatches=settings.microbatches,
-        thresholds=settings.thresholds,
     )
 
 

@@ -16,9 +16,6 @@ from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.core.policies.slack import Room, Slack, TimeRoom, TokenRoom
-from xgpt.core.schema import (
-    Thresholds,
-)
 
 ADJUSTMENT = 0.1
 """Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
@@ -83,13 +80,6 @@ class OneLaneRule:
         """Return whether a phase's iterations are done, or no request is left to decode."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
-    def _may_begin_phase(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether a phase is over, and enough requests wait for the next one, or one has waited long enough."""
-        thresholds = self.settings.thresholds
-        if thresholds is None or not batch.num_running:
-            return self.is_phase_over(batch)
-        return self.is_phase_over(batch) and are_met(thresholds, pool.num_waiting, pool.waiting.oldest_wait_ns)
-
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
         """Return the next step, or None if nothing can run; admit the requests that the step begins to encode.
 
@@ -111,7 +101,7 @@ class OneLaneRule:
             encode = () if self._waits_for_others(pool, batch) else self._fill(pool, batch, giving_way)
         elif settings.refill_when_empty:
             encode = self._part(pool, batch)
-        elif batch.encoding or (may_encode and self._may_begin_phase(pool, batch)):
+        elif batch.encoding or (may_encode and self.is_phase_over(batch)):
             self.phase += 1
             encode = self._phase(pool, batch)
 
@@ -265,13 +255,6 @@ def _first_due_ns(slack: Slack, batch: MicroBatch, now_ns: int) -> float:
         for r in batch.decoding.values()
     )
     return min(due_ns, default=inf)
-
-
-def are_met(thresholds: Thresholds, num_waiting: int, oldest_wait_ns: int) -> bool:
-    """Return whether enough requests wait, or one has waited long enough."""
-    if num_waiting >= thresholds.waiting_requests:
-        return True
-    return num_waiting > 0 and oldest_wait_ns >= 1_000_000 * thresholds.oldest_wait_ms
 
 
 def next_chunk(request: Request, limit: int | None) -> Chunk:

@@ -38,7 +38,6 @@ from xgpt.core.schema.policy import (
     StageLane,
     StaticSettings,
     TensorParallel,
-    Thresholds,
     Variable,
     WaaSettings,
 )
@@ -146,7 +145,6 @@ __all__ = [
     "StoredDType",
     "Surface",
     "TensorParallel",
-    "Thresholds",
     "TruncatedNormal",
     "Uniform",
     "UrlReport",

@@ -59,19 +59,6 @@ class SingleLane(Frozen):
     """Whether requests keep their place until the whole batch has finished."""
 
 
-class Thresholds(Frozen):
-    """When a phase of decode iterations ends: once enough requests wait, or one has waited for long enough.
-
-    Source: Threshold-based exclusive batching, arXiv 2606.00516, with a bound on the wait. If requests are always
-    waiting, the thresholds are always met, and phases are as long as without them.
-    """
-
-    waiting_requests: PositiveInt = 1
-    """Number of waiting requests."""
-    oldest_wait_ms: NonNegativeInt = 0
-    """Milliseconds that the oldest request has waited, whatever the number of waiting requests."""
-
-
 class RraSettings(SingleLane):
     """Encode `encode_batch` requests, then run `decode_iterations` decode iterations, and again.
 
@@ -86,16 +73,6 @@ class RraSettings(SingleLane):
     """Decode iterations in a phase (N_D)."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
-    tuned: ClassVar[tuple[str, ...]] = ("thresholds",)
-    thresholds: Thresholds | None = None
-    """Conditions that end a phase after its iterations; None: it ends with its iterations."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RraSettings:
-        if self.thresholds is not None and self.microbatches > 1:
-            raise ValueError(f"thresholds: they go with one micro-batch, not with microbatches {self.microbatches}")
-        return self
-
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "rises", "rises", "requests encoded a phase (B_E)"),
         Variable("decode_iterations", "falls", "falls", "decode iterations a phase (N_D)"),
@@ -233,7 +210,7 @@ SingleLaneSettings = RraSettings | OrcaSettings | ChunkedSettings | StaticSettin
 PolicySettings = Annotated[SingleLaneSettings | WaaSettings, Field(discriminator="kind")]
 
 
-PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack", "phases"]
+PolicyChoice = Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"]
 POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "auto": ("rra", "chunked", "orca", "static", "waa-c", "waa-m"),
     "exegpt": ("rra", "waa-c", "waa-m"),

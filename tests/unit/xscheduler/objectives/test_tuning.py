@@ -1,4 +1,4 @@
-"""Budgets from slack and thresholds of phases: tuned by simulation, never worse than what they are tuned from."""
+"""Budgets from slack: tuned by simulation, never worse than what they are tuned from."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ def planned(**changes: object) -> Planned:
     return solve(plan_request(**(ASKED | changes)))
 
 
-@pytest.mark.parametrize(("choice", "base"), [("slack", "chunked"), ("phases", "rra")])
-def test_a_tuned_plan_keeps_no_lower_rate_and_its_log_replays(choice: str, base: str) -> None:
-    fixed = planned(policy=base).best
-    found = planned(policy=choice)
+def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays() -> None:
+    fixed = planned(policy="chunked").best
+    found = planned(policy="slack")
     plan = found.best
-    assert plan.policy.kind == base
-    assert rate_of(plan) >= (1.1 if choice == "slack" else 0.985) * rate_of(fixed)
+    assert plan.policy.kind == "chunked"
+    assert rate_of(plan) >= 1.1 * rate_of(fixed)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert plan.estimate.capacity is not None and plan.estimate.capacity.error is not None
     assert plan.estimate.step_times is not None and plan.estimate.step_times.error < 0.05
