@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from xrunner.attention.triton_gpu import PROGRAMS_A_PROCESSOR, Tile, decode_tile, padded_dim, prompt_tile
+from xrunner.gpu.attention import PROGRAMS_A_PROCESSOR, Tile, decode_tile, padded_dim, prompt_tile
 
 BLOCK_SIZE = 16
 PROCESSORS = 132
@@ -74,7 +74,7 @@ def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, A
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
-    from xrunner.attention.triton_kernels import attend_kernel
+    from xrunner.gpu.attention_kernels import attend_kernel
 
     group = shape.num_heads // shape.num_kv_heads
     tile = (decode_tile if use["IS_DECODE"] else prompt_tile)(shape.head_dim, shape.dtype, group)
@@ -101,7 +101,7 @@ def compiled(shape: Shape, use: dict[str, bool], capability: int) -> dict[str, A
 
 def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of the kernel's values, and its constants."""
-    from xrunner.attention.triton_kernels import TYPES as DOT_TYPES
+    from xrunner.gpu.attention_kernels import TYPES as DOT_TYPES
 
     kind = f"*{TYPES[shape.dtype]}"
     of_parts = "*fp32" if use["IS_SPLIT"] else kind

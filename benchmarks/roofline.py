@@ -32,8 +32,8 @@ from xgpt.resolve import load_cluster, load_model
 from xprofiler.bench import Bench, timed
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.kernels.cores import own_cores
-from xrunner.kernels.packed import fastest
+from xrunner.cpu.cores import own_cores
+from xrunner.cpu.packed import fastest
 from xrunner.models.layers import Linear
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker

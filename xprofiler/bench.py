@@ -27,7 +27,7 @@ from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, Scoring, Sequences, make_batch
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.graphs import CudaCapture
+from xrunner.gpu.graphs import CudaCapture
 from xrunner.models import DecoderModel, EncoderDecoderModel
 from xrunner.models.latent import LatentAttention
 from xrunner.models.layers import Attention

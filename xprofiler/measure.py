@@ -48,12 +48,12 @@ from xprofiler.bench import (
     curve,
 )
 from xprofiler.encoder_decoder import CrossBench, layers_of
-from xrunner.attention.pieces import fastest_pieces
+from xrunner import heap
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.kernels import heap
-from xrunner.kernels.cores import own_cores
-from xrunner.kernels.highest import fastest_screen
-from xrunner.kernels.packed import fastest
+from xrunner.cpu.cores import own_cores
+from xrunner.cpu.highest import fastest_screen
+from xrunner.cpu.packed import fastest
+from xrunner.cpu.pieces import fastest_pieces
 from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, kept_dtype, load_prepacked
 from xrunner.worker import Worker

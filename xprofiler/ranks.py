@@ -33,7 +33,7 @@ from xprofiler.measure import bench_of, seconds_by_threads
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
-from xrunner.kernels.cores import take_cores
+from xrunner.cpu.cores import take_cores
 from xrunner.parallel import Part
 from xrunner.transfer import Moving, Piece
 from xrunner.weights import state_dtype

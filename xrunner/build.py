@@ -12,13 +12,13 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import BlockTable, Chunk, Step
 from xgpt.core.policies.tcb import Batching
 from xgpt.core.schema import DType, ModelSpec
+from xrunner import heap
 from xrunner.ahead import AheadWorker
 from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usable_backends
+from xrunner.cpu.packed import layouts_of
 from xrunner.generation import Generation
+from xrunner.gpu.graphs import GraphedModel
 from xrunner.grammar import Grammars, grammars_of
-from xrunner.graphs import GraphedModel
-from xrunner.kernels import heap
-from xrunner.kernels.packed import layouts_of
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
 from xrunner.parallel import Group, Part, Vocabulary, join
@@ -39,7 +39,7 @@ class WorkerSettings:
         num_blocks: of the K/V cache.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
         threads: CPU threads of this process; None: leave as they are.
-        layouts: how a CPU keeps weights of each shape (see `xrunner.kernels.packed.pack`).
+        layouts: how a CPU keeps weights of each shape (see `xrunner.cpu.packed.pack`).
     """
 
     spec: ModelSpec

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from xgpt.core.schema import SCALE_BYTES, ModelSpec
-from xrunner.kernels import huge_pages
-from xrunner.kernels.quantised import quantise
+from xrunner import huge_pages
+from xrunner.cpu.quantised import quantise
 
 
 class KvCache:

@@ -17,9 +17,9 @@ def run_alone(plan: Plan, load: Load, seed: int) -> list[StepRecord]:
     import torch
 
     from xrunner.build import WorkerSettings, build_worker
+    from xrunner.cpu.cores import own_cores
     from xrunner.engine import Engine
     from xrunner.generation import Generation
-    from xrunner.kernels.cores import own_cores
 
     drawn, rng = draw(plan, load, np.random.default_rng(seed)), np.random.default_rng(seed)
     if plan.profile.num_threads is not None:

@@ -9,10 +9,11 @@ import torch
 from tests.numerics.steps import random_batch, random_bias
 from xgpt.core.schema import DECODES, PROMPTS, SCALE_BYTES
 from xgpt.resolve import load_model
-from xrunner.attention import BACKENDS, PositionBias, Scoring, amx, default_backend, usable_backends
-from xrunner.attention.numba_cpu import PIECE_NAMES, NumbaAttention, suits_matrices
-from xrunner.attention.pieces import fastest_pieces
-from xrunner.kernels.quantised import quantise
+from xrunner.attention import BACKENDS, PositionBias, Scoring, default_backend, usable_backends
+from xrunner.cpu import amx
+from xrunner.cpu.attention import PIECE_NAMES, NumbaAttention, suits_matrices
+from xrunner.cpu.pieces import fastest_pieces
+from xrunner.cpu.quantised import quantise
 from xrunner.kv_cache import numbers_of
 
 HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim

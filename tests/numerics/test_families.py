@@ -14,9 +14,9 @@ from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.attention import BACKENDS, usable_backends
 from xrunner.build import WorkerSettings, build_worker
+from xrunner.cpu.packed import ACTIVATIONS, GATES, LAYOUTS, fastest, layouts_of, pack, shape_name
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.kernels.packed import ACTIVATIONS, GATES, LAYOUTS, fastest, layouts_of, pack, shape_name
 from xrunner.kv_cache import KvCache
 from xrunner.models.layers import Rotary
 from xrunner.worker import Worker
@@ -240,9 +240,9 @@ def test_a_layout_that_differs_with_more_rows_alone_is_compared_by_them(shape, w
         more = {"strassen": with_more_rows} if len(x) >= 96 else {}
         return {name: (seconds | more)[name] for name in products}
 
-    monkeypatch.setattr("xrunner.kernels.packed.MOST_PRODUCT", 4 * 10**6)
-    monkeypatch.setattr("xrunner.kernels.packed._timed", timed)
-    monkeypatch.setattr("xrunner.kernels.packed.layouts_of", lambda dtype: list(seconds))
+    monkeypatch.setattr("xrunner.cpu.packed.MOST_PRODUCT", 4 * 10**6)
+    monkeypatch.setattr("xrunner.cpu.packed._timed", timed)
+    monkeypatch.setattr("xrunner.cpu.packed.layouts_of", lambda dtype: list(seconds))
     for name in seconds:
         monkeypatch.setitem(LAYOUTS, name, LAYOUTS[name]._replace(pack=lambda weight, activation: None))
     assert fastest([shape], "float32") == {shape_name(shape): expected}
@@ -261,7 +261,7 @@ def test_a_layout_that_is_far_slower_is_not_timed_with_more_rows(monkeypatch):
 
 
 def test_where_there_is_one_layout_alone_none_is_chosen(monkeypatch):
-    monkeypatch.setattr("xrunner.kernels.packed.layouts_of", lambda dtype: ["onednn-int8"])
+    monkeypatch.setattr("xrunner.cpu.packed.layouts_of", lambda dtype: ["onednn-int8"])
     assert fastest([(96, 70)], "int8") == {}
 
 

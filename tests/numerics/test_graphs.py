@@ -17,7 +17,7 @@ from xrunner.attention.base import pack, unpack
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation, SamplingParams
-from xrunner.graphs import MIXED_SIZES, SIZES, GraphedModel, size_of
+from xrunner.gpu.graphs import MIXED_SIZES, SIZES, GraphedModel, size_of
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker
 

@@ -12,10 +12,10 @@ from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run, served_here,
 from tests.planned import placements_of, planned, problem_of
 from xgpt.core.schema import HEAD
 from xgpt.serving.engines import build_engine
+from xrunner.cpu import highest
+from xrunner.cpu.highest import MOST_REST, Screen, fastest_screen
+from xrunner.cpu.packed import layouts_of
 from xrunner.generation import Generation, SamplingParams
-from xrunner.kernels import highest
-from xrunner.kernels.highest import MOST_REST, Screen, fastest_screen
-from xrunner.kernels.packed import layouts_of
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import StageShape, whole
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xgpt.resolve import load_model
-from xrunner.kernels import heap, huge_pages
+from xrunner import heap, huge_pages
 from xrunner.kv_cache import KvCache
 
 TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -59,7 +59,7 @@ def test_so_does_what_the_heap_has_grown_by() -> None:
 IN_A_THREAD = """
 import threading
 from pathlib import Path
-from xrunner.kernels import heap
+from xrunner import heap
 
 heap.keep_freed_memory()
 taken = []

@@ -13,7 +13,7 @@ from xrunner.ahead import AheadWorker
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.engine import Engine
 from xrunner.generation import Generation
-from xrunner.graphs import GraphedModel
+from xrunner.gpu.graphs import GraphedModel
 from xrunner.kv_cache import KvCache
 from xrunner.worker import Worker
 from xsimulator.events import replay

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xrunner.kernels import matrix_panels
+from xrunner.cpu import matrix_panels
 
 pytestmark = pytest.mark.skipif(not matrix_panels.is_available("int8"), reason="of processors with matrix registers")
 SHAPES = [(1, 1), (32, 64), (33, 65), (96, 200), (40, 5000)]

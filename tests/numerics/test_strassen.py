@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from xrunner.kernels import panels, strassen
-from xrunner.kernels.packed import ACTIVATIONS, GATES
-from xrunner.kernels.panels import Finish
+from xrunner.cpu import panels, strassen
+from xrunner.cpu.packed import ACTIVATIONS, GATES
+from xrunner.cpu.panels import Finish
 
 pytestmark = pytest.mark.skipif(not panels.is_available(), reason="of processors with AVX-512")
 LEAST, CHUNK = strassen.LEAST_ROWS, strassen.CHUNK

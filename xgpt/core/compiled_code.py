@@ -16,7 +16,7 @@ from pathlib import Path
 
 from xgpt.core.io import cache_dir
 
-ROOMS = ("xrunner/attention", "xrunner/kernels", "xsimulator")
+ROOMS = ("xrunner/cpu", "xsimulator")
 """Where functions are compiled."""
 KEPT_S = 30 * 86400.0
 """For which directories of other states of the sources are kept."""

@@ -232,9 +232,9 @@ def serve(
 def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:
     from xrunner import server
     from xrunner.core_waits import CoreWaits
+    from xrunner.cpu.cores import take_cores
     from xrunner.grammar import grammars_of
-    from xrunner.kernels.cores import take_cores
-    from xrunner.kernels.heap import keep_freed_memory
+    from xrunner.heap import keep_freed_memory
 
     keys, tls = request.keys(plan), request.tls()
     engine, replan = request.engine, request.replan

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, PositionBias, Scoring, Sequences, make_batch
-from xrunner.attention.numba_cpu import NumbaAttention
 from xrunner.attention.reference import ReferenceAttention
-from xrunner.attention.triton_gpu import TritonAttention
+from xrunner.cpu.attention import NumbaAttention
+from xrunner.gpu.attention import TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "numba": NumbaAttention,

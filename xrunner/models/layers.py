@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from xgpt.core.errors import InputError
 from xgpt.core.schema import HEAD, DType, LinearRope, ModelSpec, RopeScaling, YarnRope
 from xrunner.attention.base import PLAIN, PositionBias, Scoring
-from xrunner.kernels import fused, small
-from xrunner.kernels.highest import Screen
-from xrunner.kernels.packed import ACTIVATIONS, GATES, PackedLinear, layouts_of, pack
+from xrunner.cpu import small
+from xrunner.cpu.highest import Screen
+from xrunner.cpu.packed import ACTIVATIONS, GATES, PackedLinear, layouts_of, pack
+from xrunner.gpu import fused
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
@@ -64,7 +65,7 @@ class Linear(nn.Module):
         self._packed: PackedLinear | None = None
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.kernels.packed.pack`).
+        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.cpu.packed.pack`).
 
         A weight that is not shared is given up; a tied one stays with the embedding, so this costs its size.
         """

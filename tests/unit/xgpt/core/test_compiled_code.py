@@ -11,14 +11,14 @@ import pytest
 
 import xgpt
 from xgpt.core.compiled_code import ROOMS, sources
-from xrunner.attention import numba_decode
+from xrunner.cpu import decodes
 from xsimulator.costs import step_tables
 
 ROOT = Path(xgpt.__file__).parents[1]
 COMMAND = "import os; {}; import numba; print(numba.config.CACHE_DIR == os.environ['NUMBA_CACHE_DIR'], end='')"
 
 
-@pytest.mark.parametrize("module", [numba_decode, step_tables])
+@pytest.mark.parametrize("module", [decodes, step_tables])
 def test_code_is_compiled_anew_where_a_helper_in_another_file_has_changed(
     monkeypatch: pytest.MonkeyPatch, module: object
 ) -> None:
@@ -35,7 +35,7 @@ def test_nothing_is_compiled_outside_the_rooms_that_are_looked_at() -> None:
                 assert file.relative_to(ROOT).as_posix().startswith(ROOMS), file
 
 
-@pytest.mark.parametrize("first", ["import xrunner.kernels.panels", "import xsimulator", "import numba, xsimulator"])
+@pytest.mark.parametrize("first", ["import xrunner.cpu.panels", "import xsimulator", "import numba, xsimulator"])
 def test_numba_keeps_its_code_there(tmp_path: Path, first: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     environment["XDG_CACHE_HOME"] = str(tmp_path)

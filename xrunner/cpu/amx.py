@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from xrunner.attention.lanes import turned
-from xrunner.attention.simd import Emit, inlined, int64, pointers
+from xrunner.cpu.lanes import turned
+from xrunner.cpu.simd import Emit, inlined, int64, pointers
 
 DEPTH = 32
 """Numbers that a product sums at once."""

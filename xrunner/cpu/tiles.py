@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from xrunner.attention.simd import HIDDEN, UNROLL, Emit, inlined, int64, pointers
+from xrunner.cpu.simd import HIDDEN, UNROLL, Emit, inlined, int64, pointers
 
 
 @inlined

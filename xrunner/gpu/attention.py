@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.reference import ReferenceAttention
-from xrunner.kernels.fused import power_of_two
+from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
@@ -44,7 +44,7 @@ class TritonAttention(AttentionBackend):
     capturable = True
 
     def __init__(self) -> None:
-        from xrunner.attention import triton_kernels
+        from xrunner.gpu import attention_kernels as triton_kernels
 
         self._kernels = triton_kernels
         self._reference = ReferenceAttention()

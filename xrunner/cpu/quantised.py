@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from xrunner.kernels.threads import compiled, run
+from xrunner.cpu.threads import compiled, run
 
 LARGEST = np.float32(127.0)
 TINIEST = np.float32(np.finfo(np.float32).tiny)

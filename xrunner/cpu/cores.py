@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.core.typing import signature
 
-from xrunner.kernels.threads import num_threads
+from xrunner.cpu.threads import num_threads
 
 _sched_setaffinity: Any = types.ExternalFunction(
     "sched_setaffinity", signature(types.int32, types.int32, types.uintp, types.voidptr)

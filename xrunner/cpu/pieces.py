@@ -13,9 +13,9 @@ import torch
 
 from xgpt.core.schema import DECODES, PROMPTS, ModelSpec
 from xrunner.attention.base import Batch, Sequences, make_batch
-from xrunner.attention.numba_cpu import PIECE_NAMES, PIECES, NumbaAttention, Vectors, suits_matrices
-from xrunner.attention.numba_prompts import Matrices
-from xrunner.kernels.packed import TIE
+from xrunner.cpu.attention import PIECE_NAMES, PIECES, NumbaAttention, Vectors, suits_matrices
+from xrunner.cpu.packed import TIE
+from xrunner.cpu.prompts import Matrices
 from xrunner.kv_cache import KvCache
 
 NUM_LAYERS = 4

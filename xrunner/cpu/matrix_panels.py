@@ -26,12 +26,12 @@ from numba import njit, prange, types
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.attention import amx
-from xrunner.attention.simd import address, inlined, pointers
-from xrunner.kernels import assembly, huge_pages
-from xrunner.kernels.assembly import argument
-from xrunner.kernels.quantised import OPTIONS, rounded
-from xrunner.kernels.threads import num_threads
+from xrunner import huge_pages
+from xrunner.cpu import amx, assembly
+from xrunner.cpu.assembly import argument
+from xrunner.cpu.quantised import OPTIONS, rounded
+from xrunner.cpu.simd import address, inlined, pointers
+from xrunner.cpu.threads import num_threads
 
 WIDTH = 32
 """Outputs of a panel: two registers."""

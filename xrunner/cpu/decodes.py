@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from xgpt.core.schema import SCALE_BYTES
-from xrunner.attention.simd import add_rows, at, dot_keys, fetch, soften_keys
+from xrunner.cpu.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
 """Below any score. Not -inf, which fastmath may assume away."""

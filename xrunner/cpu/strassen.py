@@ -26,9 +26,8 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from xrunner.attention.simd import Emit, address, at, inlined, int64, pointers
-from xrunner.kernels import panels
-from xrunner.kernels.panels import (
+from xrunner.cpu import panels
+from xrunner.cpu.panels import (
     BEGIN,
     GROUP,
     REST,
@@ -46,8 +45,9 @@ from xrunner.kernels.panels import (
     apply_gates,
     multiply_float32,
 )
-from xrunner.kernels.quantised import largest_bits, number
-from xrunner.kernels.threads import num_threads
+from xrunner.cpu.quantised import largest_bits, number
+from xrunner.cpu.simd import Emit, address, at, inlined, int64, pointers
+from xrunner.cpu.threads import num_threads
 
 LEAST_ROWS = 96
 """Fewer are as fast in `panels`: sums of weights take as long however few rows pass them."""

@@ -31,12 +31,13 @@ from numba import njit, prange, types
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.attention.simd import address, at, inlined, pointers
-from xrunner.kernels import assembly, huge_pages
-from xrunner.kernels.assembly import argument
-from xrunner.kernels.quantised import OPTIONS, round_row
-from xrunner.kernels.small import gated
-from xrunner.kernels.threads import num_threads
+from xrunner import huge_pages
+from xrunner.cpu import assembly
+from xrunner.cpu.assembly import argument
+from xrunner.cpu.quantised import OPTIONS, round_row
+from xrunner.cpu.simd import address, at, inlined, pointers
+from xrunner.cpu.small import gated
+from xrunner.cpu.threads import num_threads
 
 WIDTH = 32
 """Outputs of a panel: two registers."""

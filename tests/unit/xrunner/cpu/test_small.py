@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from xrunner.kernels import small
+from xrunner.cpu import small
 from xrunner.sampling import NO_TOKEN, highest
 
 

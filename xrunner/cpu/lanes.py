@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from xrunner.attention.simd import Emit, inlined, int64, pointers
+from xrunner.cpu.simd import Emit, inlined, int64, pointers
 
 SQUARE = 16
 """Rows and columns of what is turned at once: elements of the widest register."""

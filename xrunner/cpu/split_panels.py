@@ -21,11 +21,10 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from torch import Tensor
 
-from xrunner.attention import amx
-from xrunner.attention.simd import Emit, address, at, fetch, inlined, int64, pointers
-from xrunner.kernels import panels
-from xrunner.kernels.panels import WIDTH
-from xrunner.kernels.threads import num_threads
+from xrunner.cpu import amx, panels
+from xrunner.cpu.panels import WIDTH
+from xrunner.cpu.simd import Emit, address, at, fetch, inlined, int64, pointers
+from xrunner.cpu.threads import num_threads
 
 PARTS = 3
 PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0))

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.schema import DType
-from xrunner.kernels import fused, matrix_panels, panels, small, split_panels, strassen
-from xrunner.kernels.panels import Finish
-from xrunner.kernels.quantised import quantise, rescale
+from xrunner.cpu import matrix_panels, panels, small, split_panels, strassen
+from xrunner.cpu.panels import Finish
+from xrunner.cpu.quantised import quantise, rescale
+from xrunner.gpu import fused
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,

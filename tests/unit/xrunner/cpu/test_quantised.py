@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from xrunner.kernels.quantised import quantise, rescale
-from xrunner.kernels.threads import LEAST_SHARED
+from xrunner.cpu.quantised import quantise, rescale
+from xrunner.cpu.threads import LEAST_SHARED
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (7, 48), (3, LEAST_SHARED)], ids=str)

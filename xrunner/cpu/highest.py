@@ -19,9 +19,9 @@ from numba import njit, prange
 from torch import Tensor
 
 from xgpt.core.schema import HEAD
-from xrunner.kernels.packed import LAYOUTS, TIE, PackedLinear, Shape, in_eight_bits, layouts_of, mean_times, pack
-from xrunner.kernels.quantised import OPTIONS, quantise
-from xrunner.kernels.threads import compiled, run
+from xrunner.cpu.packed import LAYOUTS, TIE, PackedLinear, Shape, in_eight_bits, layouts_of, mean_times, pack
+from xrunner.cpu.quantised import OPTIONS, quantise
+from xrunner.cpu.threads import compiled, run
 
 MOST_CANDIDATES = 32
 """One output in as many may be multiplied in float32; with more, reading them one by one takes as long as all."""

@@ -17,11 +17,11 @@ from numba import literally, njit, types
 from numba.extending import overload, register_jitable
 
 from xgpt.core.schema import SCALE_BYTES
-from xrunner.attention import amx
-from xrunner.attention.lanes import SQUARE, lanes_to_rows, rows_to_lanes
-from xrunner.attention.numba_decode import LINE, LINE_BYTES, LOG2_E, NEVER, limit
-from xrunner.attention.simd import at, fetch, widen
-from xrunner.attention.tiles import add_values, hide, rescale, score_keys, soften
+from xrunner.cpu import amx
+from xrunner.cpu.decodes import LINE, LINE_BYTES, LOG2_E, NEVER, limit
+from xrunner.cpu.lanes import SQUARE, lanes_to_rows, rows_to_lanes
+from xrunner.cpu.simd import at, fetch, widen
+from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
 NARROW, WIDE = 16, 32
 """Lanes of a tile: a key that is loaded serves two registers of a wide one."""

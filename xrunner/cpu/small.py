@@ -14,8 +14,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from xrunner.attention.numba_decode import exp
-from xrunner.kernels.threads import compiled, run
+from xrunner.cpu.decodes import exp
+from xrunner.cpu.threads import compiled, run
 
 OPTIONS: dict[str, Any] = {"fastmath": {"contract", "reassoc"}}
 """Sums may be taken in any order. NaN and infinity stay what they are."""

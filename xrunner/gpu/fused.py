@@ -22,7 +22,7 @@ def runs_on(device_type: str) -> bool:
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     """As `layers.Rotary` turns queries or keys. # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x"""
-    from xrunner.kernels import fused_kernels
+    from xrunner.gpu import fused_kernels
 
     num_tokens, num_heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -44,7 +44,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 def gate(x: Tensor) -> Tensor:
     """silu of the first half of the columns times the second half. # [tokens, 2 width] -> [tokens, width]"""
-    from xrunner.kernels import fused_kernels
+    from xrunner.gpu import fused_kernels
 
     num_tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(num_tokens, width, dtype=x.dtype, device=x.device)

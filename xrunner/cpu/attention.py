@@ -18,10 +18,10 @@ from numba.extending import overload
 from torch import Tensor
 
 from xgpt.core.schema import DECODES, PROMPTS, SCALE_BYTES
-from xrunner.attention import amx
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
-from xrunner.attention.numba_decode import LINE, LOG2_E, Keys, Scored, decode
-from xrunner.attention.numba_prompts import (
+from xrunner.cpu import amx
+from xrunner.cpu.decodes import LINE, LOG2_E, Keys, Scored, decode
+from xrunner.cpu.prompts import (
     WIDE,
     Context,
     Matrices,
@@ -37,9 +37,9 @@ from xrunner.attention.numba_prompts import (
     tile_floats,
     with_piece,
 )
-from xrunner.attention.simd import address, at, take_next
-from xrunner.kernels.quantised import INFINITE, LARGEST, MAGNITUDE, TINIEST
-from xrunner.kernels.threads import num_threads
+from xrunner.cpu.quantised import INFINITE, LARGEST, MAGNITUDE, TINIEST
+from xrunner.cpu.simd import address, at, take_next
+from xrunner.cpu.threads import num_threads
 
 LEAST_GROUP = 4
 """Queries of a decode that make a tile; fewer are faster one by one."""

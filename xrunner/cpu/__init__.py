@@ -1,0 +1,1 @@
+"""Kernels for CPUs: products with packed weights, and attention over paged blocks."""

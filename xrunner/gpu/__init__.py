@@ -1,0 +1,1 @@
+"""Kernels for GPUs, and steps captured in CUDA graphs."""
