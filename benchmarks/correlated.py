@@ -1,4 +1,4 @@
-"""What WAA's buffer time and shuffled inputs gain where input and output lengths correlate (ExeGPT sec. 5.2, 6).
+"""What WAA's buffer time gains when input and output lengths correlate (ExeGPT sec. 5.2).
 
     python -m benchmarks.correlated --trace FILE [--requests 2000] [--measured] [--seconds 400]
 
@@ -7,7 +7,7 @@ that they correlate by +0.54 (ExeGPT finds +0.57 to +0.94 in translations, Azure
 these pairs in runs of alike inputs, as a client that works through sorted files sends them. Buffer times are multiples
 of what a batch takes until it joins without any. Each setting meets the same requests, waiting from the beginning, on
 the simulated clock; with --measured a trace that is scaled down runs on two devices of this machine: all settings by
-turns, each with what is predicted of it, as ratios to the setting without either.
+turns, each with what is predicted of it, as ratios to the setting without a buffer.
 Prints tables, writes results/correlated.json and .md; the last is docs/results/correlated.md.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.drift import SMALL
 from xgpt.cli.render import progress_bar
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import write_atomic
-from xgpt.core.schema import AdmissionOrder, ClusterSpec, Constraint, Plan, Profile, WaaSettings, Workload
+from xgpt.core.schema import ClusterSpec, Constraint, Plan, Profile, WaaSettings, Workload
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import TraceLengths, histogram_of
 from xgpt.resolve import load_cluster, load_model, load_trace
@@ -60,20 +60,17 @@ Pairs = tuple[Ints, Ints]
 
 @dataclass(frozen=True)
 class Arm:
-    """Settings of the rule."""
+    """A buffer time, in decode iterations; 0: none."""
 
-    order: AdmissionOrder = "fcfs"
     buffer: int = 0
 
     def of(self, plan: Plan) -> Plan:
-        """The plan with them."""
-        admission = plan.admission.model_copy(update={"order": self.order})
-        policy = plan.policy.model_copy(update={"buffer_iterations": self.buffer}) if self.buffer else plan.policy
-        return plan.model_copy(update={"admission": admission, "policy": policy})
+        """Return the plan with this buffer."""
+        policy = plan.policy.model_copy(update={"buffer_iterations": self.buffer})
+        return plan.model_copy(update={"policy": policy})
 
     def __str__(self) -> str:
-        texts = ["shuffled"] * (self.order == "shuffled") + [f"buffer {self.buffer}"] * bool(self.buffer)
-        return ", ".join(texts) or "neither"
+        return f"buffer {self.buffer}" if self.buffer else "none"
 
 
 @dataclass(frozen=True)
@@ -142,11 +139,10 @@ def _runs(order: Ints) -> Iterator[Ints]:
 
 
 def arms_of(plan: Plan, profile: Profile, pairs: Pairs) -> list[Arm]:
-    if not isinstance(plan.policy, WaaSettings):
-        return [Arm(), Arm("shuffled")]
+    assert isinstance(plan.policy, WaaSettings)
     log = run_requests(plan, profile, TraceLengths(*pairs, None), plan.workload.output.lengths[-1])
     passed = iterations_until_joined(log) / plan.policy.decode_microbatches
-    return [Arm(), Arm("shuffled"), *dict.fromkeys(Arm(buffer=max(1, round(times * passed))) for times in BUFFERS)]
+    return [Arm(), *dict.fromkeys(Arm(buffer=max(1, round(times * passed))) for times in BUFFERS)]
 
 
 def iterations_until_joined(log: Sequence[StepRecord]) -> float:
@@ -168,33 +164,32 @@ def run(plan: Plan, profile: Profile, pairs: Pairs, num_requests: int) -> Outcom
 
 
 def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
-    """Tables of WAA and of RRA on a datasheet's cluster."""
+    """A table of WAA on a datasheet's cluster."""
     (model, _), cluster = load_model("llama-3.1-8b"), load_cluster("a100x16")
     workload = Workload(name="trace", input=histogram_of(trace.input), output=histogram_of(trace.output))
     profile = analytic.profile(model, cluster, "bfloat16")
-    lines = []
-    for kind, bound_s in (("waa", 20.0), ("rra", 20.0)):
-        constraint = Constraint(latency_bound_s=bound_s)
-        of = Problem(model, None, cluster, workload, profile, constraint, max_devices=4, replicas=1)
-        plan = Scheduler(of).best([kind])
-        total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
-        orders = orders_of(trace, min(total, len(trace.input)), np.random.default_rng(0))
-        rows = []
-        arms = arms_of(plan, profile, orders["paired"])
-        for name, pairs in orders.items():
-            for arm in arms:
-                done = run(arm.of(plan), profile, pairs, num_requests)
-                rows.append([name, str(arm), *done.cells])
-                click.echo("  ".join([kind, *rows[-1]]))
-        lines += [
-            f"### {kind}: {settings(plan)}",
-            "",
-            f"{model.name} on four devices of {cluster.name}, a latency bound of {bound_s:g} s; in closed form "
-            f"{plan.estimate.throughput_rps:.3f} req/s, {plan.estimate.latency_s:.3f} s.",
-            "",
-            *table(("arrivals", "setting", *COLUMNS), rows),
-        ]
-    return lines
+    bound_s = 20.0
+    of = Problem(
+        model, None, cluster, workload, profile, Constraint(latency_bound_s=bound_s), max_devices=4, replicas=1
+    )
+    plan = Scheduler(of).best(["waa"])
+    total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
+    orders = orders_of(trace, min(total, len(trace.input)), np.random.default_rng(0))
+    rows = []
+    arms = arms_of(plan, profile, orders["paired"])
+    for name, pairs in orders.items():
+        for arm in arms:
+            done = run(arm.of(plan), profile, pairs, num_requests)
+            rows.append([name, str(arm), *done.cells])
+            click.echo("  ".join(rows[-1]))
+    return [
+        f"### {settings(plan)}",
+        "",
+        f"{model.name} on four devices of {cluster.name}, a latency bound of {bound_s:g} s; in closed form "
+        f"{plan.estimate.throughput_rps:.3f} req/s, {plan.estimate.latency_s:.3f} s.",
+        "",
+        *table(("arrivals", "setting", *COLUMNS), rows),
+    ]
 
 
 def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str]:
@@ -223,8 +218,8 @@ def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str
         "",
         f"{SMALL.name} on two devices of this machine, the trace's lengths times 1/{1 / SCALE:.0f}, a latency bound of "
         f"{plan.constraint.latency_bound_s:g} s; {num_rounds} rounds of {num_requests} requests, settings by turns. "
-        "Gains over the setting with neither, predicted and measured: the median of the rounds, and the least and the "
-        "most.",
+        "Gains over the setting without a buffer, predicted and measured: the median of the rounds, the least and "
+        "the most.",
         "",
         *table((*columns, "spread of decode batches"), rows),
     ]

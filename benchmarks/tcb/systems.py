@@ -21,7 +21,7 @@ from xgpt.core.policies.admission import Queue, make_queue
 from xgpt.core.policies.orders import DasOrder, utility
 from xgpt.core.policies.request import Request
 from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows, padded_rows
-from xgpt.core.schema import ROW_ORDERS, AdmissionOrder, TruncatedNormal
+from xgpt.core.schema import AdmissionOrder, TruncatedNormal
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import histogram, poisson_arrivals
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -286,7 +286,7 @@ def serve(
 
 def serve_iterations(machine: Machine, order: AdmissionOrder, most: int, row_tokens: int, demand: Demand) -> Outcome:
     """The flattened default, iteration by iteration (ORCA's settings), with at most `most` requests inside."""
-    pool = Pool(10**6, 16, waiting=make_queue(order, row_tokens if order in ROW_ORDERS else None))
+    pool = Pool(10**6, 16, waiting=make_queue(order, row_tokens if order == "das" else None))
     log = machine.run_iterations(OneLane(LaneSettings(mix=True, max_batch=most), pool), demand)
     outcome = Outcome(seconds=log[-1].end_ns / 1e9, batches=len(log))
     requests = {one.id: one for one in demand.requests}

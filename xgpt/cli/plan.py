@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--order",
-    type=click.Choice(["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]),
+    type=click.Choice(["fcfs", "in-time", "sjf", "lpt", "edf", "das"]),
     default=None,
     help="Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can "
     "keep --ttft, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest "
     "output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline "
-    "(TCB); slotted-das, the same for rows in slots; shuffled, by arrival, but each 64 in random order.  "
+    "(TCB).  "
     "[default: fcfs; slack also tries in-time]",
 )
 @click.option(

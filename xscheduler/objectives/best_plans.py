@@ -8,7 +8,7 @@ from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
-from xgpt.core.schema import ROW_ORDERS, AdmissionOrder, Constraint, Plan, Profile
+from xgpt.core.schema import AdmissionOrder, Constraint, Plan, Profile
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.objectives.arrivals import best_by_arrivals, rate_of, with_capacity
 from xscheduler.objectives.saturation import settled, with_simulated_figures
@@ -235,6 +235,6 @@ def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
             raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
         plan = with_step_times(plan, profile)
     at_once = max(1, round(plan.estimate.decode_batch * plan.workload.input.mean))
-    row_tokens = at_once if order in ROW_ORDERS else None
+    row_tokens = at_once if order == "das" else None
     changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
     return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

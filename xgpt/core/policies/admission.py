@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from xgpt.core.policies.in_time import FirstTokens, InTimeOrder, Job, Pace
-from xgpt.core.policies.orders import DasOrder, Entry, Order, SlottedDasOrder, SortedOrder, deadline, prune, shuffled
+from xgpt.core.policies.orders import DasOrder, Entry, Order, SortedOrder, deadline, prune
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
@@ -355,14 +355,9 @@ def make_order(order: AdmissionOrder, row_tokens: int | None = None, first_token
             return SortedOrder(lambda request: -request.max_output)
         case "edf":
             return SortedOrder(deadline)
-        case "shuffled":
-            return SortedOrder(shuffled)
         case "das":
             assert row_tokens is not None
             return DasOrder(row_tokens)
-        case "slotted-das":
-            assert row_tokens is not None
-            return SlottedDasOrder(row_tokens)
 
 
 def make_queue(
@@ -374,7 +369,7 @@ def make_queue(
     """Return an empty queue.
 
     Args:
-        row_tokens: prompt tokens of a row (das, slotted-das).
+        row_tokens: prompt tokens of a row (das).
         first_tokens: when first tokens are due, and how long prompts take (in-time).
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens), patience_ns)

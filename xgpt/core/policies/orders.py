@@ -1,8 +1,8 @@
 """The orders of admission: which of an account's waiting requests enters next.
 
-First come, first served (fcfs) or almost (shuffled; in-time is in `in_time`), shortest prompt first (sjf), longest
-output first (lpt), earliest deadline first (edf), and TCB's deadline-aware scheduling (das), also for rows in slots
-(slotted-das). All keep requests sorted as they come, so that a step pays for those that enter, not for those that wait.
+First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline
+first (edf), and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All keep requests sorted as they come,
+so a step pays for the requests that enter, not for those that wait.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from xgpt.core.policies.request import Request
 Entry = tuple[float, int, Request]
 """(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
 
-WINDOW = 64
-"""Number of consecutive requests, by id, that the order "shuffled" mixes: more than a batch, but few enough that none
-waits for long."""
-
 
 def utility(request: Request) -> float:
     """Return what serving a request in time is worth. Source: TCB sec. 5.1."""
@@ -32,16 +28,6 @@ def utility(request: Request) -> float:
 def deadline(request: Request) -> float:
     """Return a request's deadline in nanoseconds; infinite if it has none."""
     return math.inf if request.deadline_ns is None else request.deadline_ns
-
-
-def shuffled(request: Request) -> float:
-    """Return a key that orders requests by their window of ids, and within it at random, the same way each time.
-
-    Source: ExeGPT sec. 6: where input and output length correlate, inputs are randomised across batches.
-    """
-    mixed = (request.id + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
-    return request.id // WINDOW + ((mixed ^ mixed >> 27) >> 40) / (1 << 24)
 
 
 class Order(ABC):
@@ -166,7 +152,7 @@ class DasOrder(Order):
         if self._lengths[0] > self._room:
             self.open_row(self.row_tokens)
         request = super().take()
-        self._use(request.input_length)
+        self._room = max(0, self._room - request.input_length)
         if self._dominant:
             self._dominant -= 1
             self.num_dominant += 1
@@ -182,10 +168,6 @@ class DasOrder(Order):
 
     def fits_row(self, request: Request) -> bool:
         return request.input_length <= self._room
-
-    def _use(self, length: int) -> None:
-        """Subtract a request's tokens from the row's room."""
-        self._room = max(0, self._room - length)
 
     def _num_shortest(self, room: int) -> int:
         """Return how many of the shortest requests fit the room."""
@@ -240,46 +222,6 @@ class DasOrder(Order):
         else:
             prune(heap, self.numbers, self._count[length])
         self._changed.add(length)
-
-
-class SlottedDasOrder(DasOrder):
-    """Deadline-aware scheduling for rows in slots: TCB Algorithm 2, row by row.
-
-    A slot of a row is as long as the longest request chosen by utility; a request enters the first slot with room for
-    it. Longer requests wait for a row with longer slots.
-    """
-
-    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
-        super().__init__(row_tokens, eta)
-        self.slots: tuple[int, ...] = ()
-        """Tokens left in each slot of the row."""
-
-    def open_row(self, row_tokens: int) -> None:
-        super().open_row(row_tokens)
-        length = self._longest_of(self._dominant) if self._dominant else row_tokens
-        self.slots = (length,) * (row_tokens // length)
-        self._room = length
-
-    def _longest_of(self, count: int) -> int:
-        """Length of the longest of the `count` shortest requests."""
-        for length in self._lengths:
-            count -= self._count[length]
-            if count <= 0:
-                return length
-        raise AssertionError("fewer requests wait than were counted")
-
-    def _use(self, length: int) -> None:
-        slot = next((index for index, room in enumerate(self.slots) if room >= length), None)
-        if slot is not None:
-            self.slots = (*self.slots[:slot], self.slots[slot] - length, *self.slots[slot + 1 :])
-        self._room = max(self.slots, default=0) if slot is not None else 0
-
-    def state(self) -> tuple[Any, ...]:
-        return (*super().state(), self.slots)
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        *of_row, self.slots = state
-        super().restore(tuple(of_row))
 
 
 class EarliestUpTo:

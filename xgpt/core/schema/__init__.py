@@ -2,7 +2,7 @@
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
-from xgpt.core.schema.constraint import ROW_ORDERS, Admission, AdmissionOrder, Constraint, Goal, KvPromise, Objective
+from xgpt.core.schema.constraint import Admission, AdmissionOrder, Constraint, Goal, KvPromise, Objective
 from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
 from xgpt.core.schema.model import (
@@ -74,7 +74,6 @@ __all__ = [
     "LEAST_HEADROOM",
     "PROMPTS",
     "RESTLESS",
-    "ROW_ORDERS",
     "SCALE_BYTES",
     "SLICE_TOKENS",
     "Account",

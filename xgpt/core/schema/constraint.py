@@ -13,10 +13,7 @@ SPARED_TAIL = 0.1
 """Share of the requests that may break a bound that a plan leaves unused, under sla "request"."""
 
 KvPromise = Literal["reserve", "quantile"]
-AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das", "slotted-das", "shuffled"]
-
-ROW_ORDERS: tuple[AdmissionOrder, ...] = ("das", "slotted-das")
-"""Orders that need `row_tokens`: they consider the prompt tokens of a row together."""
+AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"]
 Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
 
@@ -157,8 +154,7 @@ class Admission(Frozen):
     - "sjf": shortest prompt first;
     - "lpt": largest possible output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
-    - "das", "slotted-das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time, also in slots;
-    - "shuffled": by arrival, but each 64 consecutive requests in random order, so that neighbours' lengths mix.
+    - "das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time.
 
     A request that has waited for longer than `patience` times the plan's latency is overdue, and every second request
     to enter is the one overdue for longest, so that none starves; None: no request is ever overdue.
@@ -170,7 +166,7 @@ class Admission(Frozen):
     order: AdmissionOrder = "fcfs"
     """Order in which waiting requests enter."""
     row_tokens: PositiveInt | None = None
-    """Prompt tokens of a row, for "das" and "slotted-das" only."""
+    """Prompt tokens of a row, for "das" only."""
     kv: KvPromise = "reserve"
     """How K/V memory is promised."""
     max_running: PositiveInt | None = None
@@ -182,9 +178,8 @@ class Admission(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Admission:
-        if (self.order in ROW_ORDERS) != (self.row_tokens is not None):
-            accepted = " and ".join(map(repr, ROW_ORDERS))
+        if (self.order == "das") != (self.row_tokens is not None):
             raise ValueError(
-                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to {accepted}"
+                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to 'das'"
             )
         return self

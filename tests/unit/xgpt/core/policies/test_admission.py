@@ -17,7 +17,7 @@ from tests.unit.xgpt.core.policies.test_in_time import nanosecond_a_token
 from xgpt.core.policies import admission
 from xgpt.core.policies.admission import Queue
 from xgpt.core.policies.in_time import InTimeOrder
-from xgpt.core.policies.orders import WINDOW, DasOrder, EarliestUpTo, SlottedDasOrder, SortedOrder, utility
+from xgpt.core.policies.orders import DasOrder, EarliestUpTo, SortedOrder, utility
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import Account, AdmissionOrder
 
@@ -130,44 +130,17 @@ def algorithm_1(requests: list[Request], row_tokens: int, eta: float) -> list[in
     return row
 
 
-def algorithm_2(requests: list[Request], row_tokens: int, eta: float) -> list[int]:
-    """One row of slots as the paper writes it: slots as long as the longest chosen by utility, filled greedily."""
-    ordered = sorted(requests, key=lambda one: (one.input_length, one.deadline_ns, one.id))
-    fitting = np.cumsum([one.input_length for one in ordered]) <= row_tokens
-    dominant = ordered[: math.ceil(eta * fitting.sum())]
-    if not dominant:
-        return []
-    slots = [dominant[-1].input_length] * (row_tokens // dominant[-1].input_length)
-    row: list[int] = []
-    while dominant and (length := dominant[0].input_length) <= max(slots):
-        row.append(dominant.pop(0).id)
-        slots[next(i for i, room in enumerate(slots) if room >= length)] -= length
-    if dominant:
-        return row  # what follows begins the next row
-    mean = np.mean([utility(one) for one in ordered[: len(row)]])
-    rest = ordered[len(row) :]
-    aware = sorted(
-        (one for one in rest if utility(one) >= (1 - eta) * mean - 1e-12), key=lambda one: (one.deadline_ns, one.id)
-    )
-    for one in [*aware, *(one for one in rest if one not in aware)]:
-        if one.input_length <= max(slots):
-            row.append(one.id)
-            slots[next(i for i, room in enumerate(slots) if room >= one.input_length)] -= one.input_length
-    return row
-
-
-@pytest.mark.parametrize(("order", "algorithm"), [(DasOrder, algorithm_1), (SlottedDasOrder, algorithm_2)])
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=25),
     row_tokens=st.integers(1, 80),
     eta=st.sampled_from([0.25, 0.5, 0.8]),
 )
-def test_orders_are_the_papers_algorithms(order, algorithm, lengths, row_tokens, eta):
+def test_das_is_the_papers_algorithm(lengths, row_tokens, eta):
     requests = [request(i, length, due) for i, (length, due) in enumerate(lengths)]
-    queue = filled(Queue(partial(order, row_tokens, eta)), requests)
+    queue = filled(Queue(partial(DasOrder, row_tokens, eta)), requests)
     while row := [one.id for one in queue.fill_row(row_tokens)]:
-        assert row == algorithm(requests, row_tokens, eta)
+        assert row == algorithm_1(requests, row_tokens, eta)
         requests = [one for one in requests if one.id not in row]
     assert all(one.input_length > row_tokens for one in queue)
 
@@ -327,18 +300,6 @@ def heaps_of(queue: Queue) -> list[list[object]]:
             case _:
                 raise AssertionError(order)
     return heaps
-
-
-def test_shuffled_requests_enter_in_windows_of_arrivals_each_in_an_order_of_its_own() -> None:
-    queue = filled(make_queue("shuffled"), [request(id_, 10) for id_ in range(3 * WINDOW)])
-    ids = drained(queue)
-    windows = [ids[n * WINDOW : (n + 1) * WINDOW] for n in range(3)]
-    for n, window in enumerate(windows):
-        assert sorted(window) == list(range(n * WINDOW, (n + 1) * WINDOW)) != window
-    assert [i % WINDOW for i in windows[0]] != [i % WINDOW for i in windows[1]]
-    # Neighbours are spread: as far from each other as by chance.
-    places = np.argsort(windows[0])
-    assert np.mean(np.abs(np.diff(places))) == pytest.approx(WINDOW / 3, rel=0.35)
 
 
 def test_in_time_lets_those_last_that_are_too_late() -> None:
