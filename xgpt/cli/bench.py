@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import batching_option, engine_option, json_option, load_options, refuse_idle
+from xgpt.cli.outputs import force_option, output_file, write
 from xgpt.cli.values import Whole
 
 
@@ -16,13 +17,14 @@ from xgpt.cli.values import Whole
 @click.option("--concurrency", type=Whole(1), default=32, help="With a URL: number of outstanding requests.")
 @click.option("--stream", is_flag=True, help="Ask for streamed answers; with a URL they always are.")
 @click.option("--calibrate", metavar="FILE", help="Fit the plan's profile to the measured steps, and write it to FILE.")
+@force_option
 @click.option(
     "--ca-file", metavar="FILE", help="Certificate authorities (PEM) for an https URL. Default: the system's."
 )
 @engine_option
 @batching_option
 @json_option
-def command(target: str, calibrate: str | None, as_json: bool, **asked: Any) -> None:
+def command(target: str, calibrate: str | None, force: bool, as_json: bool, **asked: Any) -> None:
     """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
 
     The API key for a URL is read from the environment variable XGPT_API_KEY.
@@ -33,30 +35,27 @@ def command(target: str, calibrate: str | None, as_json: bool, **asked: Any) -> 
       xgpt bench plan.json --calibrate profile.json && xgpt plan --profile profile.json --latency-bound 9.8
       xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.core.io import check_writable, dump_json, write_atomic
+    from xgpt.core.io import dump_json
     from xgpt.core.schema import UrlReport
 
     if target.startswith(("http://", "https://")):
         refuse_idle(["engine"], "it goes with a plan; a URL has its own")
     else:
         refuse_idle(["concurrency"], "it goes with a URL; a plan is measured with as many requests as it runs, or more")
-    if calibrate is not None:
-        check_writable(Path(calibrate))
+    file = None if calibrate is None else output_file(calibrate, "calibrate")
     with render.at_work("serving requests"):
         found = api.bench(target, calibrate=calibrate is not None, **asked)
     report = found.report
-    if calibrate is not None and found.profile is not None:
-        write_atomic(Path(calibrate), dump_json(found.profile))
+    if file is not None and found.profile is not None:
+        write(file, dump_json(found.profile))
     if as_json:
         click.echo(dump_json(report), nl=False)
     elif isinstance(report, UrlReport):
         render.show(render.url_table(report))
     else:
         notes = render.bench_notes(report)
-        if calibrate is not None and report.calibration is not None:
-            notes += render.calibration_notes(report.calibration, calibrate)
+        if report.calibration is not None:
+            notes += render.calibration_notes(report.calibration)
         render.show(render.bench_table(report), *notes)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xgpt.cli.options import constraint_options, json_option, problem_options, refuse_idle, search_options
+from xgpt.cli.outputs import output_file, output_option, write
 from xgpt.cli.values import Whole
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--current", metavar="COMMAND", help="The `vllm serve` command that runs today, to be scored in the same table."
 )
-@click.option("-o", "--output", metavar="FILE", help="Write --current as a plan, for xgpt simulate, report and bench.")
+@output_option("Write --current as a plan, for xgpt simulate, report and bench.")
 @click.option("--measure", is_flag=True, help="Also run each plan on this machine.")
 @click.option(
     "--requests",
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=Whole(0), default=0, help="With --measure: seed of lengths.")
 @json_option
-def command(output: str | None, as_json: bool, **asked: Any) -> None:
+def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> None:
     """Compare every policy, each at its own best under the same bound.
 
     \b
@@ -41,12 +42,10 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
       xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
         --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
     from xgpt.comparing.compare import gain_in_words
-    from xgpt.core.io import check_writable, dump_json, sha256, write_atomic
+    from xgpt.core.io import dump_json, sha256
     from xgpt.core.schema.outputs import CompareOutput, GainOutput
     from xgpt.reporting.plan_text import settings_text
 
@@ -54,16 +53,15 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
         refuse_idle(["output"], "it goes with --current: only what runs now is written")
     if not asked["measure"]:
         refuse_idle(["num_requests", "seed"], "it goes with --measure")
-    if output is not None:
-        check_writable(Path(output))
+    file = None if output is None else output_file(output)
 
     def announce(plan: Plan) -> None:
         click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)
 
     with render.progress_bar() as progress:
         found = api.compare(**asked, progress=progress, on_start=announce)
-    if output is not None and found.current is not None:
-        write_atomic(Path(output), dump_json(found.current))
+    if file is not None and found.current is not None:
+        write(file, dump_json(found.current))
     if as_json:
         document = CompareOutput(
             plans=found.plans,
@@ -80,7 +78,7 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
         table = render.plans_table({"current": found.current}, "what runs now, up to its own arrival rate")
         render.show(table, *found.notes, gain_in_words(found.best, found.current))
         if output is not None:
-            render.show(f"wrote {output}; next: xgpt simulate {output} --arrival-rate R")
+            render.show(f"next: xgpt simulate {output} --arrival-rate R")
     if found.relaxed:
         render.show(render.relaxed_table(found.best, found.relaxed))
     if found.measured:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from xgpt.cli.outputs import output_option, unchecked_file, write
+
 if TYPE_CHECKING:
     from xgpt.exporting.export import Target
 
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     help="script: xgpt's own engine, on one or several machines. vllm: the schedule inside vLLM, on one machine. k8s: "
     "either engine on Kubernetes. dynamo, llm-d: the schedule inside vLLM, on these platforms.",
 )
-@click.option("-o", "--output", default=".", metavar="DIR", help="Where to write the files.")
-def command(plan_path: str, target: Target, output: str) -> None:
+@output_option("Where to write the files.", default=".", metavar="DIR")
+def command(plan_path: str, target: Target, output: str, force: bool) -> None:
     """Write the files that start a plan, or a day's fleet, on another machine or platform.
 
     \b
@@ -32,10 +34,12 @@ def command(plan_path: str, target: Target, output: str) -> None:
     from pathlib import Path
 
     from xgpt import api
-    from xgpt.core.io import write_atomic
     from xgpt.exporting.export import start_command
 
     files = api.export(plan_path, target)
-    for name, text in files.items():
-        write_atomic(Path(output) / name, text)
-    click.echo(f"wrote {', '.join(files)} to {output}; start with `{start_command(target)}` there")
+    written = {name: unchecked_file(Path(output) / name) for name in files}
+    for name, file in written.items():
+        file.check(files[name])  # all of them before the first is written
+    for name, file in written.items():
+        write(file, files[name])
+    click.echo(f"start with `{start_command(target)}` in {output}")

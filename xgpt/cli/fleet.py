@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import bound_options, json_option, policy_option, priced, replica_options
+from xgpt.cli.outputs import output_file, output_option, write
 from xgpt.cli.values import Decimal, Whole
 
 
@@ -69,9 +70,9 @@ from xgpt.cli.values import Decimal, Whole
     help="Least number of replicas at any time.",
 )
 @click.option("--seed", type=Whole(0), default=0, help="Seed of the requests drawn from rates over hours.")
-@click.option("-o", "--output", default="fleet.json", metavar="FILE", help="Where to write the fleet.")
+@output_option("Where to write the fleet.", default="fleet.json")
 @json_option
-def command(among: str | None, devices: str | None, output: str, as_json: bool, **asked: Any) -> None:
+def command(among: str | None, devices: str | None, output: str, force: bool, as_json: bool, **asked: Any) -> None:
     """Find how many replicas hold each interval of a day's load at the least cost, and write fleet.json.
 
     Replicas may be of several kinds. The day is simulated request by request on the fleet that is found, and, for
@@ -83,23 +84,21 @@ def command(among: str | None, devices: str | None, output: str, as_json: bool, 
       xgpt fleet --trace day.yaml --latency-bound 15 --ttft 2 --model llama-3.1-8b \\
         --among h100x8=2.9,a100x16=1.4,l40sx8=0.9 --devices 64
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
     from xgpt.cli.fleet_tables import summary
-    from xgpt.core.io import check_writable, dump_json, write_atomic
+    from xgpt.core.io import dump_json
 
-    check_writable(Path(output))
+    file = output_file(output)
     clusters = priced(among, asked)
     with render.progress_bar() as progress:
         found = api.fleet(**asked, among=clusters, devices=_counts(devices), progress=progress)
     text = dump_json(found)
-    write_atomic(Path(output), text)
+    write(file, text)
     if as_json:
         click.echo(text, nl=False)
     else:
-        render.show(*summary(found), f"wrote {output}; next: xgpt report {output}")
+        render.show(*summary(found), f"next: xgpt report {output}")
 
 
 def _counts(devices: str | None) -> int | dict[str, int] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xgpt.cli.options import constraint_options, json_option, policy_option, priced, problem_options, search_options
+from xgpt.cli.outputs import output_file, output_option, write
 from xgpt.cli.values import Decimal
 
 if TYPE_CHECKING:
@@ -60,10 +61,16 @@ if TYPE_CHECKING:
     help="Hold a control variable at a value, as in --fix token_budget=8192 --fix max_batch=128. Those of the "
     "placement: tp, ep, pp, replicas. Policies without that variable are left out. Repeatable.",
 )
-@click.option("-o", "--output", default="plan.json", metavar="FILE", help="Where to write the plan.")
+@output_option("Where to write the plan.", default="plan.json")
 @json_option
 def command(
-    devices: str | None, among: str | None, fix: tuple[str, ...], output: str, as_json: bool, **asked: Any
+    devices: str | None,
+    among: str | None,
+    fix: tuple[str, ...],
+    output: str,
+    force: bool,
+    as_json: bool,
+    **asked: Any,
 ) -> None:
     """Find the schedule with the highest throughput under a latency bound, and write plan.json.
 
@@ -77,22 +84,20 @@ def command(
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --fix tp=2 --fix max_batch=64
       xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.core.io import check_writable, dump_json, write_atomic
+    from xgpt.core.io import dump_json
 
-    check_writable(Path(output))
+    file = output_file(output)
     clusters = priced(among, asked)
     with render.progress_bar() as progress:
         planned = api.solve(**asked, devices=_count(devices), among=clusters, fix=_held(fix), progress=progress)
     text = dump_json(planned.best)
-    write_atomic(Path(output), text)
+    write(file, text)
     if as_json:
         click.echo(text, nl=False)
     else:
-        render.show(*_summary(planned), f"wrote {output}; next: xgpt serve {output}")
+        render.show(*_summary(planned), f"next: xgpt serve {output}")
 
 
 def _summary(planned: Planned) -> Iterator[object]:

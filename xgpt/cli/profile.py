@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import cluster_option, config_option, dtype_option, json_option, kv_dtype_option, model_option
+from xgpt.cli.outputs import output_file, output_option, write
 
 
 @click.command("profile")
@@ -30,14 +31,9 @@ from xgpt.cli.options import cluster_option, config_option, dtype_option, json_o
     "--framework",
     help="Engine whose kernels are imported: vllm (default), sglang, trtllm, or a version of one, as in vllm-0.15.",
 )
-@click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    help="Also write the profile here. Profiles of xgpt's own engine are cached in any case.",
-)
+@output_option("Also write the profile here. Profiles of xgpt's own engine are cached in any case.")
 @json_option
-def command(output: str | None, as_json: bool, **asked: Any) -> None:
+def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> None:
     """Measure step times on this machine, compute them from a datasheet, or import what others measured.
 
     \b
@@ -46,21 +42,18 @@ def command(output: str | None, as_json: bool, **asked: Any) -> None:
       xgpt profile --model ./opt-125m --engine vllm -o vllm.json
       xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
     from xgpt.core.errors import InputError
-    from xgpt.core.io import check_writable, dump_json, sha256, write_atomic
+    from xgpt.core.io import dump_json, sha256
 
     if asked["engine"] == "vllm" and asked["import_from"] is None and output is None and not as_json:
         raise InputError("output", None, "give -o FILE; `xgpt plan --profile FILE` then plans for vLLM")
-    if output is not None:
-        check_writable(Path(output))
+    file = None if output is None else output_file(output)
     with render.progress_bar() as progress:
         profile = api.profile(**asked, progress=progress)
-    if output is not None:
-        write_atomic(Path(output), dump_json(profile))
+    if file is not None:
+        write(file, dump_json(profile))
     if as_json:
         click.echo(dump_json(profile), nl=False)
         return

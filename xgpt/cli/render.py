@@ -299,7 +299,7 @@ def decision_table(decision: Decision) -> Table:
     return table(title, ["plan", "settings", "arrivals/s", "req/s", "latency s", "bound"], rows)
 
 
-def decision_notes(decision: Decision, observation: Observation, output: str | None) -> list[str]:
+def decision_notes(decision: Decision, observation: Observation) -> list[str]:
     notes = [
         f"lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens in the mean; distance "
         f"to the plan's (Wasserstein) {observation.input_distance:.1f} and {observation.output_distance:.1f} tokens",
@@ -312,17 +312,14 @@ def decision_notes(decision: Decision, observation: Observation, output: str | N
         notes.append(
             f"gain {100 * decision.gain:+.1f}% of {what}; the switch holds requests up {decision.pause_s:.1f} s"
         )
-    if output is not None:
-        notes.append(f"wrote {output}")
     return notes
 
 
-def calibration_notes(calibration: Calibration, path: str) -> list[str]:
+def calibration_notes(calibration: Calibration) -> list[str]:
     factors = ", ".join(f"{part} x{factor:.3f}" for part, factor in calibration.factors.items())
     return [
         f"calibrated on {calibration.num_steps_used} steps: {factors}",
         f"error of a step's time, on {calibration.num_steps_unused} steps of requests that were not used: "
         f"{100 * calibration.error_before:.1f}% before, {100 * calibration.error_after:.1f}% after; of their sum: "
         f"{100 * calibration.bias_before:+.1f}% before, {100 * calibration.bias_after:+.1f}% after",
-        f"wrote {path}",
     ]

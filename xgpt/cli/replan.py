@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import json_option, plan_profile_option
+from xgpt.cli.outputs import output_file, output_option, write
 from xgpt.cli.values import Decimal
 
 
@@ -34,9 +35,9 @@ from xgpt.cli.values import Decimal
     metavar="SHARE",
     help="Least gain of throughput, as a share, for which the plan is changed.",
 )
-@click.option("-o", "--output", metavar="FILE", help="Where to write the plan to run from now on, changed or not.")
+@output_option("Where to write the plan to run from now on, changed or not.")
 @json_option
-def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> None:
+def command(plan_path: str, output: str | None, force: bool, as_json: bool, **asked: Any) -> None:
     """Judge a plan under other lengths: the best plan for them, what it gains, and what the switch costs.
 
     With the URL of a server, the plan that it runs now is judged, which may differ from PLAN.JSON.
@@ -50,21 +51,20 @@ def command(plan_path: str, output: str | None, as_json: bool, **asked: Any) -> 
 
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.core.io import check_writable, dump_json, load_json, write_atomic
+    from xgpt.core.io import dump_json, load_json
     from xgpt.core.schema import Plan
     from xgpt.reporting.plan_text import settings_text
 
-    if output is not None:
-        check_writable(Path(output))
+    file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
     with render.at_work("judging what else could run"):
         found = api.replan(given, **asked)
-    if output is not None:
-        write_atomic(Path(output), dump_json(found.plan))
+    if file is not None:
+        write(file, dump_json(found.plan))
     if as_json:
         click.echo(dump_json(found.decision), nl=False)
     else:
-        notes = render.decision_notes(found.decision, found.observation, output)
+        notes = render.decision_notes(found.decision, found.observation)
         if found.judged != given:
             says = f"{given.policy.kind}: {settings_text(given)}"
             notes.insert(0, f"judged: the plan that the server runs now, not {plan_path} ({says})")

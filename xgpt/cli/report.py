@@ -7,15 +7,16 @@ from typing import Any
 import click
 
 from xgpt.cli.options import plan_profile_option
+from xgpt.cli.outputs import output_file, output_option, write
 from xgpt.cli.values import Whole
 
 
 @click.command("report")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("-o", "--output", default="report.html", metavar="FILE", help="Where to write the page.")
+@output_option("Where to write the page.", default="report.html")
 @plan_profile_option
 @click.option("--seed", type=Whole(0), default=0, help="Seed of the simulated requests.")
-def command(plan_path: str, output: str, **asked: Any) -> None:
+def command(plan_path: str, output: str, force: bool, **asked: Any) -> None:
     """Draw a plan, or a day's fleet, as one self-contained HTML page.
 
     \b
@@ -23,14 +24,10 @@ def command(plan_path: str, output: str, **asked: Any) -> None:
       xgpt report plan.json -o report.html
       xgpt report fleet.json -o day.html
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.core.io import check_writable, write_atomic
 
-    check_writable(Path(output))
+    file = output_file(output)
     with render.at_work("simulating, and drawing"):
         page = api.report(plan_path, **asked)
-    write_atomic(Path(output), page)
-    render.show(f"wrote {output}")
+    write(file, page)

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import batching_option, engine_option, plan_profile_option
+from xgpt.cli.outputs import force_option
 from xgpt.cli.values import Decimal, OfClass, Whole
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -104,6 +105,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     help="Send OpenTelemetry traces to this URL; the standard OTEL_... variables are read, too.",
 )
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
+@force_option
 def command(
     plan_path: str,
     answer_within_s: tuple[tuple[str, float], ...],

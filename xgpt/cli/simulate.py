@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import json_option, load_options
+from xgpt.cli.outputs import force_option, output_file, write
 from xgpt.cli.values import Decimal
 
 
@@ -22,27 +23,26 @@ from xgpt.cli.values import Decimal
 @click.option(
     "--own-times", is_flag=True, help="Replay a trace as recorded: its pairs of lengths and its arrival times."
 )
-@click.option("--trace", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
+@click.option("--timeline", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
+@force_option
 @json_option
-def command(plan_path: str, trace: str | None, as_json: bool, **asked: Any) -> None:
+def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
     """Run a plan request by request on the simulated engine.
 
     \b
     Examples:
-      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --trace timeline.json
+      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --timeline timeline.json
       xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
     """
-    from pathlib import Path
-
     from xgpt import api
     from xgpt.cli import render
-    from xgpt.core.io import write_atomic
     from xgpt.core.schema.outputs import SimulateOutput
 
+    file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
         run = api.simulate(plan_path, **asked)
-    if trace is not None:
-        write_atomic(Path(trace), run.chrome_trace())
+    if file is not None:
+        write(file, run.chrome_trace())
     if as_json:
         found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None})
         click.echo(found.model_dump_json(indent=1, exclude_none=True))

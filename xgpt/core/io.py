@@ -196,24 +196,6 @@ def write_atomic(path: Path, text: str) -> None:
         raise MachineError(f"cannot write {path}: {reason_of(error)}") from None
 
 
-def check_writable(path: Path) -> None:
-    """Look before the work whose result goes there, which may take minutes.
-
-    Raises:
-        MachineError: the place cannot be written.
-    """
-    place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
-    if path.is_dir():
-        reason = "it is a directory"
-    elif not place.is_dir():
-        reason = f"{place} is no directory"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        reason = "Permission denied"
-    else:
-        return
-    raise MachineError(f"cannot write {path}: {reason}")
-
-
 class StepLogWriter:
     """Writes the engine's steps, one JSON line each. Source of `xsimulator.measures` and of replays.
 

@@ -16,7 +16,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from xgpt.checkpoints.files import sampling_defaults
 from xgpt.core import policies
 from xgpt.core.errors import InputError
-from xgpt.core.io import StepLogWriter, check_writable
+from xgpt.core.io import StepLogWriter
+from xgpt.core.outputs import check_step_log
 from xgpt.core.policies.tcb import Batching
 from xgpt.core.schema import EngineKind, Frozen, Plan, Profile
 from xgpt.requests import Name
@@ -55,6 +56,7 @@ class ServeRequest(Frozen):
         batching: layout of a whole batch: without padding, or in rows, which need a plan of whole batches.
         reuse: whether requests of the same API key share the K/V of what their prompts have in common.
         step_log: file to which every executed step is written, a JSON line each.
+        force: write it over any file, not only over an earlier step log.
         replan: switch to better plans when lengths change.
         profile: the profile that the plan was made from; None: the copy kept on this machine.
         checkpoint: directory of the weights; None: the plan's.
@@ -79,6 +81,7 @@ class ServeRequest(Frozen):
     shutdown_delay_s: NonNegativeFloat = 0.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     step_log: Path | None = None
+    force: bool = False
     replan: bool = True
     profile: Name | Profile | None = None
     checkpoint: Name | None = None
@@ -202,6 +205,8 @@ def serve(
         InputError: this machine cannot serve the plan in the requested way.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
+    if request.step_log is not None:
+        check_step_log(request.step_log, force=request.force)
     plan = located(plan, request.checkpoint)
     request.keys(plan)
     request.classes(plan)
@@ -216,8 +221,6 @@ def serve(
         on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
     elif dry_run:
         check_plan(plan, request.nnodes)
-    if request.step_log is not None:
-        check_writable(request.step_log)
     if dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()

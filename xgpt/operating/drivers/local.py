@@ -22,8 +22,9 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, write_atomic
+from xgpt.core.outputs import OutputFile, is_recorded
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.operating.drivers.base import Counts, read_counts
 from xscheduler.fleet.controller import ReplicaState, State
@@ -55,6 +56,7 @@ class LocalWorld:
         clock_began_s: when the planned day began, s since the epoch.
 
     Raises:
+        InputError: the directory holds other files than a fleet's state.
         MachineError: the directory cannot be written, or the front does not start.
     """
 
@@ -63,11 +65,15 @@ class LocalWorld:
         self._port = port
         self._states = self._directory / "replicas"
         try:
+            is_empty = not directory.exists() or not any(directory.iterdir())
+            if not is_empty and not is_recorded(self._directory / "kind0.json"):
+                accepted = "give a new directory, or one of an earlier `xgpt autoscale`"
+                raise InputError("state", str(directory), accepted)
             self._states.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise MachineError(f"cannot write {self._directory}: {error.strerror}") from None
         for number, kind in enumerate(fleet.kinds):
-            write_atomic(self._directory / f"kind{number}.json", dump_json(kind.plan))
+            OutputFile(self._directory / f"kind{number}.json", "state", force=True).write(dump_json(kind.plan))
         self._known: list[_Process] = []
         self._children: list[subprocess.Popen[bytes]] = []
 
@@ -155,7 +161,7 @@ class LocalWorld:
         """Start a process in a session of its own, so that it outlives the controller."""
         environment = {**os.environ, MARK: f"{self._directory} {name} {kind} {port}"}
         try:
-            with (self._directory / f"{name}.log").open("wb") as log:
+            with (self._directory / f"{name}.log").open("ab") as log:
                 child = subprocess.Popen(
                     [sys.executable, *words],
                     env=environment,

@@ -1,0 +1,168 @@
+"""Write a command's files: each whole or not at all, and never over a file of the user's.
+
+A command may replace a file only if xgpt wrote it and nothing has changed it since. The cache directory has a record of
+each written file: its path, and the SHA-256 of its bytes. A file without a record, or with other bytes, is the user's.
+If the cache is lost, every existing file is, so that commands refuse to replace it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from xgpt.core.errors import InputError, MachineError, reason_of
+from xgpt.core.io import cache_dir, write_atomic
+from xgpt.core.schema.step_log import StepRecord
+
+
+class OutputFile:
+    """A file that a command is going to write.
+
+    Args:
+        path: its place; a symbolic link stands for the file that it points to.
+        field: the option or argument that names the file, for errors.
+        force: overwrite any file, even one that is read.
+        inputs: paths that the command reads; what is no file among them is ignored.
+    """
+
+    def __init__(self, path: Path, field: str = "output", *, force: bool = False, inputs: Iterable[str] = ()) -> None:
+        self.path = path
+        self._field, self._force, self._inputs = field, force, tuple(inputs)
+
+    def check(self, text: str | None = None) -> None:
+        """Refuse a place that cannot be written, or holds a file of the user's; call it before long work.
+
+        Args:
+            text: what will be written, if it is known: a file that holds exactly that loses nothing.
+
+        Raises:
+            InputError: the file is read by the same command, or is not known to be xgpt's.
+            MachineError: the place cannot be written.
+        """
+        check_writable(self.path)
+        if self._force or not self.path.is_file():
+            return
+        if text is not None and self.path.read_bytes() == text.encode():
+            return
+        way_out = "give another file, or `force` to overwrite it"
+        if any(_is_same(self.path, Path(given)) for given in self._inputs):
+            raise InputError(self._field, str(self.path), f"this command reads that file; {way_out}")
+        if not is_recorded(self.path):
+            reason = "that file exists, and was not written by xgpt, or was changed since"
+            raise InputError(self._field, str(self.path), f"{reason}; {way_out}")
+
+    def write(self, text: str) -> None:
+        """Write all of `text` or nothing.
+
+        Raises:
+            InputError: as `check` does; the file may have appeared since.
+            MachineError: the place cannot be written.
+        """
+        self.check(text)
+        if self.path.exists() and not self.path.is_file():  # a pipe or a device
+            try:
+                self.path.write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise MachineError(f"cannot write {self.path}: {reason_of(error)}") from None
+            return
+        target = self.path.resolve()
+        if self._force or target.exists():
+            write_atomic(target, text)
+        else:
+            self._create(target, text)
+        record(target)
+
+    def _create(self, target: Path, text: str) -> None:
+        """Write a new file without replacing one that appears meanwhile, where the file system has hard links."""
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:
+                whole = Path(directory) / target.name
+                whole.write_text(text, encoding="utf-8")
+                try:
+                    os.link(whole, target)
+                except FileExistsError:
+                    reason = "that file appeared while this command ran; give another file"
+                    raise InputError(self._field, str(self.path), reason) from None
+                except OSError:
+                    os.replace(whole, target)
+        except OSError as error:
+            raise MachineError(f"cannot write {self.path}: {reason_of(error)}") from None
+
+
+def check_step_log(path: Path, *, force: bool = False) -> None:
+    """Refuse to write a step log over anything but an earlier step log, which its first line shows.
+
+    A log grows until its server ends, perhaps by a signal: it cannot be recorded by its bytes.
+
+    Raises:
+        InputError: the file holds something else.
+        MachineError: the place cannot be written.
+    """
+    check_writable(path)
+    if force or not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            line = file.readline()
+        if line:
+            msgspec.json.decode(line, type=StepRecord)
+    except OSError as error:
+        raise MachineError(f"cannot read {path}: {reason_of(error)}") from None
+    except msgspec.DecodeError:
+        reason = "that file exists and is no step log; give another file, or `force` to overwrite it"
+        raise InputError("step_log", str(path), reason) from None
+
+
+def record(path: Path) -> None:
+    """Note that xgpt wrote the file as it is now; if the cache cannot be written, the file counts as the user's."""
+    with suppress(OSError, MachineError):
+        write_atomic(_record_of(path), _digest(path) + "\n")
+
+
+def is_recorded(path: Path) -> bool:
+    """Return whether xgpt wrote the file, and nothing has changed it since."""
+    try:
+        return _record_of(path).read_text().strip() == _digest(path)
+    except OSError:
+        return False
+
+
+def check_writable(path: Path) -> None:
+    """Look before the work whose result goes there, which may take minutes.
+
+    Raises:
+        MachineError: the place cannot be written.
+    """
+    place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
+    if path.is_dir():
+        reason = "it is a directory"
+    elif not place.is_dir():
+        reason = f"{place} is no directory"
+    elif not os.access(path if path.exists() and not path.is_file() else place, os.W_OK):
+        reason = "Permission denied"
+    else:
+        return
+    raise MachineError(f"cannot write {path}: {reason}")
+
+
+def _record_of(path: Path) -> Path:
+    return cache_dir() / "written" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except (OSError, ValueError):  # no such file, or text that cannot be a path
+        return False
