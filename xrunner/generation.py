@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from xgpt.core.schema import ANYONE, Account
@@ -61,6 +62,15 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
+
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Difference between the seeds of two outputs of one request, so large that other requests' seeds are others."""
+
+
+def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
+    """Yield the sampling parameters of each output of one request: the same ones, with a seed each."""
+    for index in range(num_choices):
+        yield replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64)
 
 
 class Logprobs(NamedTuple):

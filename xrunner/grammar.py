@@ -8,6 +8,7 @@ worker is taken at its start.
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,6 +41,17 @@ def json_grammar(schema: dict[str, Any]) -> str:
 def json_rule(schema: dict[str, Any]) -> str:
     """Return a JSON schema's values as a term of Lark."""
     return f"%json {json.dumps(schema | DENSE)}"
+
+
+def regex_grammar(pattern: str) -> str:
+    """Return the grammar of texts that a regular expression matches as a whole."""
+    escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    return f"start: /{escaped}/"
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """Return the grammar of one of these texts."""
+    return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
 def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:

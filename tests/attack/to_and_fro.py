@@ -13,7 +13,7 @@ from xgpt.cli import main
 from xgpt.core.io import load_json
 from xgpt.core.schema import Observation, Plan, Proposal
 from xgpt.observation.windows import observer
-from xgpt.serving import serve as serving
+from xgpt.serving import running
 
 
 class ToAndFro(FakePlanner):
@@ -39,5 +39,5 @@ if __name__ == "__main__":
     other = load_json(Path(sys.argv[1]), Plan, "plan")
     observer.LOOK_EVERY, observer.LOOK_INTERVAL_S = 1, 0.0
     observer.Observer.look = lambda self, snapshot: snapshot.observation()  # type: ignore[method-assign]
-    serving.find_planner = lambda plan, given: ToAndFro(plan, other)  # type: ignore[assignment, return-value]
+    running.find_planner = lambda plan, given: ToAndFro(plan, other)  # type: ignore[assignment, return-value]
     main(["serve", *sys.argv[2:]])

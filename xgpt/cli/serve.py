@@ -104,6 +104,15 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
     metavar="URL",
     help="Send OpenTelemetry traces to this URL; the standard OTEL_... variables are read, too.",
 )
+@click.option(
+    "--front",
+    type=click.Choice(["endpoint", "smg"]),
+    default="endpoint",
+    help="What answers HTTP. smg: the Shepherd Model Gateway, before an engine in a process of its own.",
+)
+@click.option(
+    "--admin-port", type=Whole(0, 65535), default=0, help="With --front smg: port of pages, plan and metrics; 0: any."
+)
 @click.option("--step-log", metavar="FILE", help="Write every executed step to FILE, one JSON line each.")
 @force_option
 def command(

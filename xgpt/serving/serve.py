@@ -6,33 +6,25 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from xgpt.checkpoints.files import sampling_defaults
 from xgpt.core import policies
 from xgpt.core.errors import InputError
-from xgpt.core.io import StepLogWriter
 from xgpt.core.outputs import check_step_log
 from xgpt.core.policies.tcb import Batching
 from xgpt.core.schema import EngineKind, Frozen, Plan, Profile
 from xgpt.requests import Name
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
-from xgpt.serving.engines import Nodes, build_engine, join_nodes
-from xgpt.serving.vllm import build_vllm_engine, can_change_plan
-from xprofiler.store import profile_of
-from xscheduler.replanning.replanner import BackgroundPlanner
+from xgpt.serving.engines import Nodes, join_nodes
+from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 
 if TYPE_CHECKING:
     from xrunner.server import ApiKeys, Classes, Limits
     from xrunner.server.observe.traces import Tracer
-    from xrunner.server.served import ServedEngine
-
-logger = logging.getLogger(__name__)
 
 
 class ServeRequest(Frozen):
@@ -63,6 +55,9 @@ class ServeRequest(Frozen):
         nnodes, node_rank: number of machines that run the plan together, and the rank of this one.
         rendezvous: HOST:PORT of machine 0.
         otlp_endpoint: URL that traces are sent to; None: as OpenTelemetry's environment variables say.
+        front: what answers HTTP: this package's endpoint in the engine's process, or the Shepherd Model Gateway before
+            an engine in a process of its own.
+        admin_port: with the gateway, the port of pages, plan and metrics on this machine; 0: any free one.
     """
 
     host: str = "127.0.0.1"
@@ -92,6 +87,8 @@ class ServeRequest(Frozen):
     node_rank: NonNegativeInt = 0
     rendezvous: str | None = None
     otlp_endpoint: str | None = None
+    front: Literal["endpoint", "smg"] = "endpoint"
+    admin_port: Annotated[int, Field(ge=0, le=65535)] = 0
 
     def keys(self, plan: Plan) -> ApiKeys | None:
         """Return the API keys, if any.
@@ -214,6 +211,8 @@ def serve(
     request.check_batching(plan)
     request.check_reuse(plan)
     nodes, limits = request.nodes(), request.limits()
+    if request.front == "smg":
+        check_gateway(request)
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
         accepted = "the plan predicts no throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
@@ -228,65 +227,23 @@ def serve(
             on_note(line)
     elif nodes is not None and nodes.rank:
         join_nodes(plan, nodes)
+    elif request.front == "smg":
+        serve_behind_gateway(plan, request)
     else:
         _serve(plan, request, limits, nodes)
 
 
 def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:
+    from xgpt.serving.running import running
     from xrunner import server
-    from xrunner.core_waits import CoreWaits
-    from xrunner.cpu.cores import take_cores
-    from xrunner.grammar import grammars_of
-    from xrunner.heap import keep_freed_memory
 
     keys, tls = request.keys(plan), request.tls()
-    engine, replan = request.engine, request.replan
-    check_runs(plan, request.nnodes, engine)
-    in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"
-    if in_one_process:
-        keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
-    defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
-    server.log_json(request.log_level)
-    build: Callable[..., ServedEngine] = partial(build_vllm_engine, reuse=request.reuse)
-    if engine == "native":
-        build = partial(build_engine, nodes=nodes, batching=request.batching, reuse=request.reuse)
-    if engine == "vllm" and replan and not can_change_plan(plan):
-        logger.warning("re-planning is off: vLLM cannot change a plan for several devices")
-        replan = False
-    if request.batching != "flat" and replan:
-        logger.warning("re-planning is off: it does not go with batches in rows")
-        replan = False
-    for line in missing(plan, request.profile, replan=replan):
-        logger.warning(line)
-    planner = find_planner(plan, request.profile) if replan else None
-    tracer = open_tracer(request.otlp_endpoint)
+    check_runs(plan, request.nnodes, request.engine)
     with ExitStack() as at_end:
+        tracer = open_tracer(request.otlp_endpoint)
         if tracer is not None:
             at_end.callback(tracer.close)
-        log = None if request.step_log is None else StepLogWriter(request.step_log)
-        if log is not None:
-            at_end.callback(log.close)
-        if planner is not None:
-            planner.start()  # it loads while the engine does
-            at_end.callback(planner.stop)
-        thread = server.single_thread()
-        running = thread.submit(build, plan, CoreWaits(log) if log and in_one_process else log).result()
-        at_end.callback(lambda: thread.submit(running.close).result())
-        if in_one_process:
-            thread.submit(take_cores).result()
-        engine_thread = server.EngineThread(running, thread, server.Watch(plan, planner))
-        if log is not None:
-            engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
-        checkpoint = None if plan.checkpoint is None or engine == "vllm" else Path(plan.checkpoint)
-        grammars = grammars_of(checkpoint, plan.model)
-        model = server.ServedModel(
-            plan.model.name,
-            plan.model,
-            None if plan.checkpoint is None else server.load_tokenizer(Path(plan.checkpoint)),
-            frozenset(plan.model.eos_token_ids),
-            grammars,
-            defaults,
-        )
+        engine_thread, model = at_end.enter_context(running(plan, request, nodes))
         app = server.create_app(
             engine_thread,
             model,
@@ -328,17 +285,3 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
             return None
         raise InputError("otlp_endpoint", endpoint, "install OpenTelemetry: pip install 'xgpt-serve[otel]'") from None
     return Tracer.to(endpoint)
-
-
-def find_planner(plan: Plan, given: str | Profile | None) -> BackgroundPlanner | None:
-    """Return the planner for re-planning; None if the plan's profile is not on this machine (see `missing`).
-
-    Raises:
-        InputError: `given` is not the plan's profile.
-    """
-    try:
-        return BackgroundPlanner(plan, profile_of(plan, given))
-    except InputError:
-        if given is not None:
-            raise
-        return None

@@ -20,6 +20,7 @@ class ServedModel:
         eos_token_ids: tokens that end an output.
         grammars: compiler of grammars for outputs; None: no tokenizer, or the engine supports none.
         sampling_defaults: values of fields that a request leaves out (`checkpoint.sampling_defaults`).
+        path: the checkpoint's directory; empty: the weights are drawn from a seed.
     """
 
     name: str
@@ -28,3 +29,4 @@ class ServedModel:
     eos_token_ids: frozenset[int] = frozenset()
     grammars: Grammars | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    path: str = ""

@@ -8,13 +8,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from xrunner.generation import Logprobs
+from xrunner.generation import Logprobs, of_choices
 from xrunner.server.access.quota import Quota
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.choices import Choice
@@ -33,9 +33,6 @@ LAST_WORDS_S = 1.0
 TOKENS_AT_ONCE = 64
 """Tokens that are turned into text (and BYTES_AT_ONCE: bytes that are written) before other requests get a turn."""
 BYTES_AT_ONCE = 64 << 10
-
-SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Distance between the seeds of a prompt's choices, so large that other requests' seeds do not coincide with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ class Answer(Response):
             hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
         )
         sampling = self._request.sampling(seed)  # once: a grammar is written for it
-        choices = [replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64) for index in range(num_choices)]
+        choices = list(of_choices(sampling, seed, num_choices))
         for prompt in self._prompts:
             for sampling in choices:
                 stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, submission)

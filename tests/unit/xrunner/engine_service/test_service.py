@@ -1,0 +1,243 @@
+"""The engine's gRPC service over a fake executor: what goes in, what comes out, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+grpc = pytest.importorskip("grpc")
+pb = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
+
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc  # noqa: E402
+
+from tests.fakes import SPEC, FakeExecutor, expected_tokens, fake_engine, fake_plan  # noqa: E402
+from xrunner.engine_service.server import serve  # noqa: E402
+from xrunner.engine_service.state import get_state  # noqa: E402
+from xrunner.server import Classes, EngineThread, Limits, ServedModel, Watch  # noqa: E402
+
+PROMPT = [5, 6, 7]
+
+
+@asynccontextmanager
+async def service(
+    executor: FakeExecutor | None = None, *, max_waiting: int = 64, spec: Any = SPEC, **limits: Any
+) -> AsyncIterator[tuple[Any, EngineThread, Any]]:
+    """Run the service; yields its stub, its engine's thread and its channel."""
+    plan = fake_plan()
+    engine_thread = EngineThread(fake_engine(executor or FakeExecutor(), max_batch=2), watch=Watch(plan))
+    model = ServedModel("fake", spec, eos_token_ids=frozenset(spec.eos_token_ids))
+    stopping, port = asyncio.Event(), asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(
+        serve(
+            engine_thread,
+            model,
+            Limits(max_waiting=max_waiting, **limits),
+            Classes(plan),
+            port=0,
+            stopping=stopping,
+            on_ready=port.set_result,
+            drain_s=1.0,
+        )
+    )
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{await port}") as channel:
+        yield pb_grpc.VllmEngineStub(channel), engine_thread, channel
+    stopping.set()
+    await running
+
+
+def request(prompt: list[int] = PROMPT, *, stream: bool = True, **sampling: Any) -> Any:
+    return pb.GenerateRequest(
+        request_id="one",
+        tokenized=pb.TokenizedInput(input_ids=prompt),
+        sampling_params=pb.SamplingParams(**{"max_tokens": 4} | sampling),
+        stream=stream,
+    )
+
+
+async def answer(stub: Any, asked: Any, **options: Any) -> list[Any]:
+    return [message async for message in stub.Generate(asked, **options)]
+
+
+async def refusal(stub: Any, asked: Any, **options: Any) -> tuple[Any, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer(stub, asked, **options)
+    return caught.value.code(), caught.value.details()
+
+
+def test_a_stream_brings_each_token_and_then_all_of_the_last_step() -> None:
+    async def run() -> None:
+        async with service() as (stub, _, _):
+            *chunks, last = await answer(stub, request())
+            assert [token for each in chunks for token in each.chunk.token_ids] == expected_tokens(PROMPT, 4)
+            assert last.complete.finish_reason == "length"
+            assert last.complete.prompt_tokens == 3
+
+    asyncio.run(run())
+
+
+def test_without_stream_one_message_has_all_tokens_and_their_log_probabilities() -> None:
+    async def run() -> None:
+        async with service() as (stub, _, _):
+            (whole,) = await answer(stub, request(stream=False, logprobs=2))
+            assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 4)
+            scores = whole.complete.output_logprobs
+            assert list(scores.token_logprobs) == [-1.0] * 4
+            assert [list(top.values) for top in scores.top_logprobs] == [[-1.0, -2.0]] * 4
+
+    asyncio.run(run())
+
+
+def test_a_stop_token_ends_the_output_and_is_named() -> None:
+    async def run() -> None:
+        async with service() as (stub, _, _):
+            (whole,) = await answer(stub, request(stream=False, stop_token_ids=[20]))
+            assert list(whole.complete.output_ids) == [18, 19, 20]
+            assert (whole.complete.finish_reason, whole.complete.matched_token_id) == ("stop", 20)
+
+    asyncio.run(run())
+
+
+def test_the_models_end_tokens_end_an_output_unless_they_are_ignored() -> None:
+    async def run() -> None:
+        async with service(spec=SPEC.model_copy(update={"eos_token_ids": (19,)})) as (stub, _, _):
+            (whole,) = await answer(stub, request(stream=False))
+            assert list(whole.complete.output_ids) == [18, 19]
+            (whole,) = await answer(stub, request(stream=False, ignore_eos=True))
+            assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 4)
+
+    asyncio.run(run())
+
+
+def test_several_outputs_are_told_apart() -> None:
+    async def run() -> None:
+        async with service() as (stub, _, _):
+            wholes = await answer(stub, request(stream=False, n=3))
+            assert {whole.complete.index for whole in wholes} == {0, 1, 2}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (pb.GenerateRequest(text="hi"), "input"),
+        (request([]), "input_ids"),
+        (request([SPEC.vocab_size]), "input_ids"),
+        (request([1] * SPEC.max_context), "input_ids"),
+        (request(max_tokens=SPEC.max_context), "max_tokens"),
+        (request(max_tokens=0), "max_tokens"),
+        (request(temperature=float("nan")), "temperature"),
+        (request(top_p=1.5), "top_p"),
+        (request(logprobs=-1), "logprobs"),
+        (request(logprobs=21), "logprobs"),
+        (request(n=1000), "n:"),
+        (request(logit_bias={SPEC.vocab_size: 1.0}), "logit_bias"),
+        (request(stop_token_ids=[SPEC.vocab_size]), "stop_token_ids"),
+        (request(json_schema="{}"), "constraint"),
+        (request(json_schema="{"), "json_schema"),
+        (request(structural_tag="{}"), "structural_tag"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_named(asked: Any, field: str) -> None:
+    async def run() -> None:
+        async with service() as (stub, engine_thread, _):
+            code, says = await refusal(stub, asked)
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert says.startswith(field)
+            assert not engine_thread.is_busy
+
+    asyncio.run(run())
+
+
+def test_metadata_sets_a_deadline_and_an_exact_length() -> None:
+    async def run() -> None:
+        async with service(FakeExecutor(step_s=0.05)) as (stub, engine_thread, _):
+            asked = request(stream=False, max_tokens=50)
+            (whole,) = await answer(stub, asked, metadata=[("xgpt-output-length", "3")])
+            assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 3)
+            code, _ = await refusal(stub, asked, metadata=[("xgpt-deadline-s", "0.2")])
+            assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert not engine_thread.is_busy
+            for bad in ("-1", "nan", "x"):
+                assert (await refusal(stub, asked, metadata=[("xgpt-deadline-s", bad)]))[0].name == "INVALID_ARGUMENT"
+            assert (await refusal(stub, asked, metadata=[("xgpt-class", "none")]))[0].name == "INVALID_ARGUMENT"
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_goes_away_and_an_abort_take_a_request_out() -> None:
+    async def run() -> None:
+        async with service(FakeExecutor(step_s=0.02)) as (stub, engine_thread, _):
+            for leave in ("cancel", "abort"):
+                call = stub.Generate(request(max_tokens=400))
+                await call.read()
+                assert engine_thread.is_busy
+                if leave == "cancel":
+                    call.cancel()
+                else:
+                    await stub.Abort(pb.AbortRequest(request_ids=["one", "unknown"]))
+                for _ in range(100):
+                    if not engine_thread.is_busy:
+                        break
+                    await asyncio.sleep(0.02)
+                assert not engine_thread.is_busy
+
+    asyncio.run(run())
+
+
+def test_more_waiting_requests_than_may_are_refused() -> None:
+    async def run() -> None:
+        async with service(FakeExecutor(step_s=0.05), max_waiting=2) as (stub, _, _):
+            calls = [stub.Generate(request(max_tokens=100)) for _ in range(2)]
+            await asyncio.gather(*(call.read() for call in calls))
+            waiting = [stub.Generate(request()) for _ in range(2)]
+            await asyncio.sleep(0.2)
+            assert (await refusal(stub, request()))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+            for call in (*calls, *waiting):
+                call.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
+    async def run() -> None:
+        async with service() as (stub, _, _):
+            asked = pb.GenerateRequest(tokenized=pb.TokenizedInput(original_text="x" * (8 << 20), input_ids=PROMPT))
+            assert (await refusal(stub, asked))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_has_failed_is_unhealthy_and_takes_nothing() -> None:
+    async def run() -> None:
+        with pytest.raises(Exception, match="the device has gone"):
+            async with service(FakeExecutor(fail_at=19)) as (stub, _, _):
+                assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+                assert (await refusal(stub, request()))[0] in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
+
+    asyncio.run(run())
+
+
+def test_state_and_load_are_told() -> None:
+    async def run() -> None:
+        async with service(FakeExecutor(step_s=0.05)) as (stub, _, channel):
+            info = await stub.GetModelInfo(pb.GetModelInfoRequest())
+            assert (info.served_model_name, info.max_context_length) == ("fake", SPEC.max_context)
+            call = stub.Generate(request(max_tokens=50))
+            await call.read()
+            (load,) = (await stub.GetLoads(pb.GetLoadsRequest())).loads
+            assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 0)
+            assert load.num_used_tokens > 0
+            call.cancel()
+            assert b'"plan"' in await get_state(channel, "/plan")
+            assert b"# TYPE" in await get_state(channel, "/metrics")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await get_state(channel, "/etc/passwd")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stub.Embed(pb.EmbedRequest())
+
+    asyncio.run(run())

@@ -1,0 +1,32 @@
+"""Run the Shepherd Model Gateway in this process: `python -m xgpt.serving.gateway_process`.
+
+Its arguments come as a JSON list in the first line of standard input, not on the command line, which other users of the
+machine could read. It ends when standard input is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+
+
+def main() -> None:
+    """Run the gateway until SIGTERM, or the end of input."""
+    arguments = json.loads(sys.stdin.buffer.readline())
+    from smg.launch_router import launch_router, parse_router_args
+
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    launch_router(parse_router_args(arguments))
+
+
+def _end_with_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The engine as a gRPC service: token ids and sampling parameters in, token ids and log probabilities out.
+
+The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that speaks to vLLM speaks to
+this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings and parses
+calls of functions. The engine has the tokens: it never sees a template, and reads a tokenizer only to hold an output to
+a grammar.
+
+Contract of `Generate`:
+    input           `tokenized.input_ids` only. `text`, media and K/V transfers are refused.
+    sampling        temperature, top_p, top_k, min_p, penalties, seed, logit_bias, max_tokens, stop_token_ids,
+                    ignore_eos, n, logprobs, prompt_logprobs (up to 20), truncate_prompt_tokens: as in vLLM.
+    constraint      json_schema, json_object, regex, choice and grammar (Lark) from the first token on.
+    of the text     stop, include_stop_str_in_output, skip_special_tokens, spaces_between_special_tokens: the gateway's.
+    refused         what would change the output and cannot be done here ends with INVALID_ARGUMENT and names the field.
+    answer          a stream: a chunk for each step, and `complete` for each output with all of its tokens; without
+                    `stream`, only the latter. The token that ends an output is part of it, and `matched_token_id`.
+
+Beside the messages, metadata of a call (keys of `METADATA`) carries what schedules need and the messages have no field
+for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with RESOURCE_EXHAUSTED, a
+passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
+
+`xgpt.engine.State` beside it has one method, `Get`: the path of a page or a metric in, its content out (`state`).
+"""
+
+from typing import NamedTuple
+
+
+class Metadata(NamedTuple):
+    """Keys of a call's metadata.
+
+    Attributes:
+        deadline_s: seconds after which the answer is useless: the request then ends.
+        class_name: one of the plan's classes of requests.
+        account: the name of the account that the request runs for; accounts share the engine.
+        output_length: for benchmarks: end after exactly this many tokens; the schedule knows max_tokens only.
+    """
+
+    deadline_s: str = "xgpt-deadline-s"
+    class_name: str = "xgpt-class"
+    account: str = "xgpt-account"
+    output_length: str = "xgpt-output-length"
+
+
+METADATA = Metadata()

@@ -1,0 +1,236 @@
+"""Answer the calls of `vllm_engine.proto` from an `EngineThread`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+import grpc
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
+
+from xgpt.core.errors import MachineError
+from xgpt.core.schema import Account
+from xgpt.core.version import __version__
+from xrunner.engine_service.answers import Output
+from xrunner.engine_service.requests import GenerationCall, Invalid, read
+from xrunner.server.access.classes import Classes
+from xrunner.server.access.keys import Key
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.model import ServedModel
+from xrunner.server.engine_thread import EngineThread, Inbox, Stream, Submission
+from xrunner.server.http.limits import Limits
+from xrunner.server.observe.metrics import Bounds
+
+STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""What statuses of the endpoint are in gRPC; all others are INTERNAL."""
+
+
+class Servicer(pb_grpc.VllmEngineServicer):
+    """The engine's service; see the package for its contract. All methods belong to the event loop.
+
+    Args:
+        model: its `codec` is not used.
+        limits: on waiting requests, their time, and the length of outputs.
+        classes: the plan's classes of requests.
+    """
+
+    def __init__(self, engine_thread: EngineThread, model: ServedModel, limits: Limits, classes: Classes) -> None:
+        self._engine_thread = engine_thread
+        self._model = model
+        self._limits = limits
+        self._classes = classes
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        """Running `Generate` calls, by request id."""
+        self._since_s = time.monotonic()
+        self._last_receive_s = time.time()
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Yield an output's tokens as they come; see the package."""
+        self._last_receive_s = time.time()
+        received_s = time.perf_counter()
+        task = asyncio.current_task()
+        assert task is not None
+        id_ = request.request_id
+        self._calls[id_] = task
+        streams: list[Stream] = []
+        left = "cancelled"
+        try:
+            call = await self._read(request, context)
+            inbox: Inbox = asyncio.Queue()
+            outputs = self._submit(call, received_s, inbox, streams)
+            end_s = self._end_s(call, received_s)
+            while any(output.finish is None for output in outputs.values()):
+                timeout_s = None if end_s == math.inf else max(0.0, end_s - time.perf_counter())
+                tokens = await asyncio.wait_for(inbox.get(), timeout_s)
+                if isinstance(tokens, ApiError):
+                    raise tokens
+                for message in outputs[tokens[0].id].push(tokens):
+                    yield message
+        except Invalid as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ApiError as error:
+            await _abort(context, STATUS.get(error.status, grpc.StatusCode.INTERNAL), str(error))
+        except TimeoutError:
+            left = "deadline"
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the answer was not complete in its time")
+        finally:
+            if self._calls.get(id_) is task:
+                del self._calls[id_]
+            for stream in streams:
+                self._engine_thread.cancel(stream, finish_reason=left)
+
+    async def _read(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerationCall:
+        """Return a checked request. Raises Invalid, ApiError."""
+        thread, spec = self._engine_thread, self._model.spec
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        rule = self._limits.output_rule(None if thread.watch is None else thread.watch.plan)
+        call = read(request, metadata, spec, thread.capacity, rule)
+        if call.choices[0].prompt_logprobs is not None and not thread.scores_prompts:
+            raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts")
+        if request.sampling_params.HasField("seed") and not thread.takes_seeds:
+            raise Invalid("seed: this engine keeps to none; leave it out")
+        thread.check_fits(len(call.prompt), call.allowance)
+        if (grammar := call.choices[0].grammar) is not None:
+            await self._check_grammar(grammar)
+        return call
+
+    async def _check_grammar(self, grammar: str) -> None:
+        """Compile a grammar in another thread, before the engine needs it. Raises Invalid."""
+        if self._model.grammars is None:
+            raise Invalid("constraint: the model has no tokenizer here, so no output can be held to a grammar")
+        try:
+            reason = await asyncio.to_thread(self._model.grammars.why_not, grammar)
+        except MachineError as error:
+            reason = str(error)
+        if reason is not None:
+            raise Invalid(f"constraint: it is not accepted: {reason}")
+
+    def _submit(
+        self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[Stream]
+    ) -> dict[int, Output]:
+        """Hand every output to the engine, or none. Raises ApiError."""
+        thread = self._engine_thread
+        key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
+        if thread.failure is not None:
+            raise ApiError(503, thread.failure)
+        if thread.is_draining:
+            raise ApiError(503, "the engine is shutting down")
+        if not thread.has_room(key.account, len(call.choices), self._limits.max_waiting):
+            raise ApiError(429, f"{thread.num_waiting} requests wait already, {self._limits.max_waiting} may")
+        submission = Submission(
+            inbox=inbox,
+            account=key.account,
+            bounds=Bounds(key.ttft_s, key.tpot_s, key.whole_s),
+            stop_token_ids=call.stop_token_ids,
+            output_length=call.output_length,
+            end_s=self._end_s(call, received_s),
+            has_deadline=call.deadline_s is not None,
+            read_s=received_s,
+            promise=None,
+            hold=not call.stream and call.choices[0].logprobs is None,
+        )
+        outputs = {}
+        for index, sampling in enumerate(call.choices):
+            stream = thread.submit(call.prompt, call.allowance, sampling, submission)
+            streams.append(stream)
+            outputs[stream.id] = Output(index, stream, call.prompt, sampling, call.stop_token_ids, keep=not call.stream)
+        return outputs
+
+    def _end_s(self, call: GenerationCall, received_s: float) -> float:
+        """Return when the answer must be whole, on the clock of `time.perf_counter`."""
+        return received_s + min(call.deadline_s or math.inf, self._limits.request_timeout_s or math.inf)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        """Take requests out; unknown ids are ignored."""
+        for id_ in request.request_ids:
+            if (task := self._calls.get(id_)) is not None:
+                task.cancel()
+        return pb.AbortResponse()
+
+    async def HealthCheck(
+        self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> pb.HealthCheckResponse:
+        """Return whether the engine takes requests."""
+        reason = self._engine_thread.failure or ("it is shutting down" if self._engine_thread.is_draining else "")
+        return pb.HealthCheckResponse(healthy=not reason, message=reason or "ok")
+
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        """Return what a gateway needs to render, tokenise and refuse."""
+        spec, model = self._model.spec, self._model
+        return pb.GetModelInfoResponse(
+            model_path=model.path or model.name,
+            is_generation=True,
+            max_context_length=spec.max_context,
+            vocab_size=spec.vocab_size,
+            served_model_name=model.name,
+            tokenizer_path=model.path,
+            model_type=spec.family,
+            eos_token_ids=spec.eos_token_ids,
+            bos_token_id=spec.bos_token_id or 0,
+            max_req_input_len=spec.max_context - 1,
+            default_sampling_params_json=json.dumps(dict(model.sampling_defaults)) if model.sampling_defaults else "",
+        )
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        """Return the state of this process."""
+        pool = self._engine_thread.pool
+        return pb.GetServerInfoResponse(
+            active_requests=pool.num_running + self._engine_thread.num_waiting,
+            last_receive_timestamp=self._last_receive_s,
+            uptime_seconds=time.monotonic() - self._since_s,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            block_size=pool.block_size,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
+        """Return the load of the engine, of all of its replicas together."""
+        pool, waiting = self._engine_thread.pool, self._engine_thread.num_waiting
+        used, total = pool.reserved_blocks * pool.block_size, pool.kv_blocks * pool.block_size
+        load = pb.SchedulerLoad(
+            num_running_reqs=pool.num_running,
+            num_waiting_reqs=waiting,
+            num_total_reqs=pool.num_running + waiting,
+            num_used_tokens=min(used, total),
+            max_total_num_tokens=total,
+            token_usage=min(used / max(total, 1), 1.0),
+        )
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=__version__, dp_rank_count=1, loads=[load]
+        )
+
+    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
+        """Refuse: the engine generates only."""
+        await _abort(context, grpc.StatusCode.UNIMPLEMENTED, "this engine generates text only")
+
+    async def FlushCache(
+        self, request: common.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> common.FlushCacheResponse:
+        """Decline: K/V that prompts share is kept by account, and given up when memory is needed."""
+        return common.FlushCacheResponse(success=False, message="shared prompts are kept until memory is needed")
+
+
+async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, says: str) -> NoReturn:
+    """End a call with an error; a gateway shows its words to the client."""
+    await context.abort(code, says[:500])
+    raise AssertionError("abort raises")
