@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import uvicorn
@@ -75,8 +75,6 @@ class _Server(uvicorn.Server):
     def install_signal_handlers(self) -> None:
         """Install none."""
 
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Any:
         """Capture none."""
-        from contextlib import nullcontext
-
         return nullcontext()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Plan
+from xgpt.serving.checking import check_runs
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest
@@ -46,7 +47,7 @@ ENDPOINT_FIELDS = (
 """Fields of what the endpoint does, and the gateway does not as it is started here."""
 
 
-def check_gateway(request: ServeRequest) -> None:
+def check_gateway(plan: Plan, request: ServeRequest) -> None:
     """Check that the gateway is installed, and can do what is asked.
 
     Raises:
@@ -60,6 +61,8 @@ def check_gateway(request: ServeRequest) -> None:
             raise InputError(field, str(getattr(request, field)), "the gateway has no such thing: use front=endpoint")
     if request.host not in ("127.0.0.1", "localhost", "::1"):
         raise InputError("host", request.host, "the gateway has no keys here, so it listens on this machine only")
+    if plan.checkpoint is None or not (Path(plan.checkpoint) / "tokenizer.json").is_file():
+        raise InputError("checkpoint", plan.checkpoint, "the gateway needs a tokenizer.json: use front=endpoint")
     if request.nnodes > 1:
         raise InputError("nnodes", request.nnodes, "the gateway runs before one machine's engine: use front=endpoint")
 
@@ -70,6 +73,10 @@ def serve_behind_gateway(plan: Plan, request: ServeRequest) -> None:
     Raises:
         MachineError: the engine does not start, fails again and again, or a port is taken.
     """
+    from xrunner.server.observe.logs import log_json
+
+    check_runs(plan, request.nnodes, request.engine)
+    log_json(request.log_level)
     asyncio.run(_serve(plan, request))
 
 

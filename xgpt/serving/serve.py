@@ -212,7 +212,7 @@ def serve(
     request.check_reuse(plan)
     nodes, limits = request.nodes(), request.limits()
     if request.front == "smg":
-        check_gateway(request)
+        check_gateway(plan, request)
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
         accepted = "the plan predicts no throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)

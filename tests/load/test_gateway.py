@@ -1,0 +1,84 @@
+"""`xgpt serve --front smg`: an engine in a process of its own, behind the gateway."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from benchmarks.lib.served_plans import SPEC, left_over, listening, one_lane, plan, served
+from tests.attack.target import save_checkpoint
+from xgpt.checkpoints.files import read_spec
+from xgpt.core.errors import InputError
+from xgpt.serving import gateway
+from xgpt.serving.serve import ServeRequest
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    where = urlsplit(url)
+    connection = HTTPConnection(where.hostname or "", where.port, timeout=120)
+    try:
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+def engine_pid(session: int) -> int:
+    """The process of the engine among those that a server has started."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            command = (entry / "cmdline").read_bytes()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == session and b"engine_process" in command:
+                return int(entry.name)
+    raise AssertionError("there is no engine")
+
+
+@pytest.mark.long
+def test_chats_responses_and_a_killed_engine_behind_the_gateway(tmp_path: Path) -> None:
+    pytest.importorskip("smg")
+    checkpoint = save_checkpoint(tmp_path / "model")
+    served_plan = plan(one_lane([1], layers=SPEC.num_layers), model=read_spec(checkpoint))
+    served_plan = served_plan.model_copy(update={"checkpoint": str(checkpoint)})
+    with served(served_plan, tmp_path, "--front", "smg") as server:
+        chat = {"model": served_plan.model.name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+        status, before = ask(server.url, "/v1/chat/completions", chat | {"temperature": 0})
+        assert status == 200, before
+        status, answer = ask(
+            server.url, "/v1/responses", {"model": chat["model"], "input": "hi", "max_output_tokens": 8}
+        )
+        assert status == 200, answer
+        os.kill(engine_pid(server.process.pid), signal.SIGKILL)
+        deadline_s = time.monotonic() + 120
+        while (found := ask(server.url, "/v1/chat/completions", chat | {"temperature": 0}))[0] != 200:
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.5)
+        assert found[1]["choices"] == before["choices"]
+        sockets = listening(server.process.pid)
+    assert server.process.returncode == 0
+    assert left_over(server.process.pid, sockets) == []
+
+
+def test_what_the_gateway_cannot_do_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="xgpt-serve\\[gateway\\]"):
+        gateway.check_gateway(plan(one_lane([1])), ServeRequest(front="smg"))
+    monkeypatch.setattr(gateway, "find_spec", lambda name: object())
+    for request, field in (
+        (ServeRequest(front="smg", host="0.0.0.0"), "host"),
+        (ServeRequest(front="smg", answer_within_s=1.0), "answer_within_s"),
+        (ServeRequest(front="smg", api_key_file=Path("keys")), "api_key_file"),
+        (ServeRequest(front="smg"), "checkpoint"),
+    ):
+        with pytest.raises(InputError) as caught:
+            gateway.check_gateway(plan(one_lane([1])), request)
+        assert caught.value.field == field
