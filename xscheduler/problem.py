@@ -17,6 +17,7 @@ class Problem:
 
     Attributes:
         engine: the engine that will run the plan; None: one known only by the profile's step times.
+        deployed: a running engine whose memory limits the plan, made for `max_batch` requests; None: `engine`.
         max_devices: largest number of the cluster's devices to use; None: all.
         uniform: only placements that are replicas of equal stages.
         replicas: the only number of replicas to consider; None: any.
@@ -34,6 +35,7 @@ class Problem:
     constraint: Constraint
     kv: KvPromise = "reserve"
     engine: EngineSpec | None = None
+    deployed: EngineSpec | None = None
     max_devices: int | None = None
     uniform: bool = False
     replicas: int | None = None

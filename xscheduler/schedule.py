@@ -26,7 +26,7 @@ from xsimulator.costs.group_tables import Degrees
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
-from xsimulator.memory import LaneMemory
+from xsimulator.memory import LaneMemory, capacity
 from xsimulator.stages import Lane
 
 BLOCK_SIZE = 16
@@ -124,17 +124,25 @@ class Scheduler:
         found = self._memories.get((lane, keeps))
         if found is None:
             problem = self.problem
+            of, engine = problem.profile, problem.deployed or problem.engine
+            memory = partial(
+                LaneMemory,
+                problem.model,
+                problem.cluster,
+                Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype, of.layouts),
+                lane,
+                self._block_size,
+                engine,
+                kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
+            )
             try:
-                of = problem.profile
-                found = LaneMemory(
-                    problem.model,
-                    problem.cluster,
-                    Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype, of.layouts),
-                    lane,
-                    self._block_size,
-                    problem.engine,
-                    kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
-                )
+                found = memory()
+                if problem.deployed is not None:
+                    found = memory(slots=problem.deployed.max_batch or 0)
+                elif engine is not None and engine.sampling_bytes:
+                    # As many as it holds without them: a few too many, so what is left for K/V is never overstated.
+                    most = capacity(self.lengths, found.blocks_beside(0), self._block_size, "quantile")
+                    found = memory(slots=min(self._max_batch, int(most[0])))
             except InfeasibleError as error:
                 found = error.with_traceback(None)
             self._memories[lane, keeps] = found

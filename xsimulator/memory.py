@@ -18,10 +18,14 @@ from xgpt.core.schema import (
 )
 from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
-from xsimulator.stages import Lane
+from xsimulator.stages import Lane, StageShape
 
 WORKSPACE_BYTES = 256 * 2**20
 """Buffers of libraries and of the engine itself, activations not included."""
+
+
+PADDED = "mxfp4"
+"""Format of experts whose widths engines pad, and whose kernels keep no buffers from step to step."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
@@ -31,6 +35,57 @@ def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
         ffn = max(ffn, spec.experts.active * spec.experts.ffn_size + spec.experts.shared_ffn_size)
     wide = 2 * spec.hidden_size + max((2 if spec.gated_ffn else 1) * ffn, 3 * spec.num_heads * spec.head_dim)
     return wide * BYTES_PER_ELEMENT[dtype]
+
+
+class StepBuffers:
+    """Bytes that an engine sets aside on a device of each stage for its largest step.
+
+    xgpt's own engine runs a step in slices and lets go of each before the next. Others run a step of the largest size
+    before they size K/V memory, and sample for as many requests as their batches are made for: the hidden states of all
+    tokens stay, and beside them is the larger of a layer's tensors and of what logits and sampling take. Buffers
+    between the products of experts stay, too, in versions that keep them.
+
+    Args:
+        keeps: the engine; None: xgpt's own.
+        slots: requests that its batches are made for.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None = None, slots: int = 0
+    ) -> None:
+        if keeps is None or keeps.framework == "native":
+            self._most = float(SLICE_TOKENS)
+            own = float(activation_bytes_per_token(spec, precision.state))
+            self.rows: Array = np.asarray([(own, 0.0, 0.0)] * len(lane))
+            return
+        self._most = np.inf
+        size = 0 if keeps.shares_only_cache else BYTES_PER_ELEMENT[precision.state]
+        has_buffers = keeps.keeps_expert_buffers and getattr(spec.quantization, "kind", None) != PADDED
+        rows = []
+        for stage in lane:
+            layer, between = _widths(spec, stage)
+            sampled = stage.heads * keeps.sampling_bytes * slots * spec.vocab_size
+            stays = spec.hidden_size + has_buffers * between
+            rows.append((size * stays, size * (layer + (not has_buffers) * between), sampled))
+        self.rows = np.asarray(rows)
+
+    def of(self, step_tokens: Array, stages: npt.NDArray[np.intp] | slice = slice(None)) -> Array:
+        """Return the bytes beside a largest step of so many tokens. # [n] -> [stages, n]"""
+        stays, layer, sampled = self.rows[stages].T[:, :, None]
+        tokens = np.minimum(step_tokens, self._most)
+        return stays * tokens + np.maximum(layer * tokens, sampled)
+
+
+def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
+    """Return a token's elements in a layer on one device, and those between the products of its experts."""
+    products, experts = 3 if spec.gated_ffn else 2, spec.experts
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / stage.tp
+    if experts is None:
+        return 5 * spec.hidden_size + max(products * spec.ffn_size / stage.tp, heads), 0.0
+    width = experts.ffn_size * stage.ep / stage.tp
+    between = max(width, spec.hidden_size) + max((products - 1) * width, spec.hidden_size)
+    dense = max(experts.shared_ffn_size, spec.ffn_size if experts.dense_layers else 0) / stage.tp
+    return 5 * spec.hidden_size + max(products * dense, heads), experts.active * between
 
 
 class LaneMemory:
@@ -44,6 +99,7 @@ class LaneMemory:
     Args:
         precision: types of what lies in memory.
         keeps: what is known of the engine: the memory that it keeps for itself.
+        slots: requests that its batches are made for.
         kept_blocks: blocks that hold prompts, of requests that run and of earlier ones, for later ones to find.
 
     Raises:
@@ -59,6 +115,9 @@ class LaneMemory:
         block_size: int,
         keeps: EngineSpec | None = None,
         kept_blocks: int = 0,
+        slots: int = 0,
+        *,
+        must_fit: bool = True,
     ) -> None:
         size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
         spec = spec.unpacked if precision.packs else spec
@@ -72,7 +131,8 @@ class LaneMemory:
         # A tied matrix stands on both ends of a pipeline, and where they are one stage once, unless heads are packed.
         shared = spec.tie_embeddings and not precision.packs
         embeds, heads = (np.asarray([getattr(stage, end) for stage in lane], float) for end in ("embeds", "heads"))
-        tables = embeds * state + heads * (1 - shared * embeds) * size
+        # Products in eight bits leave embedding and head in half precision.
+        tables = embeds * state + heads * (1 - shared * embeds) * (state if precision.weights == "float8" else size)
         if precision.screens:  # in eight bits, with two norms of each token, and as it was read: a tied embedding's
             of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
             tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
@@ -84,12 +144,14 @@ class LaneMemory:
         unshared = decoder * spec.unshared_bytes(precision.weights)
         shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
         self.weight_bytes: Array = (shared + tables * table) / tp + unshared
+        if keeps is not None:
+            self.weight_bytes += _padding(spec, precision.weights, lane, last, keeps.expert_multiple)
         """Of one device of each stage."""
         kept = [spec.kv_bytes_per_layer(precision.kv, max(spec.num_kv_heads / of, 1.0)) for of in tp]
         self._block_bytes: Array = block_size * decoder * np.asarray(kept)
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
-        self._activation_bytes = activation_bytes_per_token(spec, precision.state)
+        self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
         kept_bytes, group_bytes = WORKSPACE_BYTES, 0
         if keeps is not None:
             kept_bytes = WORKSPACE_BYTES if keeps.kept_bytes is None else keeps.kept_bytes
@@ -98,11 +160,16 @@ class LaneMemory:
         occupied = self.fixed_bytes
         if keeps is not None and keeps.shares_rest:  # the share of the weights is theirs, too
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
-        kinds = dict.fromkeys(zip(occupied.tolist(), self._block_bytes.tolist(), strict=True))
-        self._distinct = np.asarray(list(kinds)).T[:, :, None]
-        """What K/V cannot have of `_usable`, and _block_bytes, of stages that differ. # [2, distinct, 1]"""
+        self._occupied: Array = occupied
+        """What K/V cannot have of `_usable` on a device of each stage, activations left out."""
+        distinct = {
+            (a, b, *row): i
+            for i, (a, b, row) in enumerate(zip(occupied, self._block_bytes, self._buffers.rows.tolist(), strict=True))
+        }
+        self._distinct = np.asarray(sorted(distinct.values()))
+        """Stages that differ."""
         worst = int(np.argmax(occupied))
-        if occupied[worst] >= self._usable:
+        if must_fit and occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
             raise InfeasibleError(
                 f"memory: {spec.name} needs {needed:.1f} GiB in {precision.weights} on a device of stage {worst} "
@@ -114,18 +181,36 @@ class LaneMemory:
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
         """Blocks for which every stage has room once a step of `step_tokens` has its activations. # [n] -> [n]"""
-        at_once = np.minimum(np.atleast_1d(np.asarray(step_tokens, float)), SLICE_TOKENS)
-        fixed, block = self._distinct
-        free = self._usable - fixed - at_once * self._activation_bytes
+        free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
         with np.errstate(divide="ignore"):
             blocks = np.where(block > 0, free / block, np.inf)
         return np.floor(np.maximum(blocks.min(axis=0), 0.0))
 
+    def free_bytes(self, step_tokens: npt.ArrayLike) -> Array:
+        """Return the bytes that K/V may take on a device of each different stage. # [n] -> [distinct stages, n]"""
+        tokens, stages = np.atleast_1d(np.asarray(step_tokens, float)), self._distinct
+        return self._usable - self._occupied[stages, None] - self._buffers.of(tokens, stages)
+
     def device_bytes(self, blocks: float, step_tokens: float) -> tuple[int, ...]:
         """Bytes in use on each device, stage by stage, with these K/V blocks and the largest step's activations."""
-        activations = min(step_tokens, SLICE_TOKENS) * self._activation_bytes
+        activations = self._buffers.of(np.asarray([float(step_tokens)]))[:, 0]
         by_stage = self.fixed_bytes + activations + blocks * self._block_bytes
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
+
+
+def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiple: int) -> Array:
+    """Return the bytes by which experts grow on a device where kernels take widths in multiples. # [stages]"""
+    experts, stored = spec.experts, spec.quantization
+    if experts is None or stored is None or stored.kind != PADDED:
+        return np.zeros(len(lane))
+    size = min(float(BYTES_PER_ELEMENT[dtype]), stored.bytes_per_weight)
+    grown = []
+    for stage, end in zip(lane, ends, strict=True):
+        width = experts.ffn_size / (stage.tp // stage.ep)
+        layers = spec.num_expert_layers(int(end) - stage.decoder_layers, int(end))
+        ratio = -(-width // multiple) * multiple / width - 1
+        grown.append(ratio * layers * experts.number * spec.expert_params * size / stage.tp)
+    return np.asarray(grown)
 
 
 def capacity(

@@ -39,7 +39,7 @@ def test_single_lane(plan: Plan, checkpoint: Path) -> None:
     assert given.scheduler_cls == "xrunner.vllm.scheduler.XgptScheduler"
     assert given.additional_config == {"xgpt": {"plan": "plan.json"}}
     config = given.create_engine_config()
-    assert config.cache_config.num_gpu_blocks_override == 401
+    assert config.cache_config.num_gpu_blocks_override is None
     assert not config.scheduler_config.async_scheduling
 
 

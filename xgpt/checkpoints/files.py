@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from xgpt.checkpoints.fields import check_fields
@@ -63,29 +64,49 @@ def read_config(path: Path) -> ModelSpec:
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
     """Return what config.json says, and the directory that holds it, if any."""
     config = _read_object(path) or {}
+    generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
+    headers = [] if directory is None else list(_headers(directory))
+    return spec_of(config, (directory or path).resolve().name, generation, headers, str(path))
+
+
+def spec_of(
+    config: dict[str, Any],
+    name: str,
+    generation: Mapping[str, Any] = MappingProxyType({}),
+    headers: Sequence[str] = (),
+    source: str = "config.json",
+) -> ModelSpec:
+    """Return the model that a config describes.
+
+    Args:
+        generation: what generation_config.json holds.
+        headers: those of the weights' files, in JSON.
+        source: where the config was read from, for messages.
+
+    Raises:
+        InputError: as `read_spec` does.
+    """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in {*FAMILIES, *FROM_PARTS}:
         raise InputError(
-            f"{path}: model_type", family, f"known families: {', '.join(sorted({*FAMILIES, *FROM_PARTS}))}"
+            f"{source}: model_type", family, f"known families: {', '.join(sorted({*FAMILIES, *FROM_PARTS}))}"
         )
     family, config = _text_of(family, config)
     check_fields(family, config)
-    generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     try:
         fields = common(config, generation) | FAMILIES[family](config)
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
-        raise InputError(f"{path}: {error.args[0]}", None, "a model of this family needs it") from None
-    headers = [] if directory is None else list(_headers(directory))
+        raise InputError(f"{source}: {error.args[0]}", None, "a model of this family needs it") from None
     if "default_dtype" not in fields and (stored := _stored_dtype(headers)) is not None:
         fields["default_dtype"] = stored
     if headers:
         is_stored = any('"lm_head.weight"' in header for header in headers)
         # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
-    fields |= {"name": (directory or path).resolve().name, "family": OTHER_NAMES.get(family, family)}
-    return parse(fields, ModelSpec, str(path))
+    fields |= {"name": name, "family": OTHER_NAMES.get(family, family)}
+    return parse(fields, ModelSpec, source)
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
@@ -158,7 +179,7 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / shard for shard in sorted(shards)]
 
 
-def _stored_dtype(headers: list[str]) -> DType | None:
+def _stored_dtype(headers: Sequence[str]) -> DType | None:
     """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None where none can be read."""
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     found = {STORED_DTYPES[name] for name in names}
@@ -180,7 +201,7 @@ def _text_of(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return "gemma3_text", outside | text | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
 
-def _decoder_start(config: dict[str, Any], generation: dict[str, Any]) -> int:
+def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
     """Return the token that a decoder starts with: generation_config.json's, or else config.json's."""
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):

@@ -16,6 +16,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import BenchReport, ChunkedSettings, Plan, Profile
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
+from xgpt.resolve import load_engine
 from xscheduler.objectives.arrivals import predicted_rate, rate_of, with_capacities, with_capacity
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
@@ -125,7 +126,10 @@ def score_current(problem: Problem, current: CurrentEngine) -> Plan:
     if current.usable_memory is not None:
         device = device.model_copy(update={"usable_memory": current.usable_memory})
     cluster = problem.cluster.model_copy(update={"device": device})
-    of = scheduler(replace(problem, cluster=cluster, kv="quantile"))
+    deployed = problem.engine
+    if cluster.device.type == "gpu":
+        deployed = (deployed or load_engine("vllm")).model_copy(update={"max_batch": current.max_num_seqs})
+    of = scheduler(replace(problem, cluster=cluster, kv="quantile", deployed=deployed))
     ep_degree = 1 if problem.model.experts is None else current.ep_degree
     placement = of.uniform_placement("chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree)
     micro = placement.microbatches

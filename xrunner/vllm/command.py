@@ -11,7 +11,7 @@ from typing import Any
 from xgpt.core.errors import InputError
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import ClusterSpec, LaneName, Plan, Stage, WaaSettings
-from xrunner.vllm.lane import settings_of
+from xrunner.vllm.lane import LEAST_KV, settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
 GPU_BLOCK_SIZE = 16
@@ -174,9 +174,8 @@ def _launch(
     most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
     sizes = [
         *("--dtype", plan.dtype),
-        *("--max-model-len", str(min(spec.max_context, blocks * block_size))),
+        *("--max-model-len", str(min(spec.max_context, int(LEAST_KV * blocks) * block_size))),
         *("--block-size", str(block_size)),
-        *("--num-gpu-blocks-override", str(blocks + 1)),  # vLLM keeps one for itself
         *("--max-num-seqs", str(most)),
         *("--max-num-batched-tokens", str(max(step, most))),
         *("--tensor-parallel-size", str(stages[0].tp)),
@@ -186,9 +185,11 @@ def _launch(
         *(["--kv-cache-dtype", "fp8"] if plan.kv_dtype == "float8" else []),
         "--no-async-scheduling",
     ]
-    if cluster.device.type == "cpu":
+    if cluster.device.type == "gpu":
+        sizes += ["--gpu-memory-utilization", f"{cluster.device.usable_memory:g}"]
+    else:
         # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
-        room = cache_bytes(plan, stages, (blocks + 1) * block_size)
+        room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM keeps a block for itself
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
     own = [
         "--skip-tokenizer-init",  # text is the endpoint's

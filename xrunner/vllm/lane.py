@@ -11,6 +11,9 @@ from xgpt.core.policies.build import settings_of as lane_settings_of
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.schema import Plan, WaaSettings
 
+LEAST_KV = 0.95
+"""Share of a plan's K/V memory that vLLM must have to run it: it sizes that memory itself."""
+
 
 def settings_of(plan: Plan) -> LaneSettings:
     """The rule's settings.
@@ -46,13 +49,14 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
     """Return the schedule of a plan over the K/V memory that vLLM has, with no request in it.
 
     Args:
-        blocks: those that requests share; as many as the plan counts on by default.
+        blocks: those that requests share; by default as many as the plan counts on, or a few less if vLLM has no more.
 
     Raises:
-        InputError: vLLM cannot run the plan's policy, or has less K/V memory than the plan counts on.
+        InputError: vLLM cannot run the plan's policy, or has too little K/V memory (`LEAST_KV`).
     """
     if blocks is None:
         blocks = min(stage.kv_blocks for stage in plan.stages) * plan.block_size // room.block_size
+        blocks = min(blocks, max(room.num_blocks, int(LEAST_KV * blocks)))
     if room.num_blocks < blocks:
         raise InputError("plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} of {room.block_size} tokens")
     most = min(room.max_running, plan.admission.max_running or room.max_running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from xgpt.core.errors import InputError
@@ -42,7 +43,7 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     return ACTIVATIONS[name]
 
 
-def common(config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+def common(config: dict[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that every family writes in the same way."""
     eos = generation.get("eos_token_id")
     if eos is None:

@@ -59,10 +59,18 @@ class EngineSpec(Frozen):
     """Share of a device's memory that the engine uses by default; None: the cluster's `usable_memory`."""
     shares_rest: bool = False
     """Whether that is a share of the memory that weights leave free."""
+    shares_only_cache: bool = False
+    """Whether it is for weights and K/V only, and a step's activations have the rest."""
     kept_bytes: NonNegativeInt | None = None
     """Bytes of it for anything but weights, K/V and activations; None: the planner's own allowance."""
     group_bytes: NonNegativeInt = 0
     """Further bytes on a device of a tensor-parallel group: buffers of all-reduces."""
+    sampling_bytes: NonNegativeFloat = 0.0
+    """Bytes of logits and sampling for each token of the vocabulary and each request of `max_batch`."""
+    keeps_expert_buffers: bool = False
+    """Whether the buffers between the products of experts stay allocated while tokens are sampled."""
+    expert_multiple: PositiveInt = 1
+    """Number of which the width of an expert in MXFP4 is padded to a multiple on each device."""
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     max_batch: PositiveInt | None = None

@@ -94,7 +94,7 @@ class Precision(NamedTuple):
             layouts: the weights that have a layout of their own on a CPU.
         """
         if device_type != "cpu" or engine not in (None, "native"):
-            return cls(dtype, dtype, kv_dtype or dtype, packs=False)
+            return cls(dtype, "bfloat16" if dtype == "float8" else dtype, kv_dtype or dtype, packs=False)
         if dtype in ("bfloat16", "int8"):
             return cls(dtype, "float32", kv_dtype or "bfloat16", packs=True)
         return cls(dtype, dtype, kv_dtype or dtype, packs=True, screens=HEAD in layouts)

@@ -84,7 +84,8 @@ def test_flags_say_what_the_plan_says() -> None:
     assert started.model == "/weights"
     assert given["--scheduler-cls"] == "xrunner.vllm.scheduler.XgptScheduler"
     assert json.loads(given["--additional-config"]) == {"xgpt": {"plan": "plan.json"}}
-    assert given["--block-size"] == "16" and given["--num-gpu-blocks-override"] == "801"
+    assert given["--block-size"] == "16" and "--num-gpu-blocks-override" not in given
+    assert given["--gpu-memory-utilization"] == "0.9"
     assert given["--dtype"] == "float32"
     assert "--enable-prefix-caching" in given and "--no-async-scheduling" in given
     without = flags(launch(fitting(RRA), plan_path="plan.json", reuse=False).arguments)
@@ -119,10 +120,9 @@ def test_what_vllm_cannot_run_is_refused(plan: Plan, says: str) -> None:
 
 
 def test_each_lane_of_waa_is_a_vllm_with_its_end_of_the_connector() -> None:
-    for lane, role, blocks in (("encode", "kv_producer", "101"), ("decode", "kv_consumer", "801")):
+    for lane, role in (("encode", "kv_producer"), ("decode", "kv_consumer")):
         given = flags(launch_lane(waa(), lane, {"kv_connector": "NixlConnector"}).arguments)
         assert json.loads(given["--kv-transfer-config"]) == {"kv_connector": "NixlConnector", "kv_role": role}
-        assert given["--num-gpu-blocks-override"] == blocks
         assert "--disable-hybrid-kv-cache-manager" in given
 
 
@@ -151,8 +151,9 @@ def test_vllm_is_told_the_memory_that_the_plan_counts_on(splits: tuple[int, ...]
 
 
 def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:
-    with pytest.raises(InputError, match="vLLM has 399 of 32 tokens"):
-        build_lane(RRA, VllmRoom(num_blocks=399, block_size=32, max_running=64))
+    with pytest.raises(InputError, match="vLLM has 379 of 32 tokens"):
+        build_lane(RRA, VllmRoom(num_blocks=379, block_size=32, max_running=64))
+    assert build_lane(RRA, VllmRoom(num_blocks=381, block_size=32, max_running=64)).pool.kv_blocks == 381
     assert build_lane(RRA, ROOM).pool.kv_blocks == 400
 
 
