@@ -106,7 +106,7 @@ def count_all(only: str | None = None, show: Callable[[str], None] = lambda line
             scheduler = Scheduler(task_problem(model, cluster, workload, None))
             counts: dict[str, Counts] = {}
             for kind in POLICIES:
-                spaces = scheduler.spaces(kind)
+                spaces = scheduler.candidates.spaces(kind)
                 if spaces:
                     for i in np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)):
                         count(spaces[i], counts)

@@ -31,7 +31,7 @@ from xgpt.core.io import write_atomic
 from xgpt.core.schema import Constraint, Plan
 from xscheduler.objectives.arrivals import rate_of
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.verifying import request_latency
+from xscheduler.objectives.ladder import request_latency
 from xscheduler.problem import Problem
 
 SHARES = (0.1, 0.7)

@@ -171,7 +171,7 @@ def with_sweep(rows: list[Row]) -> list[Row]:
     first = rows[0]
     scheduler = Scheduler(task_problem(first.model, first.cluster, first.workload, None))
     bounds = [row.bound_s for row in rows]
-    spaces = {kind: scheduler.spaces(kind) for kind in POLICIES}
+    spaces = {kind: scheduler.candidates.spaces(kind) for kind in POLICIES}
     left_s, best = MOST_SECONDS, {}
     for kind in sorted(POLICIES, key=lambda kind: sum(space.num_points for space in spaces[kind])):
         needed_s = sweep_seconds(spaces[kind])

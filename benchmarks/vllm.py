@@ -105,10 +105,10 @@ def main(
 def default_plan(subject: Problem) -> Plan:
     """vLLM's own scheduler, with the most requests at once that keep the bound."""
     planner = scheduler(subject, "exhaustive")
-    placement = planner.uniform_placement("chunked", tp_degree=1, num_stages=1, replicas=1)
+    placement = planner.candidates.uniform_placement("chunked", tp_degree=1, num_stages=1, replicas=1)
     batches = np.arange(1, MAX_BATCH + 1)
     columns = {"max_batch": batches, "token_budget": np.full_like(batches, DEFAULT_TOKEN_BUDGET)}
-    evaluation = planner.space("chunked", placement).evaluate(columns)
+    evaluation = planner.candidates.space("chunked", placement).evaluate(columns)
     kept = np.flatnonzero(evaluation.feasible)
     if not len(kept):
         raise InfeasibleError("vLLM's default keeps no such bound", nearest_bound_s=None, binding="latency_bound_s")

@@ -9,12 +9,13 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Plan
 from xgpt.core.schema.profile import KNOWN_ERROR
+from xgpt.core.workload import TraceLengths
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
 from xscheduler.objectives.arrivals import predicted_rate, with_capacities
-from xscheduler.objectives.best_plans import check_held, is_uniform, plan_each, plan_uniform
+from xscheduler.objectives.best_plans import Task, check_held, is_uniform, plan_uniform
 from xscheduler.objectives.mixing import with_mixing_edge
 from xscheduler.objectives.reusing import with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
@@ -64,24 +65,35 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
         InfeasibleError: no schedule keeps the constraint.
         MachineError: the machine cannot be measured, or cannot run the plan that is made for it.
     """
-    check_held(request.policy, request.fix)
-    problem, choices = _chosen(request, progress)
+    problem, choices = _resolve(request, progress)
     started = time.perf_counter()
-    plans = plan_each(problem, request.policy, request.search, request.order, progress)
+    task = Task(problem, request.policy, request.search, request.order)
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
-    if trace is not None:
-        plans = with_reuse(problem, request, trace, plans)
+    plans = with_reuse(task, trace, task.settle(progress))
+    plans = _annotate(plans, problem, trace)
+    _check(plans, problem)
+    return Planned(request, problem, plans, choices, time.perf_counter() - started)
+
+
+def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
+    """Return the plans with their arrival rates; the best one also with what its choice depends on."""
     plans = with_capacities(plans, problem.profile)
-    kind = next(iter(plans))
-    plans[kind] = best = with_mixing_edge(plans, problem.profile)
-    planning_s = time.perf_counter() - started
+    best = with_mixing_edge(plans, problem.profile)
     if trace is not None:
-        plans[kind] = best = with_joint_lengths(best, problem.profile, trace)
+        best = with_joint_lengths(best, problem.profile, trace)
     if problem.profile.is_restless:
-        plans[kind] = best = _with_busy_machine_warning(best, problem)
+        best = _with_busy_machine_warning(best, problem)
+    return {**plans, next(iter(plans)): best}
+
+
+def _check(plans: dict[str, Plan], problem: Problem) -> None:
+    """Check that this machine can run the best plan, if it is for this machine.
+
+    Raises:
+        MachineError: it cannot.
+    """
     if problem.cluster.is_local:
-        check_planned(best)
-    return Planned(request, problem, plans, choices, planning_s)
+        check_planned(next(iter(plans.values())))
 
 
 def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
@@ -105,8 +117,9 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"warnings": warnings})})
 
 
-def _chosen(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
+def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
     """Return the problem on the chosen cluster and devices, and all clusters that were compared."""
+    check_held(request.policy, request.fix)
     if request.among is None:
         problem = resolve(request, progress)
         if request.devices == "auto":

@@ -67,14 +67,14 @@ def best_of(space: Space, constraint: Constraint, at_least: float) -> Rated | No
     return best
 
 
-def rate_of(space: Space, settings: PolicySettings, constraint: Constraint) -> float:
+def closed_rate(space: Space, settings: PolicySettings, constraint: Constraint) -> float:
     """Return the rate that the closed form gives one placement's settings, all replicas together."""
     columns = {variable.name: np.asarray([getattr(settings, variable.name)]) for variable in settings.variables}
     found = space.evaluate(_curves(columns, space.forecast)).performance
     return float(space.placement.replicas * max_rate(space.forecast.stations, found, space.lengths, constraint)[0, -1])
 
 
-def neighbours(space: Space, settings: PolicySettings) -> list[PolicySettings]:
+def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings]:
     """Return settings that differ in one variable, by a factor of `STEP`."""
     found = []
     for axis in space.axes:

@@ -79,7 +79,7 @@ def cap_of_waa() -> Iterator[Found]:
     scheduler = Scheduler(of)
     placement = next(
         space.placement
-        for space in scheduler.spaces("waa")
+        for space in scheduler.candidates.spaces("waa")
         if space.placement.replicas == 1
         and [[stage.tp for stage in layout.lane] for layout in space.placement.layouts] == [[2], [1, 1]]
         and space.placement.fixed["decode_microbatches"] == 2

@@ -217,7 +217,7 @@ def figure_7() -> Iterator[Claim]:
                 slower = loop.model_copy(update={"seconds": tuple(seconds + slower_s for seconds in loop.seconds)})
                 profile = of.profile.model_copy(update={"overhead": slower})
                 scheduler = Scheduler(replace(of, profile=profile))
-                space = scheduler.space("orca", scheduler.uniform_placement("orca", 4, 1, 1))
+                space = scheduler.candidates.space("orca", scheduler.candidates.uniform_placement("orca", 4, 1, 1))
                 evaluation = space.evaluate({"max_batch": np.arange(1, int(space.capacity) + 1)})
                 rps = float(evaluation.throughput[evaluation.feasible].max(initial=0.0))
                 found.append(rps / ft if ft else np.inf)
@@ -261,7 +261,9 @@ def figure_9() -> Iterator[Claim]:
         nodes = of.cluster.num_nodes
         static = StaticSettings(batch=4, decode_microbatches=nodes, encode_microbatches=nodes)
         tp = min(of.cluster.devices_per_node, of.cluster.num_devices)
-        ft = scheduler.score(static, scheduler.uniform_placement("static", tp, of.cluster.num_devices // tp, 1))
+        ft = scheduler.score(
+            static, scheduler.candidates.uniform_placement("static", tp, of.cluster.num_devices // tp, 1)
+        )
         theirs = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in ft.stages)
         less = 100 * (waa.replicas * kv / theirs - 1)
         yield judged(

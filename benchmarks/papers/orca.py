@@ -108,7 +108,7 @@ def plan_of(kind: str, workload: Workload, batch: int) -> tuple[Plan, Profile]:
         "orca": OrcaSettings(max_batch=2, microbatches=2),
         "static": StaticSettings(batch=2, decode_microbatches=2, encode_microbatches=2),
     }[kind]
-    plan = scheduler.score(settings, scheduler.uniform_placement(kind, 8, 2, 1))
+    plan = scheduler.score(settings, scheduler.candidates.uniform_placement(kind, 8, 2, 1))
     field = {"orca": "max_batch", "static": "batch"}[kind]
     return plan.model_copy(update={"policy": settings.model_copy(update={field: 2 * batch})}), of.profile
 

@@ -104,8 +104,8 @@ def faster_transformer(of: Problem) -> Baseline:
     for quantile in (0.99, 1 - 1e-9):
         scheduler = Scheduler(replace(of, constraint=Constraint(quantile=quantile)))
         tp = min(cluster.devices_per_node, cluster.num_devices)
-        placement = scheduler.uniform_placement("static", tp, cluster.num_devices // tp, 1)
-        space = scheduler.space("static", placement)
+        placement = scheduler.candidates.uniform_placement("static", tp, cluster.num_devices // tp, 1)
+        space = scheduler.candidates.space("static", placement)
         batches = np.arange(4, max(5, int(space.capacity) + 1), 4)
         evaluation = space.evaluate({"batch": batches})
         fits = evaluation.fits

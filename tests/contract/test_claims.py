@@ -20,8 +20,8 @@ from xgpt.core.schema.policy import PolicyChoice
 from xgpt.resolve import load_cluster, load_model
 from xscheduler.objectives.arrivals import COARSE, rate_of, with_capacity
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.ladder import request_law
 from xscheduler.objectives.saturation import AGREES, PASSED_OVER, TOGETHER
-from xscheduler.objectives.verifying import request_law
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
@@ -146,7 +146,7 @@ def nothing_beats(case: Case, best: Plan, kinds: list[str]) -> None:
     rng = np.random.default_rng(case.seed)
     of = scheduler(case.subject.under(best.constraint))
     for kind in kinds:
-        spaces = [space for space in of.spaces(kind) if space.num_points]
+        spaces = [space for space in of.candidates.spaces(kind) if space.num_points]
         for i in rng.choice(len(spaces), min(len(spaces), 2), replace=False) if spaces else ():
             points = spaces[i].points(rng.integers(0, spaces[i].num_points, 60))
             evaluation = spaces[i].evaluate(points)

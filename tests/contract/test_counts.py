@@ -52,7 +52,7 @@ class Arrivals:
         case = self.case
         of = scheduler(case.subject.under(Constraint(objective="saturated")))
         rng = np.random.default_rng(case.seed)
-        spaces = [space for space in of.spaces(case.policy) if space.num_points]
+        spaces = [space for space in of.candidates.spaces(case.policy) if space.num_points]
         if not spaces:
             return None  # a policy for more devices
         space = spaces[rng.integers(len(spaces))]

@@ -69,7 +69,7 @@ HABITS = ({"mixing": 0.4}, {"mixes": False}, {"cuts_prompts": False}, {"token_bu
 def test_bounds_hold_whatever_an_engine_does(kind: str, figures: dict[str, float]) -> None:
     """A larger batch meets more mixed steps, so on the lower tables a mixed step costs what one decode takes."""
     of = Scheduler(replace(problem(*PROBLEM), engine=engine(ahead=True, **figures)))
-    for number, space in enumerate(of.spaces(kind)):
+    for number, space in enumerate(of.candidates.spaces(kind)):
         assert breach(space, 200, np.random.default_rng(number)) == 0
     assert (of.best((kind,)).search.gap or 0.0) < 0.05
 

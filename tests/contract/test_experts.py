@@ -13,6 +13,7 @@ from xgpt.resolve import load_model
 from xprofiler import analytic, ranks
 from xprofiler.experts import Routing, chances
 from xscheduler.box_bounds import breach
+from xscheduler.candidates import Candidates
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
@@ -70,7 +71,7 @@ def test_no_setting_of_a_placement_beats_its_bound(kind: str) -> None:
     """Random settings of random placements of many devices, on curves of experts, with a latency bound and without."""
     rng = np.random.default_rng(5)
     for bound_s in (None, 30.0):
-        spaces = Scheduler(problem("qwen3-235b-a22b", "h200x32", "chat-long", bound_s)).spaces(kind)
+        spaces = Candidates(problem("qwen3-235b-a22b", "h200x32", "chat-long", bound_s)).spaces(kind)
         for i in rng.choice(len(spaces), 25, replace=False):
             space, branches = spaces[i], spaces[i].branches()
             branch = [branches[b] for b in rng.integers(len(branches), size=200)]
@@ -87,7 +88,7 @@ def test_no_setting_beats_the_bound_of_a_box_around_it(kind: str) -> None:
     """On curves that rise steeply while few tokens meet few experts."""
     rng = np.random.default_rng(3)
     scheduler = Scheduler(small("mixtral-8x7b", 30.0))
-    spaces = scheduler.spaces(kind)
+    spaces = scheduler.candidates.spaces(kind)
     assert spaces
     for space in spaces:
         assert breach(space, 60, rng) <= 1e-9

@@ -78,7 +78,7 @@ def test_a_new_policy_is_planned_simulated_and_replayed(bound_s: float | None) -
 
     # It plans what the one policy that it is a case of would plan with that budget.
     scheduler = Scheduler(of)
-    placement = scheduler.spaces("chunked")[0].placement
+    placement = scheduler.candidates.spaces("chunked")[0].placement
     settings = FORECASTS["chunked"].settings(max_batch=plan.policy.max_batch, token_budget=TOKENS, **placement.fixed)
     scored = scheduler.score(settings, placement).estimate
     assert scored.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=1e-9)

@@ -199,7 +199,7 @@ def test_a_search_leaves_nothing_to_the_garbage_collector() -> None:
 def test_a_plan_warns_of_steps_beyond_the_profile() -> None:
     of = problem("opt-13b", "h200x1", "summarization")
     scheduler = Scheduler(of)
-    placement = scheduler.uniform_placement("static", tp_degree=1, num_stages=1, replicas=1)
+    placement = scheduler.candidates.uniform_placement("static", tp_degree=1, num_stages=1, replicas=1)
     small, large = (scheduler.score(StaticSettings(batch=n), placement).estimate.warnings for n in (10, 100))
     last = of.profile.layers[0].rest.points[-1]
     assert small == ()

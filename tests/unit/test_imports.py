@@ -34,7 +34,6 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.resolve": CORE | {"xgpt.checkpoints"},
     "xsimulator": CORE | {"xgpt.resolve", "xsimulator"},
     "xscheduler.fleet": {"xgpt", *PACKAGES},
-    "xscheduler.objectives.reusing": LOW | {"xgpt.requests", "xgpt.resolve", "xsimulator", "xscheduler"},
     "xscheduler": LOW | {"xgpt.resolve", "xsimulator", "xscheduler"},
     "xrunner": LOW | {"xgpt.pages", "xrunner"},
     "xrunner.server.api": LOW | {"xrunner.generation", "xrunner.grammar", "xrunner.server.api"},

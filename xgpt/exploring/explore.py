@@ -26,7 +26,7 @@ from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.arrivals import Arrivals, rate_of
 from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.clock import Span
@@ -114,7 +114,7 @@ def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float 
         plans = of.best_of_each(kinds)
         ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
         return {kind: (plan, None) for kind, plan in ordered}
-    rated = [(kind, *found[0]) for kind in kinds if (found := of.by_arrivals(kind, 1))]
+    rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(of).of_kind(kind, 1))]
     if not rated:
         of.best_of_each(kinds)  # which says why, if requests that do not wait keep the bounds neither
         raise InfeasibleError(

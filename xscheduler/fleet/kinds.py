@@ -10,7 +10,7 @@ from xgpt.core.machine import num_cores
 from xgpt.core.schema import ClusterSpec, Plan, Profile, Workload
 from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
-from xscheduler.objectives.arrivals import with_capacity
+from xscheduler.objectives.arrivals import Arrivals, with_capacity
 from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import weights_loading_s
@@ -89,7 +89,7 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
         least_a_device: requests a second and device that plans on fewer devices keep.
     """
     of = scheduler(problem)
-    rated = [pair for kind in kinds_of(problem, policy) for pair in of.by_arrivals(kind, 1)]
+    rated = [pair for kind in kinds_of(problem, policy) for pair in Arrivals(of).of_kind(kind, 1)]
     rated.sort(key=lambda pair: -pair[1])
     if not rated or rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
         return None

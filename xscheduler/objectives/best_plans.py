@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Constraint, Plan, Profile
+from xgpt.core.schema import AdmissionOrder, Plan, Profile
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
-from xscheduler.objectives.arrivals import best_by_arrivals, rate_of, with_capacity
-from xscheduler.objectives.saturation import settled, with_simulated_figures
-from xscheduler.objectives.tuning import tune
-from xscheduler.objectives.verifying import best_of_each
+from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.base import Objective
+from xscheduler.objectives.saturation import Saturated, with_simulated_figures
+from xscheduler.objectives.tuning import TunedArrivals
 from xscheduler.placement import PLACED, Placement
 from xscheduler.problem import Problem
-from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.schedule import scheduler
 from xscheduler.search import Method
 from xscheduler.space import UNCUT, runnable
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
 
-TIGHTER = (0.7, 0.4)
-"""Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
 """Policies that other planners offer, on replicas of equal stages."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem, and which of its candidates are searched in which way.
+
+    Attributes:
+        policy: a policy, or a group of them.
+        order: order of admission; None: fcfs, or the one that tuning finds.
+    """
+
+    problem: Problem
+    policy: PolicyChoice = "auto"
+    search: Method = "branch-and-bound"
+    order: AdmissionOrder | None = None
+
+    def settle(self, progress: Progress | None = None) -> dict[str, Plan]:
+        """Return each policy's best plan, the best of all first.
+
+        Args:
+            progress: is called for each part of the work.
+
+        Raises:
+            InputError: the model cannot be run under that policy.
+            InfeasibleError: no policy has a plan that keeps the constraint.
+        """
+        if self.policy in TUNED:
+            _check_tunable(self.problem, self.policy)
+        kinds = kinds_of(self.problem, self.policy)
+        return _distinct(self._objective(progress).settle(kinds))
+
+    def _objective(self, progress: Progress | None) -> Objective:
+        problem = self.problem
+        if problem.constraint.arrival_rate_per_s is not None:  # the highest rate is kept if this one is
+            problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
+        of = scheduler(problem, self.search)
+
+        def finish(plan: Plan) -> Plan:
+            plan = _admitting(plan, self.order or "fcfs", problem.profile)
+            return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
+
+        if not problem.constraint.maximises_arrivals:
+            return Saturated(of, finish, progress)
+        if self.policy in TUNED:  # never without a word in `auto`: it takes its time
+            return TunedArrivals(of, finish, progress, self.policy, self.order)
+        return Arrivals(of, finish, progress)
 
 
 def plan_each(
@@ -35,42 +79,8 @@ def plan_each(
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first.
-
-    Args:
-        order: order of admission; None: fcfs, or the one that tuning finds.
-        progress: is called for each part of the work.
-
-    Raises:
-        InputError: the model cannot be run under that policy.
-        InfeasibleError: no policy has a plan that keeps the constraint.
-    """
-    if policy in TUNED:
-        _check_tunable(problem, policy)
-    kinds = kinds_of(problem, policy)
-    if problem.constraint.arrival_rate_per_s is not None:  # the plan with the highest rate keeps this one, if any does
-        problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
-    of = scheduler(problem, search)
-
-    def finish(plan: Plan) -> Plan:
-        plan = _admitting(plan, order or "fcfs", problem.profile)
-        return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
-
-    if problem.constraint.maximises_arrivals:
-        plans = best_by_arrivals(of, kinds, finish=finish, progress=progress)
-        if policy in TUNED:  # never without a word in `auto`: it takes its time
-            (base,) = plans.values()
-            fixed = [base, *_under_tighter(problem, kinds, finish, search)]
-            base, *others = sorted(fixed, key=rate_of, reverse=True)
-            others += [finish(plan) for plan in _on_one_stage(of, TUNED[policy], fixed)]
-            return {policy: tune(base, problem.profile, others=others, order=order)}
-        return _distinct(plans)
-    plans = best_of_each(of, kinds, progress)
-    if problem.reused is None:
-        plans = settled(of, plans, progress)
-    _check_stable(problem.constraint, plans)
-    ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
-    return _distinct({kind: finish(plan) for kind, plan in ordered})
+    """Return each policy's best plan, the best of all first; see `Task`."""
+    return Task(problem, policy, search, order).settle(progress)
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:
@@ -87,36 +97,6 @@ def _check_tunable(problem: Problem, policy: str) -> None:
         )
     if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
         raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked")
-
-
-def _under_tighter(
-    problem: Problem, kinds: tuple[str, ...], finish: Callable[[Plan], Plan], search: Method
-) -> Iterator[Plan]:
-    """Yield the best plans under a tighter time per token, with their capacities under the bound itself."""
-    constraint = problem.constraint
-    assert constraint.tpot_s is not None
-    for share in TIGHTER:
-        tighter = problem.under(constraint.model_copy(update={"tpot_s": share * constraint.tpot_s}))
-        try:
-            found = best_by_arrivals(scheduler(tighter, search), kinds, finish=finish)
-        except InfeasibleError:
-            continue
-        for plan in found.values():
-            bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # its headroom stays
-            plan = plan.model_copy(update={"constraint": bounds})
-            yield with_capacity(plan, problem.profile, rate_of(plan), edges=False)
-
-
-def _on_one_stage(of: Scheduler, kind: str, fixed: list[Plan]) -> list[Plan]:
-    """Return a policy's best plan in closed form whose steps pass one stage, where none of these is one.
-
-    Steps of a pipeline have less time, and a prompt passes one of its micro-batches alone.
-    """
-    problem = of.problem
-    if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
-        return []
-    one = replace(problem, fixed={**problem.fixed, "pp": 1})
-    return [plan for plan, _ in scheduler(one, "branch-and-bound").by_arrivals(kind, 1)]
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
@@ -176,21 +156,6 @@ def _variables(kind: str) -> set[str]:
     return placed | {variable.name for variable in settings.variables}
 
 
-def _check_stable(constraint: Constraint, plans: dict[str, Plan]) -> None:
-    """Refuse an arrival rate above the highest throughput, in a problem without bounds."""
-    rate = constraint.arrival_rate_per_s
-    if rate is None:
-        return
-    for kind in [kind for kind, plan in plans.items() if plan.estimate.throughput_rps <= rate]:
-        del plans[kind]
-    if not plans:
-        raise InfeasibleError(
-            f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
-            nearest_bound_s=None,
-            binding="arrival_rate_per_s",
-        )
-
-
 def is_uniform(plan: Plan) -> bool:
     """Return whether a plan has replicas of equal stages and neither rra nor waa, as other planners' plans have."""
     return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
@@ -198,15 +163,15 @@ def is_uniform(plan: Plan) -> bool:
 
 def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan | None:
     """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
-    of, kinds = scheduler(replace(problem, uniform=True), search), runnable(UNIFORM_KINDS, problem.model)
-    kinds = tuple(kind for kind in kinds if problem.fixed.keys() <= _variables(kind))
+    of = scheduler(replace(problem, uniform=True), search)
+    kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= _variables(kind)]
     if not kinds:
         return None
+    objective: Objective = Saturated(of)
+    if problem.constraint.maximises_arrivals:
+        objective = Arrivals(of, partial(_with_figures, problem=problem), only_best=True)
     try:
-        if problem.constraint.maximises_arrivals:
-            finish = partial(_with_figures, problem=problem)
-            return next(iter(best_by_arrivals(of, kinds, finish=finish, only_best=True).values()))
-        return next(iter(settled(of, best_of_each(of, kinds)).values()))
+        return next(iter(objective.settle(kinds).values()))
     except InfeasibleError:
         return None
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from xgpt.core.schema import MixingEdge, Plan, Profile
 from xgpt.resolve import load_engine
-from xscheduler.arrival_rate import rate_of
+from xscheduler.arrival_rate import closed_rate
+from xscheduler.candidates import Candidates
 from xscheduler.objectives.arrivals import maximised
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
-from xscheduler.schedule import Scheduler
 from xsimulator.forecast import FORECASTS
 
 DEAREST = 0.4
@@ -55,8 +55,8 @@ def _mixes(plan: Plan) -> bool:
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
     """Return a plan's objective at another cost of mixed steps, in closed form."""
     engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
-    of = Scheduler(replace(Problem.of(plan, profile), engine=engine))
+    of = Candidates(replace(Problem.of(plan, profile), engine=engine))
     space = of.space(plan.policy.kind, Placement.of(plan))
     if plan.constraint.maximises_arrivals:
-        return rate_of(space, plan.policy, plan.constraint.less(plan.request_path_s))
+        return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
     return plan.replicas * FORECASTS[plan.policy.kind].estimate(space.models.model, plan.policy)["throughput"]

@@ -19,9 +19,8 @@ from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
-from xgpt.requests import PlanRequest
 from xscheduler.objectives.arrivals import maximised
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.best_plans import Task
 from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
 from xsimulator.run import shares_prompts
@@ -37,28 +36,31 @@ MOST_DIVISIONS = 2
 """Divisions of memory for which arrivals are simulated."""
 
 
-def with_reuse(problem: Problem, request: PlanRequest, trace: TraceLengths, plans: dict[str, Plan]) -> dict[str, Plan]:
+def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -> dict[str, Plan]:
     """Return each policy's best plan, the best of all first: those given, or better ones that count on reuse.
 
     A plan with reuse has one replica, or as many as the best plan without: each then has the requests routed to it.
 
     Args:
+        trace: None: the workload is none, and the plans are returned unchanged.
         plans: each policy's best plan without reuse.
     """
-    best = next(iter(plans.values()))
+    if trace is None:
+        return plans
+    problem, best = task.problem, next(iter(plans.values()))
     counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
     if trace.prefixes is None or not counts:
         return plans
     divisions = _divisions(problem, trace, best)
     highest = None
     if problem.constraint.maximises_arrivals:
-        chosen = promising([of.problem() for of in divisions], partial(_rps, request))
-        planned = [_planned(of, request) for of in chosen]
+        chosen = promising([of.problem() for of in divisions], partial(_rps, task))
+        planned = [_planned(task, of) for of in chosen]
     else:
-        reached = [_planned(of.bound(), request) for of in divisions]
+        reached = [_planned(task, of.bound()) for of in divisions]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
-        planned = [_consistent(of, best, request) for of in divisions]
+        planned = [_consistent(task, of, best) for of in divisions]
     found = dict(plans)
     for kind, plan in (item for of in planned for item in of.items()):
         if kind not in found or maximised(plan) > maximised(found[kind]):
@@ -105,17 +107,17 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
     return divisions
 
 
-def _consistent(division: _Division, best: Plan, request: PlanRequest) -> dict[str, Plan]:
+def _consistent(task: Task, division: _Division, best: Plan) -> dict[str, Plan]:
     """Return each policy's best plan, for the reuse that remains with as many running requests as it has.
 
     With requests always waiting, the turn of a conversation enters before the answers of those that still run.
     """
     if not division.has_answers:
-        return _planned(division.problem(), request)
-    planned = _planned(division.problem(best.estimate.decode_batch), request)
+        return _planned(task, division.problem())
+    planned = _planned(task, division.problem(best.estimate.decode_batch))
     for _ in range(ROUNDS):
         inside = max((plan.estimate.decode_batch for plan in planned.values()), default=0.0)
-        planned = _planned(division.problem(inside), request)
+        planned = _planned(task, division.problem(inside))
     return planned
 
 
@@ -130,8 +132,8 @@ def promising(divisions: list[Problem], best_rps: Callable[[Problem], float]) ->
     return sorted(divisions, key=saturated, reverse=True)[:MOST_DIVISIONS]
 
 
-def _rps(request: PlanRequest, problem: Problem) -> float:
-    return max((plan.estimate.throughput_rps for plan in _planned(problem, request).values()), default=0.0)
+def _rps(task: Task, problem: Problem) -> float:
+    return max((plan.estimate.throughput_rps for plan in _planned(task, problem).values()), default=0.0)
 
 
 def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
@@ -141,10 +143,10 @@ def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
     return sorted(size for size in steps if size <= memory)
 
 
-def _planned(problem: Problem, request: PlanRequest) -> dict[str, Plan]:
+def _planned(task: Task, problem: Problem) -> dict[str, Plan]:
     """Return each policy's best plan, without policies that do not fit in memory."""
     try:
-        return plan_each(problem, request.policy, request.search, request.order)
+        return replace(task, problem=problem).settle()
     except InfeasibleError:
         return {}
 

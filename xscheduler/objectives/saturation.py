@@ -12,22 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import ceil, floor, inf, log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint, Plan, Profile
 from xgpt.core.workload import Ints, quantile, sample
-from xscheduler.objectives.arrivals import BOUNDS, rate_of, simulating
-from xscheduler.objectives.verifying import request_law, with_law
+from xscheduler.objectives.arrivals import BOUNDS, rate_of
+from xscheduler.objectives.base import Objective, Ranked, simulating
+from xscheduler.objectives.ladder import Ladder, request_law, with_law
+from xscheduler.why_not import round_up
 from xsimulator.capacity import in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
-
-if TYPE_CHECKING:
-    from xscheduler.schedule import Scheduler
 
 AGREES = 0.1
 """Share by which a simulation may differ from the closed form, whose figures then stand."""
@@ -50,7 +48,7 @@ TOGETHER = "none: requests that began together stay together, which closed forms
 PASSED_OVER = f"{TOGETHER}; plans that promise more there serve less in simulation, or break a bound"
 
 
-class Saturated(NamedTuple):
+class SaturatedFigures(NamedTuple):
     """A plan's simulated figures while requests are always waiting.
 
     Attributes:
@@ -92,7 +90,7 @@ def _agree(seen: float, own: float) -> bool:
     return own <= (1 + AGREES) * seen and seen <= (1 + AGREES) * own
 
 
-def saturated(plan: Plan, profile: Profile) -> Saturated:
+def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
     """Simulate a plan with all requests there from the beginning, in the order of their arrival.
 
     Raises:
@@ -119,9 +117,9 @@ def saturated(plan: Plan, profile: Profile) -> Saturated:
     gaps = (seen.end_s[seen.last_token[chosen]] - first_s)[about] / (outputs[chosen][about] - 1)
     rps = float(plan.replicas * ended / (last - first))
     if length == 1:
-        return Saturated(rps, ttft_s, ttft_s, None)
+        return SaturatedFigures(rps, ttft_s, ttft_s, None)
     tpot_s = float(gaps.mean()) if len(gaps) >= LEAST_ALIKE else None
-    return Saturated(rps, None if tpot_s is None else ttft_s + (length - 1) * tpot_s, ttft_s, tpot_s)
+    return SaturatedFigures(rps, None if tpot_s is None else ttft_s + (length - 1) * tpot_s, ttft_s, tpot_s)
 
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
@@ -132,79 +130,154 @@ def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:
     """Return the plan with simulated figures in place of those of the closed form that disagree with them."""
-    return _with(plan, saturated(plan, profile))
+    return _with(plan, saturated_figures(plan, profile))
 
 
-def settled(of: Scheduler, plans: dict[str, Plan], progress: Progress | None = None) -> dict[str, Plan]:
-    """Return each policy's plan with the highest throughput, confirmed or corrected by simulation, the best first.
+class Saturated(Objective):
+    """The highest throughput while requests are always waiting, with latency from admission."""
 
-    Raises:
-        InfeasibleError: no plan keeps the bounds in simulation.
-    """
-    found: dict[str, Plan] = {}
-    nearest_s = inf
-    for kind, plan in plans.items():
-        seen = saturated(plan, of.problem.profile)
-        cannot_win = plan.constraint.sla == "request" and plan.estimate.latency_error is None
-        if cannot_win or not seen.refutes(plan):
-            found[kind] = _with(plan, seen)
+    def rank(self, kinds: Sequence[str]) -> Ranked:
+        constraint, self._ladders = self.scheduler.problem.constraint, {}
+        if constraint.sla == "length" or constraint.latency_bound_s is None:
+            return {kind: [_valued(plan)] for kind, plan in self.scheduler.best_of_each(kinds).items()}
+        self._ladders = {kind: Ladder(self.scheduler, kind, self.progress) for kind in kinds}
+        tops = {kind: ladder.top(constraint.latency_bound_s) for kind, ladder in self._ladders.items()}
+        return {kind: [] if plan is None else [_valued(plan)] for kind, plan in tops.items()}
+
+    def verify(self, ranked: Ranked) -> dict[str, Plan]:
+        constraint, profile = self.scheduler.problem.constraint, self.scheduler.problem.profile
+        if constraint.sla == "request" and constraint.latency_bound_s is not None:
+            plans = self._kept_by_all(ranked, constraint.latency_bound_s)
         else:
-            if progress is not None:
-                progress(0, 1, simulating(kind))
-            best, least = _best_in_simulation(of, kind, plan, seen)
-            nearest_s = min(nearest_s, least * (plan.constraint.latency_bound_s or inf))
-            if best is not None:
-                found[kind] = best
-    if not found:
-        raise _never_kept(of, nearest_s)
-    return dict(sorted(found.items(), key=lambda item: -item[1].estimate.throughput_rps))
+            plans = {kind: plan for kind, ((plan, _),) in ranked.items()}
+            if constraint.sla == "request":
+                plans = {kind: with_law(plan, request_law(plan, profile)) for kind, plan in plans.items()}
+        return plans if self.scheduler.problem.reused is not None else self._confirmed(plans)
+
+    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+        rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # of a problem without bounds
+        ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
+        stable = {kind: self.finish(plan) for kind, plan in ordered if plan.estimate.throughput_rps > rate}
+        if not stable:
+            raise InfeasibleError(
+                f"arrival_rate_per_s: no schedule serves {rate:g} requests/s; take more devices or a lower rate",
+                nearest_bound_s=None,
+                binding="arrival_rate_per_s",
+            )
+        return stable
+
+    def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
+        """Return each policy's plan of the highest throughput that keeps the bound on all requests in simulation.
+
+        Policies that serve less than the best one even in closed form, and under a looser bound, are not simulated:
+        their plans keep the bound in closed form.
+        """
+        plans: dict[str, Plan] = {}
+        best_rps = 0.0
+        for kind in sorted(ranked, key=lambda kind: -ranked[kind][0][1] if ranked[kind] else 0.0):
+            plan = self._ladders[kind].highest(bound_s, best_rps)
+            if plan is not None:
+                plans[kind] = plan
+                best_rps = max(best_rps, plan.estimate.throughput_rps if plan.search.simulations else 0.0)
+        if not best_rps:
+            raise self._never_kept_by_all(bound_s)
+        return plans
+
+    def _confirmed(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+        """Return each policy's plan with the highest throughput, confirmed or corrected by simulation."""
+        found: dict[str, Plan] = {}
+        nearest_s = inf
+        for kind, plan in plans.items():
+            seen = saturated_figures(plan, self.scheduler.problem.profile)
+            cannot_win = plan.constraint.sla == "request" and plan.estimate.latency_error is None
+            if cannot_win or not seen.refutes(plan):
+                found[kind] = _with(plan, seen)
+            else:
+                if self.progress is not None:
+                    self.progress(0, 1, simulating(kind))
+                best, least = self._best_in_simulation(kind, plan, seen)
+                nearest_s = min(nearest_s, least * (plan.constraint.latency_bound_s or inf))
+                if best is not None:
+                    found[kind] = best
+        if not found:
+            raise self._never_kept(nearest_s)
+        return found
+
+    def _best_in_simulation(self, kind: str, plan: Plan, seen: SaturatedFigures) -> tuple[Plan | None, float]:
+        """Return the policy's best plan in simulation (None: none keeps the bounds), and the least excess over them."""
+        best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
+        more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
+        for other in chain((plan,), self._rungs(kind, plan)):
+            if best is not None and more * other.estimate.throughput_rps <= best.estimate.throughput_rps:
+                break
+            if _key(other) in simulated:
+                continue
+            found = simulated[_key(other)] = seen if other is plan else saturated_figures(other, profile)
+            excess = found.excess(other, plan.constraint)
+            if other is not plan and other.constraint.sla == "request":
+                law = request_law(other, profile)
+                guarded_s = (1 + plan.constraint.headroom) * law.quantile(plan.constraint.planned_quantile)
+                excess = max(excess, guarded_s / (plan.constraint.latency_bound_s or inf))
+                other = with_law(other, law, closed_s=other.constraint.latency_bound_s)
+            least = min(least, excess)
+            if excess <= 1:
+                shown = _with(other, found)
+                if best is None or shown.estimate.throughput_rps > best.estimate.throughput_rps:
+                    best = shown
+        if best is None:
+            return None, least
+        search = best.search.model_copy(update={"simulations": len(simulated), "gap": None, "bound": PASSED_OVER})
+        return best.model_copy(update={"constraint": plan.constraint, "search": search}), least
+
+    def _rungs(self, kind: str, plan: Plan) -> Iterator[Plan]:
+        """Yield the policy's best plans in closed form under ever tighter latency bounds."""
+        constraint = self.scheduler.problem.constraint
+        rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
+        while True:
+            under = constraint.model_copy(update={"latency_bound_s": RUNG**rung})
+            try:
+                yield self.scheduler.under(under).best_of_each((kind,))[kind]
+            except InfeasibleError:
+                return
+            rung -= 1
+
+    def _never_kept(self, nearest_s: float) -> InfeasibleError:
+        """Return the error that no policy keeps the bounds, with a latency bound that one kept in simulation."""
+        constraint = self.scheduler.problem.constraint
+        bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
+        name = next(iter(bounds))
+        known = len(bounds) == 1 and name == "latency_bound_s"
+        nearest = f"; the nearest bound that one keeps is {round_up(nearest_s)} s" if known else ""
+        return InfeasibleError(
+            f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation, "
+            f"where requests that began together stay together{nearest}",
+            nearest_bound_s=nearest_s if known else None,
+            binding=name,
+        )
+
+    def _never_kept_by_all(self, bound_s: float) -> InfeasibleError:
+        """Return the error that no policy keeps a bound on all requests, with the nearest bound that can be kept."""
+        nearest = [least for ladder in self._ladders.values() if (least := ladder.nearest_s()) is not None]
+        if not nearest:
+            self.scheduler.best_of_each(tuple(self._ladders))  # says why not
+        nearest_s = min(nearest)
+        return InfeasibleError(
+            f"latency_bound_s: no schedule keeps {bound_s:g} s for that share of all requests in simulation; the "
+            f"nearest bound that one keeps is {round_up(nearest_s)} s",
+            nearest_bound_s=nearest_s,
+            binding="latency_bound_s",
+        )
 
 
-def _best_in_simulation(of: Scheduler, kind: str, plan: Plan, seen: Saturated) -> tuple[Plan | None, float]:
-    """Return the policy's best plan in simulation (None: none keeps the bounds), and the least excess over them."""
-    best, least, simulated = None, inf, {}
-    more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
-    for other in chain((plan,), _rungs(of, kind, plan)):
-        if best is not None and more * other.estimate.throughput_rps <= best.estimate.throughput_rps:
-            break
-        if _key(other) in simulated:
-            continue
-        found = simulated[_key(other)] = seen if other is plan else saturated(other, of.problem.profile)
-        excess = found.excess(other, plan.constraint)
-        if other is not plan and other.constraint.sla == "request":
-            law = request_law(other, of.problem.profile)
-            guarded_s = (1 + plan.constraint.headroom) * law.quantile(plan.constraint.planned_quantile)
-            excess = max(excess, guarded_s / (plan.constraint.latency_bound_s or inf))
-            other = with_law(other, law, closed_s=other.constraint.latency_bound_s)
-        least = min(least, excess)
-        if excess <= 1:
-            shown = _with(other, found)
-            if best is None or shown.estimate.throughput_rps > best.estimate.throughput_rps:
-                best = shown
-    if best is None:
-        return None, least
-    search = best.search.model_copy(update={"simulations": len(simulated), "gap": None, "bound": PASSED_OVER})
-    return best.model_copy(update={"constraint": plan.constraint, "search": search}), least
-
-
-def _rungs(of: Scheduler, kind: str, plan: Plan) -> Iterator[Plan]:
-    """Yield the policy's best plans in closed form under ever tighter latency bounds."""
-    constraint = of.problem.constraint
-    rung = floor(log(plan.estimate.latency_s * (1 + constraint.headroom)) / log(RUNG))
-    while True:
-        under = constraint.model_copy(update={"latency_bound_s": RUNG**rung})
-        try:
-            yield of.under(under).best_of_each((kind,))[kind]
-        except InfeasibleError:
-            return
-        rung -= 1
+def _valued(plan: Plan) -> tuple[Plan, float]:
+    return plan, plan.estimate.throughput_rps
 
 
 def _key(plan: Plan) -> str:
     return f"{plan.policy!r} {plan.stages!r}"
 
 
-def _with(plan: Plan, seen: Saturated) -> Plan:
+def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
     """Return the plan with the simulated figures that disagree with its own; its proof is that of the closed form."""
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")
@@ -217,19 +290,3 @@ def _with(plan: Plan, seen: Saturated) -> Plan:
     if rps is not None and not plan.constraint.maximises_arrivals:
         search = search.model_copy(update={"gap": None, "bound": TOGETHER, "simulations": max(1, search.simulations)})
     return plan.model_copy(update={"estimate": estimate, "search": search})
-
-
-def _never_kept(of: Scheduler, nearest_s: float) -> InfeasibleError:
-    """Return the error that no policy keeps the bounds, with a latency bound that one kept in simulation."""
-    from xscheduler.schedule import round_up
-
-    bounds = {name: bound for name in BOUNDS if (bound := getattr(of.problem.constraint, name)) is not None}
-    name = next(iter(bounds))
-    known = len(bounds) == 1 and name == "latency_bound_s"
-    nearest = f"; the nearest bound that one keeps is {round_up(nearest_s)} s" if known else ""
-    return InfeasibleError(
-        f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation, where "
-        f"requests that began together stay together{nearest}",
-        nearest_bound_s=nearest_s if known else None,
-        binding=name,
-    )

@@ -11,14 +11,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
+from xscheduler.objectives.arrivals import Arrivals, rate_of, with_capacity
+from xscheduler.schedule import Scheduler
+from xsimulator.capacity import CapacitySearch, Trial
 from xsimulator.costs.step_times import with_step_times
+from xsimulator.forecast import TUNED
 
 if TYPE_CHECKING:
     import optuna
@@ -35,6 +42,61 @@ DRAWS = (1, 2)
 """Seeds of further draws of lengths and arrivals, from which the rate's error is estimated."""
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
+TIGHTER = (0.7, 0.4)
+"""Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
+
+
+class TunedArrivals(Arrivals):
+    """The highest arrival rate of a tuned policy, which is the best fixed one with settings that simulation compares.
+
+    Args:
+        kind: the tuned policy: a key of `xsimulator.forecast.TUNED`.
+        order: order of admission; None: tuned, too.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        finish: Callable[[Plan], Plan],
+        progress: Progress | None,
+        kind: str,
+        order: AdmissionOrder | None,
+    ) -> None:
+        super().__init__(scheduler, finish, progress)
+        self._kind, self._order = kind, order
+
+    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+        (found,) = super().certify(plans).values()
+        fixed = [found, *self._under_tighter()]
+        base, *others = sorted(fixed, key=rate_of, reverse=True)
+        others += [self.finish(plan) for plan in self._on_one_stage(fixed)]
+        return {self._kind: tune(base, self.scheduler.problem.profile, others=others, order=self._order)}
+
+    def _under_tighter(self) -> Iterator[Plan]:
+        """Yield the best plans under a tighter time per token, with their capacities under the bound itself."""
+        constraint = self.scheduler.problem.constraint
+        assert constraint.tpot_s is not None
+        for share in TIGHTER:
+            tighter = constraint.model_copy(update={"tpot_s": share * constraint.tpot_s})
+            try:
+                found = Arrivals(self.scheduler.under(tighter), self.finish).settle((TUNED[self._kind],))
+            except InfeasibleError:
+                continue
+            for plan in found.values():
+                bounds = plan.constraint.model_copy(update={"tpot_s": constraint.tpot_s})  # its headroom stays
+                plan = plan.model_copy(update={"constraint": bounds})
+                yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
+
+    def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
+        """Return the policy's best plan in closed form whose steps pass one stage, if none of these is one.
+
+        Steps of a pipeline have less time, and a prompt passes one of its micro-batches alone.
+        """
+        problem = self.scheduler.problem
+        if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
+            return []
+        one = Scheduler(replace(problem, fixed={**problem.fixed, "pp": 1}))
+        return [plan for plan, _ in Arrivals(one).of_kind(TUNED[self._kind], 1)]
 
 
 class Score(NamedTuple):
@@ -84,8 +146,6 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
 
 def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
     """Return the plan with its own saturated throughput, and its capacity with an error."""
-    from xsimulator.capacity import CapacitySearch, Trial
-
     saturated = max(Trial(plan, profile).saturated(), rate)
     estimate, factor = plan.estimate, saturated / plan.estimate.throughput_rps
     cost = estimate.cost_per_million_tokens
@@ -179,8 +239,6 @@ def _begin(profile: Profile) -> None:
 
 def _score(plan: Plan, best: float) -> Score:
     """Return the plan's rate if it is above the best one, else an estimate of it."""
-    from xsimulator.capacity import CapacitySearch
-
     assert _profile is not None
     search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))
     search.precision = PRECISION

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Outcome, Plan, Profile
 from xscheduler.placement import Placement
-from xscheduler.replanning.candidates import SWAPPABLE, find_candidates
 from xscheduler.replanning.judge import Judge, Terms
+from xscheduler.replanning.replacements import SWAPPABLE, find_candidates
 from xscheduler.space import runnable
 from xsimulator.memory import LaneMemory
 

@@ -65,7 +65,7 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
         InputError: the profile is not that of the plan's devices.
     """
     from xgpt.observation.observer import slowdown_to_plan_with
-    from xscheduler.replanning.judging import judged
+    from xscheduler.replanning.verdicts import judged
 
     started = time.perf_counter()
     slowdown = slowdown_to_plan_with(plan.profile, observation.slowdown)
@@ -221,7 +221,7 @@ def main() -> None:
     """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
-    import_module("xscheduler.replanning.judging")  # what `propose` needs, before the first question
+    import_module("xscheduler.replanning.verdicts")  # what `propose` needs, before the first question
     for line in sys.stdin:
         question = json.loads(line)
         try:

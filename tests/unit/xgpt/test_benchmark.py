@@ -18,6 +18,7 @@ from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import BenchReport, Constraint, StepRecord
 from xgpt.core.workload import TraceLengths
+from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.run import outstanding_requests, read_log, requests_to_end, run_requests
 
@@ -43,7 +44,7 @@ def benched(
         waits: every 40th step waits for a core ten times as long as it computes.
     """
     constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0, headroom=headroom)
-    plan = Scheduler(OF.under(constraint)).by_arrivals(kind, 1)[0][0].model_copy(update={"replicas": replicas})
+    plan = Arrivals(Scheduler(OF.under(constraint))).of_kind(kind, 1)[0][0].model_copy(update={"replicas": replicas})
 
     @contextmanager
     def server(plan: Any, directory: Path, step_log: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ from tests.contract.scenarios import problem
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Constraint, Jitter, Profile
 from xgpt.core.workload import TraceLengths
+from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.clock import Span
 from xsimulator.jitter import NUM_DRAWN, JitteredTimes
@@ -67,7 +68,7 @@ def test_the_same_calls_give_the_same_times_beyond_the_last_drawn_stretch() -> N
 def test_only_gaps_that_are_single_steps_get_longer() -> None:
     """What is a sum of many steps is as without jitter; a slowed profile's figures are all longer by the factor."""
     of = problem("opt-13b", "a40x4", "summarization", latency_bound_s=30.0)
-    plan = Scheduler(of.under(Constraint(latency_bound_s=30.0))).by_arrivals("orca", 1)[0][0]
+    plan = Arrivals(Scheduler(of.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
     jittery = of.profile.model_copy(update={"jitter": STALLS.times(100)})  # as long as this plan's longest steps
     calm, shaken, again, slowed = (
         simulate(plan, profile, of.workload, 300, np.random.default_rng(0))[0]
@@ -82,7 +83,7 @@ def test_only_gaps_that_are_single_steps_get_longer() -> None:
 
 def test_spans_are_as_long_as_the_single_steps() -> None:
     of = problem("opt-13b", "a40x4", "summarization", latency_bound_s=30.0)
-    plan = Scheduler(of.under(Constraint(latency_bound_s=30.0))).by_arrivals("orca", 1)[0][0]
+    plan = Arrivals(Scheduler(of.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
     profile = of.profile.model_copy(update={"jitter": STALLS})
     lengths = TraceLengths(np.full(40, 100), np.full(40, 20), None)
     spans = list[Span]()

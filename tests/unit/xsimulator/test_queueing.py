@@ -7,6 +7,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.core.schema import Goal, Histogram, Workload
+from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS, Performance
@@ -58,7 +59,7 @@ def test_a_looser_bound_is_kept_at_a_higher_rate() -> None:
 )
 def test_rates_agree_with_the_simulated_engine(of: tuple[str, str, str, float], kind: str) -> None:
     asked = problem(*of)
-    (plan, predicted), *_ = Scheduler(asked).by_arrivals(kind, 1)
+    (plan, predicted), *_ = Arrivals(Scheduler(asked)).of_kind(kind, 1)
     found = capacity(plan, asked.profile, predicted, edges=False)
     assert found is not None
     assert predicted == pytest.approx(found.rate_per_s, rel=0.3 if kind == "static" else 0.1)
@@ -70,7 +71,7 @@ def test_other_bounds_cost_rate() -> None:
 
     def rate(**bounds: float) -> float:
         constraint = of.constraint.model_copy(update=bounds)
-        plans = Scheduler(of).under(constraint).by_arrivals("chunked", 1)
+        plans = Arrivals(Scheduler(of).under(constraint)).of_kind("chunked", 1)
         return plans[0][1] if plans else 0.0
 
     free, ttft, tpot = rate(), rate(ttft_s=0.6), rate(tpot_s=0.008)

@@ -12,8 +12,8 @@ from xgpt.core.io import sha256
 from xgpt.core.schema import Observation, Plan, ProfileRef
 from xgpt.observation.observer import ENOUGH_STEPS, PACE_MEMORY_S, Observer, Pace, differs, slowdown_to_plan_with
 from xscheduler.replanning import reestimate
-from xscheduler.replanning.judging import judged
 from xscheduler.replanning.replanner import BackgroundPlanner, propose
+from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler
 
 OF = problem("opt-13b", "h200x1", "summarization", 4.0)

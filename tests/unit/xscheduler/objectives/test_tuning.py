@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan, SlackBudget
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives import best_plans as planning
-from xscheduler.objectives import tuning
+from xscheduler.objectives import best_plans, tuning
 from xscheduler.objectives.arrivals import rate_of
 from xsimulator.capacity import Trial
 from xsimulator.costs.step_times import with_step_times
@@ -62,8 +60,9 @@ def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays() -> None:
 def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
     """Those made for tighter times per token lost it: tuning began with the fastest, and stated rates without it."""
     problem = planned(policy="chunked", headroom=None).problem
-    finish = partial(planning._admitting, order="fcfs", profile=problem.profile)
-    plans = list(planning._under_tighter(problem, ("chunked",), finish, "branch-and-bound"))
+    objective = best_plans.Task(problem, "slack")._objective(None)
+    assert isinstance(objective, tuning.TunedArrivals)
+    plans = list(objective._under_tighter())
     assert problem.profile.headroom > 0
     assert {(plan.constraint.headroom, plan.constraint.tpot_s) for plan in plans} == {(problem.profile.headroom, 0.02)}
 

@@ -22,12 +22,12 @@ from xgpt.core.schema import (
 )
 from xgpt.core.workload import histogram, sample
 from xgpt.observation.windows import observe_lengths
-from xscheduler.objectives.verifying import request_latency
+from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
 from xscheduler.replanning import SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, within_context
 from xscheduler.replanning.decide import loading_s
-from xscheduler.replanning.judging import judged
 from xscheduler.replanning.replanner import propose
+from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler
 from xsimulator.run import simulate
 
@@ -179,7 +179,7 @@ def plan_on_two(kind: str, where: str) -> Plan:
     if where == "1+1":
         return of.best((kind,))
     degree, stages, replicas = {"TP 2": (2, 1, 1), "PP 2": (1, 2, 1), "two": (1, 1, 2)}[where]
-    placement = of.uniform_placement(kind, degree, stages, replicas)
+    placement = of.candidates.uniform_placement(kind, degree, stages, replicas)
     return Scheduler(replace(TWO, placement=placement)).best((kind,))
 
 

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Observation, Outcome, Plan, Profile
-from xscheduler.objectives.arrivals import best_by_arrivals, rate_of
+from xscheduler.objectives.arrivals import Arrivals, rate_of
+from xscheduler.objectives.ladder import request_latency, request_law, with_law
 from xscheduler.objectives.reusing import promising
-from xscheduler.objectives.verifying import request_latency, request_law, with_law
 from xscheduler.problem import Problem
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
 from xscheduler.schedule import Scheduler
@@ -178,7 +178,7 @@ class ArrivalsJudge(Judge):
         for problem in problems:
             of = Scheduler(replace(problem, constraint=any_rate))
             try:
-                found += best_by_arrivals(of, kinds, finish=admitting, only_best=True).values()
+                found += Arrivals(of, admitting, only_best=True).settle(kinds).values()
             except InfeasibleError as of_problem:
                 error = error or of_problem
         if error is not None and not found:

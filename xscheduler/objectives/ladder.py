@@ -11,23 +11,19 @@ kept is called infeasible, and throughput never falls with a looser bound.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, floor, log
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Plan, Profile, Workload
-from xscheduler.objectives.arrivals import simulating
+from xscheduler.objectives.base import simulating
+from xscheduler.schedule import Scheduler
 from xsimulator.request_law import RequestLaw
 from xsimulator.run import is_drawn, request_latencies
-
-if TYPE_CHECKING:
-    from xscheduler.schedule import Scheduler
 
 NUM_REQUESTS = 500
 """Number of simulated admissions, each of which stands for requests of every length. Fewer may lack the longest
@@ -97,35 +93,6 @@ def request_latency(plan: Plan, profile: Profile, workload: Workload | None = No
     return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
 
-def best_of_each(of: Scheduler, kinds: tuple[str, ...], progress: Progress | None = None) -> dict[str, Plan]:
-    """Return each policy's plan with the highest saturated throughput that keeps the bound on all requests.
-
-    The bound is kept in simulation. Policies that serve less than the best one even in closed form, and under a looser
-    bound, are not simulated: their plans keep the bound in closed form.
-
-    Raises:
-        InfeasibleError: no policy has such a plan.
-    """
-    constraint, profile = of.problem.constraint, of.problem.profile
-    if constraint.sla == "length":
-        return of.best_of_each(kinds)
-    if constraint.latency_bound_s is None:
-        found = of.best_of_each(kinds)
-        return {kind: with_law(plan, request_law(plan, profile)) for kind, plan in found.items()}
-    ladders = {kind: Ladder(of, kind, progress) for kind in kinds}
-    promised = {kind: ladder.promise(constraint.latency_bound_s) for kind, ladder in ladders.items()}
-    plans: dict[str, Plan] = {}
-    best_rps = 0.0
-    for kind in sorted(kinds, key=lambda kind: -promised[kind]):
-        plan = ladders[kind].highest(constraint.latency_bound_s, best_rps)
-        if plan is not None:
-            plans[kind] = plan
-            best_rps = max(best_rps, plan.estimate.throughput_rps if plan.search.simulations else 0.0)
-    if not best_rps:
-        raise _never_kept(of, list(ladders.values()), constraint.latency_bound_s)
-    return plans
-
-
 @dataclass(frozen=True, slots=True)
 class _Simulated:
     """A plan's latencies in simulation, headroom included, s."""
@@ -148,10 +115,9 @@ class Ladder:
         self._simulated: dict[str, _Simulated] = {}
         self.plan = cache(self._plan)
 
-    def promise(self, bound_s: float) -> float:
-        """Return an upper bound on the throughput of the rungs searched under a bound; 0: none has a plan."""
-        plan = self.plan((_top(bound_s) + 1) * BLOCK)
-        return 0.0 if plan is None else plan.estimate.throughput_rps
+    def top(self, bound_s: float) -> Plan | None:
+        """Return the plan whose throughput no rung searched under a bound exceeds; None: no rung has a plan."""
+        return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
         """Return the plan on the highest rung that keeps the bound in simulation; None: no rung does.
@@ -180,6 +146,12 @@ class Ladder:
         """Whether the rung's plan keeps a bound in simulation; True for a rung without a plan."""
         plan = self.plan(rung)
         return plan is None or self.simulated(plan).guarded_s <= bound_s
+
+    def nearest_s(self) -> float | None:
+        """Return the nearest bound, in s, that a plan of the ladder keeps; None: no rung has a plan."""
+        rung = self.lowest()
+        plan = None if rung is None else self.plan(rung)
+        return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
         """Return the lowest rung that has a plan; None where none has."""
@@ -227,27 +199,6 @@ class Ladder:
 def _top(bound_s: float) -> int:
     """Return the highest block of rungs that is searched under a bound."""
     return floor(log(REACH * bound_s) / log(RUNG) / BLOCK)
-
-
-def _never_kept(of: Scheduler, ladders: Sequence[Ladder], bound_s: float) -> InfeasibleError:
-    """Return the error that no policy keeps a bound, with the nearest bound that can be kept."""
-    from xscheduler.schedule import round_up
-
-    nearest: list[float] = []
-    for ladder in ladders:
-        rung = ladder.lowest()
-        plan = None if rung is None else ladder.plan(rung)
-        if rung is not None and plan is not None:
-            nearest.append(max(ladder.simulated(plan).guarded_s, RUNG**rung / REACH))
-    if not nearest:
-        of.best_of_each(tuple(ladder._kind for ladder in ladders))  # says why not
-    nearest_s = min(nearest)
-    return InfeasibleError(
-        f"latency_bound_s: no schedule keeps {bound_s:g} s for that share of all requests in simulation; the nearest "
-        f"bound that one keeps is {round_up(nearest_s)} s",
-        nearest_bound_s=nearest_s,
-        binding="latency_bound_s",
-    )
 
 
 def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan:

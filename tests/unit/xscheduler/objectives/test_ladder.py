@@ -14,8 +14,8 @@ from xgpt.core.schema import Constraint, Histogram, Plan
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.ladder import request_law
 from xscheduler.objectives.sizing import cheapest
-from xscheduler.objectives.verifying import request_law
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.measures import request_times

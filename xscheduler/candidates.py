@@ -1,0 +1,273 @@
+"""List the candidates of a problem: the settings of each policy on each placement that holds the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.schema import Constraint, Precision, Profile
+from xscheduler.lower_tables import lowered
+from xscheduler.placement import Placement, Placements
+from xscheduler.placement_bounds import Array, PlacementBounds, PolicyBounds
+from xscheduler.problem import Problem
+from xscheduler.space import Models, Space, SpaceLimits
+from xsimulator.costs.group_tables import Degrees
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.forecast import CHOICES
+from xsimulator.lengths import Lengths
+from xsimulator.memory import LaneMemory, capacity
+from xsimulator.stages import Lane
+
+BLOCK_SIZE = 16
+
+
+class Candidates:
+    """The candidates of one problem. Placements, memory and predictors are made once, and shared under other bounds.
+
+    Raises:
+        InputError: the workload is longer than the model's context.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.lengths = Lengths(problem.workload, problem.reused)
+        _check_context(problem, self.lengths)
+        self._models = _Predictors(problem, self.lengths)
+        self._placements = Placements(
+            problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
+        )
+        engine = problem.engine
+        self._block_size = BLOCK_SIZE if engine is None else engine.block_size
+        self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
+        if engine is not None and engine.max_batch is not None and "max_batch" not in problem.fixed:
+            self._max_batch = min(self._max_batch, engine.max_batch)
+        quantile = problem.constraint.planned_quantile
+        self._screen = PlacementBounds(
+            problem.model, self._models.floor, self.lengths, self.lengths.decodes_at(quantile), self._max_batch
+        )
+        self._spaces: dict[str, _Spaces] = {}
+        self._memories: dict[tuple[Lane, bool], LaneMemory | InfeasibleError] = {}
+
+    def under(self, constraint: Constraint) -> Candidates:
+        """Return the candidates of the same problem under other bounds."""
+        own, problem = self.problem.constraint, replace(self.problem, constraint=constraint)
+        if (constraint.quantile, constraint.sla) != (own.quantile, own.sla):
+            return Candidates(problem)
+        other = copy(self)
+        other.problem = problem
+        return other
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that plans may take."""
+        return self._placements.num_devices
+
+    @property
+    def widest(self) -> Lane:
+        """The lane that spreads a replica over the most devices."""
+        return self._placements.widest
+
+    def num_points(self, kind: str) -> int:
+        """Return the number of settings of one policy, on all placements together."""
+        return self._spaces_of(kind).num_points
+
+    def has_placement(self, kind: str) -> bool:
+        """Return whether the cluster has a placement for a policy, memory aside."""
+        return bool(self._placements.of(kind))
+
+    def least_latency(self, spaces: Sequence[Space]) -> Array:
+        """Return a lower bound on the latency of a request of the quantile's length in each space, in seconds."""
+        return self._screen.least_latency([space.placement for space in spaces])
+
+    def spaces(self, kind: str, constraint: Constraint | None = None) -> list[Space]:
+        """Return the spaces of one policy: every placement that holds the model and may keep the constraint."""
+        constraint = constraint or self.problem.constraint
+        of = self._spaces_of(kind)
+        bounds = [] if of.bounds is None else of.bounds.under(constraint).tolist()
+        return [space.under(constraint, bound) for space, bound in zip(of.spaces, bounds, strict=True)]
+
+    def _spaces_of(self, kind: str) -> _Spaces:
+        """Return what does not depend on bounds of the spaces of one policy."""
+        if kind not in self._spaces:
+            found = list(self._standing(kind))
+            placements, capacities = [space.placement for space in found], [space.capacity for space in found]
+            bounds = self._screen.of(kind, placements, capacities) if found else None
+            self._spaces[kind] = _Spaces(found, sum(space.num_points for space in found), bounds)
+        return self._spaces[kind]
+
+    def _standing(self, kind: str) -> Iterator[Space]:
+        problem = self.problem
+        for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
+            if problem.uniform and not placement.is_uniform:
+                continue
+            if problem.replicas not in (None, placement.replicas) or not placement.has(problem.fixed):
+                continue
+            limits = self._limits(placement)
+            if limits is not None:
+                space = self._space(kind, placement, problem.constraint, limits)
+                if space.capacity >= space.least_requests:
+                    yield space
+
+    def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: SpaceLimits) -> Space:
+        models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
+        return Space(kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish)
+
+    def _limits(self, placement: Placement) -> SpaceLimits | None:
+        """None where the weights do not fit."""
+        # Prompts are kept where they are encoded.
+        memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
+        if any(isinstance(memory, InfeasibleError) for memory in memories):
+            return None
+        encode, decode = memories[0], memories[-1]
+        assert isinstance(encode, LaneMemory) and isinstance(decode, LaneMemory)
+        return SpaceLimits(
+            memory=decode,
+            block_size=self._block_size,
+            kv=self.problem.kv,
+            max_batch=self._max_batch,
+            engine=self.problem.engine,
+            encode_memory=encode if len(placement.layouts) == 2 else None,
+            fixed=self.problem.fixed,
+        )
+
+    def space(self, kind: str, placement: Placement) -> Space:
+        """One placement's space.
+
+        Raises:
+            InfeasibleError: the model does not fit on it.
+        """
+        for layout in placement.layouts:
+            memory = self.memory(layout.lane)
+            if isinstance(memory, InfeasibleError):
+                raise memory
+        limits = self._limits(placement)
+        assert limits is not None
+        return self._space(kind, placement, self.problem.constraint, limits)
+
+    def uniform_placement(
+        self, kind: str, tp_degree: int, num_stages: int, replicas: int, ep_degree: int = 1
+    ) -> Placement:
+        """Replicas of a pipeline of equal stages, a micro-batch for each.
+
+        Raises:
+            InputError: the cluster, the model or the profile has no such placement.
+        """
+        size = tp_degree * num_stages
+        for placement in self._placements.one_lane(kind, size, replicas):
+            layout = placement.layouts[0]
+            if (
+                layout.is_uniform
+                and layout.tp.ep_degree == ep_degree
+                and layout.num_stages == num_stages
+                and placement.microbatches == num_stages
+            ):
+                return placement
+        raise InputError(
+            "placement",
+            f"{replicas} x {num_stages} stages of {tp_degree} devices, experts in {ep_degree}",
+            f"{self.problem.cluster.name} has none for {self.problem.model.name}; the profile covers tensor- and "
+            f"expert-parallel degrees {self.problem.profile.groups}",
+        )
+
+    def memory(self, lane: Lane, *, keeps: bool = False) -> LaneMemory | InfeasibleError:
+        """Return the memory of a lane, or why the model does not fit on it."""
+        found = self._memories.get((lane, keeps))
+        if found is None:
+            problem = self.problem
+            of, engine = problem.profile, problem.deployed or problem.engine
+            memory = partial(
+                LaneMemory,
+                problem.model,
+                problem.cluster,
+                Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype, of.layouts),
+                lane,
+                self._block_size,
+                engine,
+                kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
+            )
+            try:
+                found = memory()
+                if problem.deployed is not None:
+                    found = memory(slots=problem.deployed.max_batch or 0)
+                elif engine is not None and engine.sampling_bytes:
+                    # As many as it holds without them: a few too many, so what is left for K/V is never overstated.
+                    most = capacity(self.lengths, found.blocks_beside(0), self._block_size, "quantile")
+                    found = memory(slots=min(self._max_batch, int(most[0])))
+            except InfeasibleError as error:
+                found = error.with_traceback(None)
+            self._memories[lane, keeps] = found
+        return found
+
+
+class _Spaces(NamedTuple):
+    """The spaces of one policy under any constraint.
+
+    Attributes:
+        num_points: of all of them.
+        bounds: of their throughput; None: there are no spaces.
+    """
+
+    spaces: list[Space]
+    num_points: int
+    bounds: PolicyBounds | None
+
+
+class _Predictors:
+    """What predicts placements: made once for those on the same lanes.
+
+    Spaces hold it, and it holds neither them nor the scheduler: a search leaves no cycles behind, which the garbage
+    collector would look for in the middle of a later one.
+
+    Attributes:
+        floor: the profile with lower tables.
+    """
+
+    def __init__(self, problem: Problem, lengths: Lengths) -> None:
+        self.floor = lowered(problem.profile)
+        self._problem, self._lengths = problem, lengths
+        self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self.floor)
+        self._made: dict[tuple[Callable[..., Any], tuple[Lane, ...]], Models] = {}
+
+    def __call__(self, kind: str, *lanes: Lane) -> Models:
+        make = CHOICES[kind].model
+        found = self._made.get((make, lanes))
+        if found is None:
+            profile, engine = self._problem.profile, self._problem.engine
+            model = floor = self._model(make, lanes, profile, self._degrees)
+            if self.floor is not profile or (engine is not None and engine.mixing):
+                floor = self._model(make, lanes, self.floor, self._floor_degrees, is_floor=True)
+            found = self._made[make, lanes] = Models(model, floor)
+        return found
+
+    def _model(
+        self,
+        make: Callable[..., Any],
+        lanes: tuple[Lane, ...],
+        profile: Profile,
+        degrees: Degrees,
+        *,
+        is_floor: bool = False,
+    ) -> Any:
+        constraint = self._problem.constraint
+        of, engine = self._problem.model, self._problem.engine
+        costs = [LaneCost(of, profile, lane, degrees, engine, is_floor=is_floor) for lane in lanes]
+        of_all = constraint.sla == "request"
+        return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)
+
+
+def _check_context(problem: Problem, lengths: Lengths) -> None:
+    model = problem.model
+    if model.is_encoder_decoder:
+        context = max(lengths.max_whole_input, lengths.max_output)
+    else:
+        context = lengths.max_whole_input + lengths.max_output
+    if context > model.max_context:
+        raise InputError(
+            "workload",
+            problem.workload.name,
+            f"its longest request has {context} tokens, {model.name} takes {model.max_context}",
+        )

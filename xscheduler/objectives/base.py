@@ -1,0 +1,73 @@
+"""The contract of an objective: what a plan maximises, and how the plan that maximises it is found and proven."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from xgpt.core.progress import Progress
+from xgpt.core.schema import Plan
+from xscheduler.schedule import Scheduler
+
+Ranked = dict[str, list[tuple[Plan, float]]]
+"""Each policy's plans with their value in closed form, in requests a second, the highest first."""
+
+
+class Objective(ABC):
+    """What a plan maximises. An objective ranks candidates in closed form, verifies the best of them by simulation, and
+    certifies the rest: it says how much better any other candidate could be.
+
+    Args:
+        finish: completes a plan before it is simulated, by its order of admission.
+        progress: is called for each part of the work.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        finish: Callable[[Plan], Plan] = lambda plan: plan,
+        progress: Progress | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.finish = finish
+        self.progress = progress
+
+    @abstractmethod
+    def rank(self, kinds: Sequence[str]) -> Ranked:
+        """Return each policy's plans of the highest value in closed form.
+
+        Raises:
+            InfeasibleError: closed forms show that no plan keeps the constraint.
+        """
+
+    @abstractmethod
+    def verify(self, ranked: Ranked) -> dict[str, Plan]:
+        """Return each policy's plan of the highest value in simulation.
+
+        Raises:
+            InfeasibleError: no plan keeps the constraint.
+        """
+
+    @abstractmethod
+    def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
+        """Return the plans with their proofs, the highest value first.
+
+        Raises:
+            InfeasibleError: no plan sustains the requested arrival rate.
+        """
+
+    def settle(self, kinds: Sequence[str]) -> dict[str, Plan]:
+        """Return each policy's best plan, verified and certified, the highest value first.
+
+        Raises:
+            InfeasibleError: no plan keeps the constraint.
+        """
+        return self.certify(self.verify(self.rank(kinds)))
+
+
+def simulating(what: str) -> str:
+    """Return a progress bar's text for a simulation."""
+    from xsimulator.counts.counted_run import is_compiled
+
+    once = "" if is_compiled() else " (the first simulations on a machine are compiled: some 15 s)"
+    return f"simulating {what}{once}"

@@ -1,0 +1,83 @@
+"""Say why no candidate keeps a constraint, and which bound one would keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xscheduler.candidates import Candidates
+
+
+def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
+    """Return an error that says what binds and what would be met: by the points of lowest excess."""
+    constraint = candidates.problem.constraint
+    relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
+    headroom = 1 + relaxed.headroom
+    latency_alone = constraint.ttft_s is None and constraint.tpot_s is None
+    nearest: dict[str, float] = {}
+    for kind in kinds:
+        spaces = candidates.spaces(kind, relaxed)
+        least_s = headroom * candidates.least_latency(spaces)
+        for i in np.argsort(least_s, kind="stable"):
+            if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
+                break
+            space = spaces[i]
+            evaluation = space.evaluate(space.slowest_points())
+            if not evaluation.fits.any():
+                continue
+            for name, values in (
+                ("latency_bound_s", evaluation.performance.latency),
+                ("ttft_s", evaluation.performance.ttft),
+                ("tpot_s", evaluation.performance.tpot),
+            ):
+                least = float(values[evaluation.fits].min()) * headroom
+                nearest[name] = min(nearest.get(name, least), least)
+    if not any(candidates.has_placement(kind) for kind in kinds):
+        num_devices = candidates.num_devices
+        return InfeasibleError(
+            f"devices: {', '.join(kinds)} needs at least 2 devices with links between them, "
+            f"{candidates.problem.cluster.name} offers {num_devices}; take a larger cluster or another policy",
+            nearest_bound_s=None,
+            binding="devices",
+        )
+    if not nearest:
+        return _no_memory(candidates) if not candidates.problem.fixed else _not_held(candidates, kinds)
+    bounds = {name: getattr(constraint, name) for name in nearest}
+    broken = [name for name, bound in bounds.items() if bound is not None and bound < nearest[name]]
+    binding = broken[0] if broken else "latency_bound_s"
+    return InfeasibleError(
+        f"{binding}: no schedule of {', '.join(kinds)} keeps {bounds[binding]:g} s on "
+        f"{candidates.problem.cluster.name}; the nearest bound that one keeps is {round_up(nearest[binding])} s",
+        nearest_bound_s=nearest["latency_bound_s"],
+        binding=binding,
+    )
+
+
+def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
+    """Return an error that says which values nothing can be held at."""
+    held = ", ".join(f"{name}={value}" for name, value in candidates.problem.fixed.items())
+    return InfeasibleError(
+        f"fix: no schedule of {', '.join(kinds)} on {candidates.problem.cluster.name} fits in memory with {held}; "
+        "leave one of them out",
+        nearest_bound_s=None,
+        binding="fix",
+    )
+
+
+def _no_memory(candidates: Candidates) -> InfeasibleError:
+    """Return why no placement holds the model, from the one that spreads it widest."""
+    memory = candidates.memory(candidates.widest)
+    if isinstance(memory, InfeasibleError):
+        return memory
+    return InfeasibleError(
+        "memory: the K/V of a single request does not fit; take more memory or shorter requests",
+        nearest_bound_s=None,
+        binding="memory",
+    )
+
+
+def round_up(seconds: float) -> str:
+    """Four significant digits, never below the value: a bound that is printed can be asked for."""
+    return f"{float(f'{seconds * 1.0005:.4g}'):g}"
