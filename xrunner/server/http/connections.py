@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any, cast
 
 import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from xgpt.core.errors import MachineError
 from xrunner.server.access.hosts import OPEN_PATHS
 from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.http.parser import CHUNK_BYTES, FREE_CHUNKS, Parser
 from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
@@ -196,6 +197,8 @@ class Protocol(H11Protocol):
 
     def __init__(self, listener: Listener, config: Config, state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(config, state, app_state)
+        self.conn: Parser = Parser(READ_AT_ONCE)
+        self.app = self._on_demand(self.app)
         self.logger = _uvicorn
         self.access_log = False
         self._listener = listener
@@ -208,6 +211,8 @@ class Protocol(H11Protocol):
         self._resting_since: float | None = None
         """Since when the rest of an answered body has been arriving, or the connection has been closing."""
         self._has_sent_all = False
+        self._unparsed = b""
+        """What has arrived of a body that the parser holds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -226,6 +231,10 @@ class Protocol(H11Protocol):
             for start in range(0, len(data), READ_AT_ONCE):
                 if self.transport.is_closing():
                     return
+                if self.conn.is_held:
+                    self._unparsed += data[start:]
+                    self.flow.pause_reading()
+                    break
                 super().data_received(data[start : start + READ_AT_ONCE])
         except Exception:
             logger.exception("a connection has failed")
@@ -285,7 +294,11 @@ class Protocol(H11Protocol):
             return
         if not self._is_at_rest:
             self.cycle.disconnected = True  # answered here
-        error = ApiError(400, "this is not HTTP/1.1, or a head of more than 16 KiB", code="bad_http")
+        says = (
+            "this is not HTTP/1.1, a head of more than 16 KiB, or a body in more than "
+            f"{FREE_CHUNKS} chunks of less than {CHUNK_BYTES} bytes"
+        )
+        error = ApiError(400, says, code="bad_http")
         body = error.body()
         headers = [
             (b"content-type", b"application/json"),
@@ -295,6 +308,27 @@ class Protocol(H11Protocol):
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _on_demand(self, app: ASGIApp) -> Any:
+        """Return the app; the chunks of a body are parsed once it asks for them, not before a key has been checked."""
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            async def receive_more() -> Message:
+                if self.conn.is_held and not self.transport.is_closing():
+                    self.conn.is_held = False
+                    rest, self._unparsed = self._unparsed, b""
+                    self.handle_events()
+                    self.data_received(rest)
+                return await receive()
+
+            async def send_on(message: Message) -> None:
+                if self.conn.is_held and message["type"] == "http.response.start":
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+                await send(message)
+
+            await app(scope, receive_more, send_on)
+
+        return run
 
     def _should_upgrade(self) -> bool:
         """Ignore offers to upgrade the protocol."""
