@@ -107,4 +107,14 @@ POINTS = {
             "tests/unit/xrunner/server/test_connections.py",
         ),
     ),
+    22: Point(
+        "long fields",
+        "kept until a request ended, echoed whole, 128 times in an answer, written to the log: 65 GB a day",
+        ("tests/unit/xrunner/server/test_costs.py",),
+    ),
+    21: Point(
+        "bodies in chunks of one byte",
+        "without a key /health waited 14 s; 400,000 chunks with one took 15 s",
+        ("tests/unit/xrunner/server/test_connections.py::test_a_body_in_chunks_is_parsed_when_it_is_asked_for",),
+    ),
 }

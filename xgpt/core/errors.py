@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+MAX_SHOWN = 200
+"""Characters of a stranger's text that an error or a line of log shows at most."""
+
 
 class XgptError(Exception):
     """Base of every error that this product raises on purpose."""
@@ -81,3 +84,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def reason_of(error: OSError | UnicodeDecodeError) -> str:
     """Return why a file could not be read or written, without its name."""
     return "it is not text in UTF-8" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
+
+
+def cut(text: str, most: int = MAX_SHOWN) -> str:
+    """Return a text's first `most` characters, the last ones dots if there are more."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."

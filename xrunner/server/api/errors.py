@@ -8,6 +8,16 @@ from typing import NoReturn
 import msgspec
 from starlette.responses import Response
 
+from xgpt.core.errors import MAX_SHOWN, cut
+
+MAX_MESSAGE = 400
+"""Characters of an error's message; of a longer one the beginning and the end are sent."""
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes as an error shows it: at most `MAX_SHOWN` characters, on one line."""
+    return cut(repr(text[:MAX_SHOWN]))
+
 
 class ApiError(Exception):
     """An answer with a status other than 200, in OpenAI's format.
@@ -27,9 +37,11 @@ class ApiError(Exception):
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[:MAX_SHOWN]} ... {message[-MAX_MESSAGE + MAX_SHOWN :]}"
         super().__init__(message)
         self.status = status
-        self.param = param
+        self.param = param and cut(param)
         self.code = code
         self.headers = dict(headers or {})
         if retry_after_s is not None:

@@ -21,6 +21,30 @@ MAX_ITEMS = 1 << 18
 """Largest number of items of all lists in a body, about: mostly prompt tokens. Half a million block the event loop for
 25 ms."""
 
+MAX_FREE_BYTES = 256 << 10
+"""Largest size of a field whose form is the client's, as it stands in a body; without white space less is accepted."""
+MAX_PROMPTS = 4096
+"""Largest number of lists of token ids in a long body."""
+LOOK_BYTES = 64 << 10
+"""Size of a body from which on the sizes of its fields are looked at before anything is decoded."""
+
+
+class _Free(msgspec.Struct):
+    """The fields whose form is the client's, or which hold text that nothing here reads, undecoded."""
+
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.Raw()
+    logit_bias: msgspec.Raw = msgspec.Raw()
+    stop: msgspec.Raw = msgspec.Raw()
+    model: msgspec.Raw = msgspec.Raw()
+    user: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+
+
+_decode_free = msgspec.json.Decoder(_Free).decode
+
 _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
 """The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
 
@@ -65,14 +89,32 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
 
 def _parse(body: bytes | bytearray, decode: Any) -> Any:
     # Counting commas takes a hundredth of the time of decoding; text has some, too, but hardly one in 16 characters.
-    if body.count(b",") > MAX_ITEMS + len(body) // 16:
+    # Quotes within a text are escaped, so that the others are those of strings: two each, names of fields among them.
+    num_quotes = body.count(b'"') - body.count(b'\\"')
+    if body.count(b",") > MAX_ITEMS + len(body) // 16 or num_quotes > 2 * MAX_ITEMS:
         raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
     try:
+        if len(body) > LOOK_BYTES:
+            _check_sizes(_decode_free(body))
         request = decode(body)
     except msgspec.ValidationError as error:
         found = (pattern.search(str(error)) for pattern in _FIELDS)
-        raise ApiError(400, str(error), param=next((match[1] for match in found if match), None)) from None
+        param = next((match[1] for match in found if match), None)
+        raise ApiError(400, str(error), param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     request.check()
     return request
+
+
+def _check_sizes(free: _Free) -> None:
+    """Refuse a long field of any form before it is decoded: millions of small objects take seconds, and much memory."""
+    for name in free.__struct_fields__:
+        if (size := len(getattr(free, name))) > MAX_FREE_BYTES and name != "prompt":
+            refuse(name, f"{size} bytes are more than {MAX_FREE_BYTES}")
+    prompt = bytes(free.prompt)
+    if prompt.startswith(b"["):
+        # In a list of texts, brackets may be theirs.
+        most = MAX_ITEMS if b'"' in prompt else MAX_PROMPTS
+        if prompt.count(b"[") > most:
+            refuse("prompt", f"more than {most} lists; send fewer prompts at once")

@@ -17,7 +17,8 @@ functions that it may call (`tools`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from sys import getsizeof
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
@@ -26,7 +27,7 @@ from msgspec import Meta
 from xrunner.generation import SamplingParams
 from xrunner.grammar import json_grammar
 from xrunner.server.api.call_formats import HERMES, CallFormat
-from xrunner.server.api.errors import refuse
+from xrunner.server.api.errors import quoted, refuse
 from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, grammar_of
 
 MAX_LOGPROBS = 20
@@ -41,6 +42,12 @@ Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
 MAX_TOOLS = 128
+MAX_PARTS = 1 << 16
+"""Largest number of messages, parts of their content, and calls in them."""
+MAX_ARGUMENTS = 1 << 20
+"""Largest number of characters of all arguments of calls in messages, which are JSON of their own."""
+TOKEN_BYTES, BIAS_BYTES = 40, 200
+"""Memory of a token id in a list or tuple, and of an entry of `logit_bias`."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
@@ -140,13 +147,28 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         given = self.logit_bias or {}
         for token in given:
             if not (token.isascii() and token.isdecimal() and len(token) <= MAX_DIGITS and int(token) <= MAX_INT):
-                refuse("logit_bias", f"{token!r} is not a token id")
+                refuse("logit_bias", f"{quoted(token)} is not a token id")
         return tuple((int(token), bias) for token, bias in given.items())
 
     @property
     def grammar(self) -> str | None:
         """Return the grammar of the output (`xrunner.grammar`); None: free text."""
         return None
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Return the memory of the texts that prompts are made from."""
+        raise NotImplementedError
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Return about the memory that stays taken after `forget_text`."""
+        biases = BIAS_BYTES * len(self.logit_bias or ())
+        return biases + sum(map(getsizeof, self.stops)) + getsizeof(self.grammar or "")
+
+    def forget_text(self) -> None:
+        """Forget what prompts are made from; called once they are token ids."""
+        raise NotImplementedError
 
     def fill(self, defaults: Mapping[str, float]) -> None:
         """Set fields that are left out, or null, to the checkpoint's defaults."""
@@ -155,7 +177,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
                 setattr(self, field, value)
 
     def check(self) -> None:
-        """Check fields against each other. Raises ApiError (400)."""
+        """Check fields against each other, and forget those without use here. Raises ApiError (400)."""
+        self.user = None
         for field, (neutral, reason) in self.WITHOUT_EFFECT.items():
             value = getattr(self, field)
             if value is not None and value != neutral:
@@ -190,6 +213,16 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.logprobs if self.echo else None
+
+    @property
+    def num_text_bytes(self) -> int:
+        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if prompts and isinstance(prompts[0], int):
+            return TOKEN_BYTES * len(prompts)
+        return sum(TOKEN_BYTES * len(p) if isinstance(p, list) else getsizeof(p) for p in prompts)
+
+    def forget_text(self) -> None:
+        self.prompt = ""
 
     def prompts(self, longest: int) -> list[Prompt]:
         """Return the prompts: strings or lists of token ids.
@@ -229,6 +262,16 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     refusal: str | None = None
 
+    @property
+    def texts(self) -> Iterator[str]:
+        """Yield the texts that a template may show."""
+        yield self.role
+        if self.content is not None:
+            yield from [self.content] if isinstance(self.content, str) else (part.text for part in self.content)
+        yield from (text for text in (self.name, self.tool_call_id) if text is not None)
+        for call in self.tool_calls or ():
+            yield from (call.id, call.function.name, call.function.arguments)
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as templates expect it: calls have their arguments as objects."""
         parts = self.content or ""
@@ -238,6 +281,19 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
+
+
+def _check_parts(messages: Sequence[ChatMessage]) -> None:
+    """Refuse messages in too many parts, or with too much that is JSON of its own. Raises ApiError (400)."""
+    num_parts = len(messages)
+    if num_parts <= MAX_PARTS:
+        num_parts += sum(len(one.tool_calls or ()) for one in messages)
+        num_parts += sum(len(one.content) for one in messages if isinstance(one.content, list))
+    if num_parts > MAX_PARTS:
+        refuse("messages", f"{num_parts} messages, parts of content and calls are more than {MAX_PARTS}")
+    arguments = sum(len(call.function.arguments) for one in messages for call in one.tool_calls or ())
+    if arguments > MAX_ARGUMENTS:
+        refuse("messages", f"{arguments} characters of arguments in tool_calls are more than {MAX_ARGUMENTS}")
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
@@ -290,6 +346,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     def check(self) -> None:
         super().check()
+        _check_parts(self.messages)
         if any(message.content is None and not message.tool_calls for message in self.messages):
             refuse("messages", "a message has neither content nor tool_calls; give one of them")
         self._check_tools()
@@ -301,14 +358,28 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             )
 
     @property
+    def num_text_bytes(self) -> int:
+        return sum(getsizeof(text) for message in self.messages for text in message.texts)
+
+    def forget_text(self) -> None:
+        self.__dict__ |= {"kept_grammar": self.grammar, "kept_choice": self.chosen_tools}
+        self.messages, self.tools, self.response_format, self.chat_template_kwargs = [], None, None, None
+
+    @property
     def chosen_tools(self) -> ToolChoice:
         """Whether functions are called, where there are some."""
+        if "kept_choice" in self.__dict__:
+            choice: ToolChoice = self.__dict__["kept_choice"]
+            return choice
         if not self.tools:
             return "none"
         return "auto" if self.tool_choice is None else self.tool_choice
 
     @property
     def grammar(self) -> str | None:
+        if "kept_grammar" in self.__dict__:
+            kept: str | None = self.__dict__["kept_grammar"]
+            return kept
         match self.response_format:
             case JsonObjectFormat():
                 return json_grammar({"type": "object"})
@@ -331,7 +402,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             refuse("tools", "two functions have the same name")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            refuse("tool_choice", f"there is no function {choice.function.name!r} among tools")
+            refuse("tool_choice", f"there is no function {quoted(choice.function.name)} among tools")
         if choice == "required" and not names:
             refuse("tool_choice", "there are no tools to call")
         is_formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
@@ -356,8 +427,16 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
+    @property
+    def num_text_bytes(self) -> int:
+        """Return the memory of its texts."""
+        texts = [self.prompt or "", *(text for message in self.messages or () for text in message.texts)]
+        return sum(map(getsizeof, texts))
+
     def check(self) -> None:
         """Raises ApiError (400)."""
+        if self.messages is not None:
+            _check_parts(self.messages)
         if (self.prompt is None) == (self.messages is None):
             refuse("prompt", "send either prompt or messages")
 

@@ -129,14 +129,17 @@ class StopStrings:
     """Ends a text at the first stop string, however the text is cut into pieces.
 
     What may be the beginning of one is held back until it is sure that it is not. Of several, the one that is
-    complete first ends the text; of those, the longest.
+    complete first ends the text; of those, the longest. Each character is looked at once for each stop string (Knuth,
+    Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), whatever strings a client sends.
 
     Args:
         include: leave the stop string in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = sorted(stops, key=len, reverse=True)
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._matched = [0] * len(stops)
+        """Characters of each stop string with which the text so far ends."""
         self._include = include
         self._held = ""
 
@@ -145,12 +148,25 @@ class StopStrings:
         if not self._stops:
             return piece, False
         text = self._held + piece
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            end, start = min(found)
+        end, longest = len(piece), 0
+        for number, (stop, borders) in enumerate(self._stops):
+            matched, position = self._matched[number], 0
+            while position < end:
+                if not matched and (position := piece.find(stop[0], position, end)) < 0:
+                    break
+                while matched and stop[matched] != piece[position]:
+                    matched = borders[matched - 1]
+                matched += stop[matched] == piece[position]
+                position += 1
+                if matched == len(stop):
+                    longest = matched if position < end else max(longest, matched)
+                    end, matched = position, 0
+            self._matched[number] = matched
+        if longest:
+            end += len(self._held)
             self._held = ""
-            return text[: end if self._include else start], True
-        num_held = self._num_held(text)
+            return text[: end if self._include else end - longest], True
+        num_held = max(self._matched)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False
 
@@ -159,10 +175,14 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        longest = min(len(text), len(self._stops[0]) - 1)
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+
+@lru_cache(maxsize=1024)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return for each beginning of a string the length of the longest shorter one with which it ends."""
+    borders, length = [0], 0
+    for character in stop[1:]:
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        length += stop[length] == character
+        borders.append(length)
+    return tuple(borders)

@@ -24,6 +24,7 @@ from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.writers import Delta, PromptTokens, Writer
 from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Submission
+from xrunner.server.http.bodies import Memory
 from xrunner.server.http.limits import Limits
 from xrunner.server.observe.metrics import Bounds
 from xrunner.server.request_info import ABORT, RequestInfo
@@ -58,6 +59,7 @@ class Answer(Response):
         prompts: list[CheckedPrompt],
         writer: Writer,
         info: RequestInfo,
+        memory: Memory,
     ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
         self._engine_thread = engine_thread
@@ -67,6 +69,7 @@ class Answer(Response):
         self._codec = model.codec
         self._limits = limits
         self._info = info
+        self._memory = memory
         self._quota = info.quota or Quota()
         self._seconds = parse_deadline(info.deadline_header, request.deadline_s)
         self._end_s = info.received_s + min(self._seconds or math.inf, limits.request_timeout_s or math.inf)
@@ -80,6 +83,12 @@ class Answer(Response):
         self._stop_token_ids = ends if runs_on else ends | model.eos_token_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._run(scope, receive, send)
+        finally:
+            self._memory.free()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._submit()
         except ApiError as error:

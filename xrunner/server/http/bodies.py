@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 from starlette.requests import Request
 
@@ -15,57 +15,119 @@ from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
 
 FREE_BYTES = 64 << 10
-"""Bytes of each body that do not count, so that requests of usual size always get through."""
+"""Bytes of each request that do not count, so that requests of usual size always get through."""
 SHARE = 2
-"""An account's bodies may take this part of the memory: one half."""
+"""An account's requests may take this part of the memory: one half."""
+
+
+LONG_BYTES, GIVE_BACK_S = 1 << 20, 1.0
+"""After a request of more bytes the process gives freed memory back to the system, this often at most."""
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+class Budget:
+    """Memory that requests take together, and its limit."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken: Counter[str] = Counter()
+        """Bytes that count, by account."""
+
+    def change(self, account: str, more: int) -> None:
+        """Count `more` bytes, or with a negative number fewer.
+
+        Raises:
+            ApiError: 503, there is no memory for them now; nothing has been counted.
+        """
+        if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
+            raise ApiError(
+                503, "too many long requests are here; try again later", code="too_many_bodies", retry_after_s=1
+            )
+        self._taken[account] += more
+        if not self._taken[account]:
+            del self._taken[account]
+
+    def total(self) -> int:
+        """Return the bytes that count now."""
+        return self._taken.total()
+
+
+class Memory:
+    """The memory of one request: of its body, then of the text in it, then of what is kept until it has ended."""
+
+    def __init__(self, account: str, bodies: Budget, requests: Budget, on_long: Callable[[], None]) -> None:
+        self._account = account
+        self._on_long = on_long
+        self._bodies, self._requests = bodies, requests
+        self._budget, self._counted = bodies, 0
+
+    def set(self, num_bytes: int) -> None:
+        """Count this number of bytes. Raises ApiError (503)."""
+        counted = max(0, num_bytes - FREE_BYTES)
+        self._budget.change(self._account, counted - self._counted)
+        self._counted = counted
+
+    def keep(self, num_bytes: int) -> None:
+        """Count the text no more, and this number of bytes until `free`. Raises ApiError (503)."""
+        self.free()
+        self._budget = self._requests
+        self.set(num_bytes)
+
+    def free(self) -> None:
+        """Count nothing any more."""
+        if self._counted > LONG_BYTES:
+            self._on_long()
+        self._budget.change(self._account, -self._counted)
+        self._counted = 0
 
 
 class Bodies:
-    """Memory that bodies take from their first byte until their prompts are token ids."""
+    """Reads bodies, and counts the memory of requests until they have ended."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._held: Counter[str] = Counter()
-        """Bytes that count, by account."""
+        self._bodies, self._requests = Budget(limits.all_bodies_bytes), Budget(limits.all_requests_bytes)
+        self._giving_back: asyncio.TimerHandle | None = None
 
-    @asynccontextmanager
-    async def read(self, http: Request) -> AsyncIterator[bytearray]:
-        """Read a request's body, and hold its memory until the end of the block.
+    def memory(self, http: Request) -> Memory:
+        """Return the memory of a request that begins; the caller frees it."""
+        info: RequestInfo = http.scope["xgpt"]
+        return Memory(info.key.name, self._bodies, self._requests, self._give_back_soon)
+
+    async def read(self, http: Request, memory: Memory) -> bytearray:
+        """Return a request's body.
 
         Raises:
             ApiError: 413, the body is too long; 408, it arrives too slowly; 503, there is no memory for it now.
         """
         info: RequestInfo = http.scope["xgpt"]
-        name, limits = info.key.name, self._limits
-        body, counted = bytearray(), 0
+        limits, body = self._limits, bytearray()
         declared = http.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limits.max_body_bytes:
+            raise self._too_long()
         try:
-            if declared.isdecimal() and int(declared) > limits.max_body_bytes:
-                raise self._too_long()
-            try:
-                async with asyncio.timeout(limits.body_timeout_s):
-                    async for part in http.stream():
-                        body += part
-                        if len(body) > limits.max_body_bytes:
-                            raise self._too_long()
-                        self._hold(name, more := max(0, len(body) - FREE_BYTES) - counted)
-                        counted += more
-            except TimeoutError:
-                raise ApiError(408, f"the body did not come within {limits.body_timeout_s} s") from None
-            info.read_s = time.perf_counter()
-            yield body
-        finally:
-            self._held[name] -= counted
-            if not self._held[name]:
-                del self._held[name]
+            async with asyncio.timeout(limits.body_timeout_s):
+                async for part in http.stream():
+                    body += part
+                    if len(body) > limits.max_body_bytes:
+                        raise self._too_long()
+                    memory.set(len(body))
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {limits.body_timeout_s} s") from None
+        info.read_s = time.perf_counter()
+        return body
 
-    def _hold(self, name: str, more: int) -> None:
-        most = self._limits.all_bodies_bytes
-        if self._held.total() + more > most or self._held[name] + more > most // SHARE:
-            raise ApiError(
-                503, "too many long bodies are being read; try again later", code="too_many_bodies", retry_after_s=1
-            )
-        self._held[name] += more
+    def _give_back_soon(self) -> None:
+        """Give freed memory back: engines on CPUs have the C library keep it, and that of long requests, too."""
+        loop = asyncio.get_running_loop()
+
+        def give_back() -> None:
+            self._giving_back = None
+            assert _malloc_trim is not None
+            loop.run_in_executor(None, _malloc_trim, 0)
+
+        if _malloc_trim is not None and self._giving_back is None:
+            self._giving_back = loop.call_later(GIVE_BACK_S, give_back)
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")

@@ -20,8 +20,9 @@ class Limits:
         request_timeout_s: time from a request to its last token; then 504. None: no limit.
         default_max_tokens, max_max_tokens: see `OutputRule`.
         max_body_bytes: longer bodies are answered with 413.
-        all_bodies_bytes: memory of all arriving bodies together, without the first 64 KiB of each; of it an
-            account may use half; then 503.
+        all_bodies_bytes: memory of all bodies together, from their first byte until their prompts are token ids,
+            without the first 64 KiB of each; of it an account may use half; then 503.
+        all_requests_bytes: the same of the requests made from them, from then until they have ended.
         body_timeout_s: time in which a body must arrive; then 408.
     """
 
@@ -32,6 +33,7 @@ class Limits:
     max_max_tokens: int | None = None
     max_body_bytes: int = 16 << 20
     all_bodies_bytes: int = 256 << 20
+    all_requests_bytes: int = 1 << 30
     body_timeout_s: float = 60
 
     def __post_init__(self) -> None:

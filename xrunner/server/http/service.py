@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from sys import getsizeof
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import MachineError, cut
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.allowance import check_tokens
-from xrunner.server.api.errors import ApiError, refuse
+from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
-from xrunner.server.api.protocol import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from xrunner.server.api.protocol import (
+    TOKEN_BYTES,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Prompt,
+)
 from xrunner.server.api.tokenising import Tokenising, TooLong
 from xrunner.server.api.tools import Tool, told
 from xrunner.server.api.writers import ChatWriter, CompletionWriter
 from xrunner.server.engine_thread import EngineThread
 from xrunner.server.http.answer import Answer, CheckedPrompt
-from xrunner.server.http.bodies import Bodies
+from xrunner.server.http.bodies import Bodies, Memory
 from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
 
 MAX_OUTPUTS = 1024
 """Largest number of outputs, prompts times choices, of one request."""
 MAX_VALUES = 1 << 20
 """Largest number of tokens and log probabilities of one answer: about 60 MB of JSON."""
+CHARACTERS_A_TOKEN = 4
+"""Characters of an echoed prompt that count as much as a token."""
 MAX_VARIABLES_BYTES = 64 << 10
 """Largest size of chat_template_kwargs, as JSON."""
 
@@ -49,21 +62,36 @@ class Service:
         self._tokenising = None if model.codec is None else Tokenising(model.codec, model.spec.max_context)
 
     async def complete(self, http: Request) -> Response:
-        self._begin(http)
-        async with self._bodies.read(http) as body:
-            return await self._complete(http, parse_completion(body))
+        """Answer a completion."""
+        return await self._generate(http, parse_completion, self._complete)
 
     async def chat(self, http: Request) -> Response:
+        """Answer a chat."""
+        return await self._generate(http, parse_chat, self._chat)
+
+    async def _generate(
+        self,
+        http: Request,
+        parse: Callable[[bytearray], R],
+        begin: Callable[[Request, R, Memory], Awaitable[Answer]],
+    ) -> Response:
         self._begin(http)
-        async with self._bodies.read(http) as body:
-            return await self._chat(http, parse_chat(body))
+        memory = self._bodies.memory(http)
+        try:
+            # The body itself is not kept: what has been made from it waits for its turn to be tokenised.
+            request = parse(await self._bodies.read(http, memory))
+            memory.set(request.num_text_bytes)
+            return await begin(http, request, memory)
+        except BaseException:
+            memory.free()
+            raise
 
     def _begin(self, http: Request) -> None:
         """Count a request against its key's limits; raise ApiError (429) beyond them."""
         info: RequestInfo = http.scope["xgpt"]
         info.quota = self._quotas.begin(info.key)
 
-    async def _complete(self, http: Request, request: CompletionRequest) -> Response:
+    async def _complete(self, http: Request, request: CompletionRequest, memory: Memory) -> Answer:
         await self._check(http, request)
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
@@ -75,17 +103,24 @@ class Service:
         tokens = [
             await self._encode(http, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts
         ]
-        echoes = [self._text_of(prompt) for prompt in prompts] if request.echo else None
-        return self._answer(http, request, tokens, CompletionWriter, echoes)
+        checked = self._checked(request, tokens)
+        if request.echo:
+            account = http.scope["xgpt"].key.name
+            checked = [
+                replace(one, echo=await self._text_of(account, prompt))
+                for one, prompt in zip(checked, prompts, strict=True)
+            ]
+        return self._answer(http, request, checked, CompletionWriter, memory)
 
-    def _text_of(self, prompt: Prompt) -> str:
+    async def _text_of(self, account: str, prompt: Prompt) -> str:
         if isinstance(prompt, str):
             return prompt
-        if self._codec is None:
+        if self._codec is None or self._tokenising is None:
             refuse("echo", "this model has no tokenizer; leave it out")
-        return self._codec.tokenizer.decode(prompt, skip_special_tokens=False)
+        decode = partial(self._codec.tokenizer.decode, prompt, skip_special_tokens=False)
+        return await self._tokenising.by_turns(account, len(prompt), decode)
 
-    async def _chat(self, http: Request, request: ChatRequest) -> Response:
+    async def _chat(self, http: Request, request: ChatRequest, memory: Memory) -> Answer:
         if self._codec is not None:
             request.write_calls_as(self._codec.call_format)
         await self._check(http, request)
@@ -97,13 +132,15 @@ class Service:
             request.chat_template_kwargs,
             add_generation_prompt=request.add_generation_prompt is not False,
         )
-        return self._answer(http, request, [tokens], ChatWriter)
+        return self._answer(http, request, self._checked(request, [tokens]), ChatWriter, memory)
 
     async def tokenize(self, http: Request) -> Response:
         """Return the token ids of a text or a chat."""
         self._begin(http)
-        async with self._bodies.read(http) as body:
-            request = parse_tokenize(body)
+        memory = self._bodies.memory(http)
+        try:
+            request = parse_tokenize(await self._bodies.read(http, memory))
+            memory.set(request.num_text_bytes)
             if request.messages is not None:
                 tokens = await self._render(
                     http,
@@ -115,13 +152,18 @@ class Service:
             else:
                 text = request.prompt or ""
                 tokens = await self._encode(http, text, "prompt", add_special_tokens=request.add_special_tokens)
+        finally:
+            memory.free()
         return _json({"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens})
 
     async def detokenize(self, http: Request) -> Response:
         """Return the text of token ids."""
         self._begin(http)
-        async with self._bodies.read(http) as body:
-            tokens = parse_detokenize(body).tokens
+        memory = self._bodies.memory(http)
+        try:
+            tokens = parse_detokenize(await self._bodies.read(http, memory)).tokens
+        finally:
+            memory.free()
         if self._codec is None:
             refuse("tokens", "this model has no tokenizer")
         if len(tokens) > self._spec.max_context or any(token >= self._spec.vocab_size for token in tokens):
@@ -144,23 +186,22 @@ class Service:
             )
         if len(messages) > self._spec.max_context:
             refuse("messages", f"{len(messages)} are more than the model's context of {self._spec.max_context}")
-        shown = [message.for_template() for message in messages]
-        characters = sum(len(message["content"]) for message in shown)
+        characters = sum(len(text) for message in messages for text in message.texts)
         self._check_length(characters, "messages")
         variables = (given or {}) | ({"tools": told(tools)} if tools else {})
         if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
             refuse("chat_template_kwargs", f"with tools they are longer than {MAX_VARIABLES_BYTES} bytes")
-        render = partial(
-            self._codec.chat_template.render,
-            shown,
-            add_generation_prompt=add_generation_prompt,
-            variables=variables,
-        )
+        template = self._codec.chat_template
+
+        def render() -> str:
+            shown = [message.for_template() for message in messages]
+            return template.render(shown, add_generation_prompt=add_generation_prompt, variables=variables)
+
         info: RequestInfo = http.scope["xgpt"]
         try:
             text = await self._tokenising.by_turns(info.key.name, characters, render)
         except ValueError as error:
-            refuse("messages", f"the chat template refuses them: {error}")
+            refuse("messages", f"the chat template refuses them: {cut(str(error))}")
         return await self._encode(http, text, "messages", add_special_tokens=False)
 
     async def _check(self, http: Request, request: GenerationRequest) -> None:
@@ -168,7 +209,7 @@ class Service:
         if request.model != self._model.name:
             raise ApiError(
                 404,
-                f"model: {request.model!r} is not served here; ask for {self._model.name!r}",
+                f"model: {quoted(request.model)} is not served here; ask for {self._model.name!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -203,7 +244,7 @@ class Service:
         except MachineError as error:
             reason = str(error)
         if reason is not None:
-            refuse(field, f"it is not accepted: {reason}")
+            refuse(field, f"it is not accepted: {cut(reason)}")
 
     def _check_length(self, characters: int, field: str) -> None:
         """Refuse a text that is too long to be tokenised."""
@@ -227,36 +268,46 @@ class Service:
             refuse(field, reason, "context_length_exceeded")
         return tokens or refuse(field, "it has no tokens")
 
+    def _checked(self, request: GenerationRequest, prompts: list[list[int]]) -> list[CheckedPrompt]:
+        """Return the prompts with the bounds of their outputs; raise ApiError (400) if one cannot be answered."""
+        engine_thread, watch = self._engine_thread, self._engine_thread.watch
+        rule = self._limits.output_rule(None if watch is None else watch.plan)
+        checked = [
+            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, engine_thread.capacity, rule))
+            for tokens in prompts
+        ]
+        for prompt in checked:
+            engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
+        return checked
+
     def _answer(
         self,
         http: Request,
         request: GenerationRequest,
-        prompts: list[list[int]],
+        checked: list[CheckedPrompt],
         writer: type[CompletionWriter | ChatWriter],
-        echoes: list[str] | None = None,
+        memory: Memory,
     ) -> Answer:
-        engine_thread, capacity = self._engine_thread, self._engine_thread.capacity
-        watch = self._engine_thread.watch
-        rule = self._limits.output_rule(None if watch is None else watch.plan)
         info: RequestInfo = http.scope["xgpt"]
-        checked = [
-            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, capacity, rule), echo)
-            for tokens, echo in zip(prompts, echoes or [""] * len(prompts), strict=True)
-        ]
-        for prompt in checked:
-            engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
         is_scored = request.num_prompt_logprobs is not None
         num_tokens = request.num_choices * sum(
-            prompt.allowance.max_output + len(prompt.tokens) * is_scored for prompt in checked
+            prompt.allowance.max_output + len(prompt.tokens) * is_scored + -(-len(prompt.echo) // CHARACTERS_A_TOKEN)
+            for prompt in checked
         )
         if (num_values := num_tokens * (1 + (request.num_logprobs or 0))) > MAX_VALUES:
             refuse(
                 "max_tokens",
                 f"{num_tokens} tokens of all choices, {num_values} values with log probabilities, are more than "
-                f"one answer's {MAX_VALUES}; lower max_tokens, n or logprobs, or send several requests",
+                f"one answer's {MAX_VALUES}; lower max_tokens, n or logprobs, leave echo out, or send several "
+                "requests",
             )
+        request.forget_text()
+        memory.keep(
+            request.num_kept_bytes
+            + sum(TOKEN_BYTES * len(prompt.tokens) + getsizeof(prompt.echo) for prompt in checked)
+        )
         return Answer(
-            engine_thread,
+            self._engine_thread,
             self._model,
             self._limits,
             request,
@@ -268,6 +319,7 @@ class Service:
                 continuous=request.include_continuous_usage,
             ),
             info,
+            memory,
         )
 
 

@@ -17,10 +17,16 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from xgpt.core.errors import cut
+
 MAX_LINES = 4096
 """Lines that may wait to be written."""
+MAX_ITEMS = 100
+"""Items of a list that are written."""
 END_S = 1.0
 """Time in which waiting lines are written when the process ends."""
+MAX_CHARACTERS, MAX_TRACEBACK = 1000, 8000
+"""Characters of a message, and of a traceback, whose end is written; of any other text `MAX_SHOWN` are."""
 KINDS = 1000
 """Kinds of lines that are remembered: the most recent ones."""
 
@@ -32,14 +38,15 @@ class Rate(NamedTuple):
     per_s: float
 
 
-ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 10)
+ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 2)
 """Rates for requests that succeeded, and for everything else, which a client or a fault may repeat without end."""
 
 
 class NoFlood(logging.Filter):
     """Drops lines if there are too many of a kind; the next one that is written says how many (`left_out`).
 
-    A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status.
+    A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status. Each writes less
+    than 100 MB a day of what is no success.
     """
 
     def __init__(self) -> None:
@@ -79,12 +86,21 @@ class JsonFormatter(logging.Formatter):
             "time": moment.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": cut(record.getMessage(), MAX_CHARACTERS),
+            **{name: _short(value) for name, value in getattr(record, "fields", {}).items()},
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = self.formatException(record.exc_info)[-MAX_TRACEBACK:]
         return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def _short(value: object) -> object:
+    """Return a field as it is written: numbers as they are, of texts the beginning, of lists the first ones."""
+    if isinstance(value, str):
+        return cut(value)
+    if isinstance(value, list):
+        return [_short(item) for item in value[:MAX_ITEMS]]
+    return value
 
 
 class BackgroundHandler(logging.Handler):

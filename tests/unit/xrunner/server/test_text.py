@@ -193,3 +193,25 @@ def test_an_event_is_one_line_for_every_reader(writer: type[CompletionWriter | C
     (line, _) = chunk.decode().splitlines()
     (choice,) = json.loads(line.removeprefix("data: "))["choices"]
     assert choice.get("text", choice.get("delta", {}).get("content")) == text
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.lists(st.text("abc", max_size=4)))
+def test_an_output_ends_where_a_stop_string_is_first_complete(stops: list[str], pieces: list[str]) -> None:
+    """As it would if each end of the text were looked at."""
+    text, ending = "", StopStrings(stops)
+    out, is_over = "", False
+    for piece in pieces:
+        text += piece
+        given_out, is_over = ending.push(piece)
+        out += given_out
+        if is_over:
+            break
+    else:
+        out += ending.flush()
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    assert is_over == bool(ends)
+    if ends:
+        longest = max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+        assert out == text[: ends[0] - longest]
+    else:
+        assert out == text

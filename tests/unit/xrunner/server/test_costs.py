@@ -1,0 +1,157 @@
+"""What a request costs a server is bounded: memory until it has ended, characters in errors, lines of log."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes import FakeExecutor, byte_codec, byte_tokenizer, eventually, fake_app, fake_engine, running
+from xgpt.core.errors import MAX_SHOWN
+from xrunner.server import ApiKeys, Limits, TextCodec, log_json
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion
+from xrunner.server.http import bodies
+
+COMPLETION: dict[str, Any] = {"model": "fake", "prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
+CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+LONG = "".join(chr(0x4E00 + i % 9000) for i in range(3 * MAX_SHOWN))
+"""A text of which no piece of more than `MAX_SHOWN` characters may come back."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec())) as url:
+        yield url
+
+
+def post(url: str, body: dict[str, Any], path: str = "/v1/completions", **options: Any) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, trust_env=False, timeout=60, **options)
+
+
+ECHOING: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({**COMPLETION, "model": LONG}, "/v1/completions"),
+    "an unknown field": ({**COMPLETION, LONG: 1}, "/v1/completions"),
+    "a token of a bias": ({**COMPLETION, "logit_bias": {LONG: 1}}, "/v1/completions"),
+    "a role that the template refuses": (
+        {**CHAT, "messages": [{"role": LONG, "content": "x"}]},
+        "/v1/chat/completions",
+    ),
+    "a kind of part": (
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": LONG}]}]},
+        "/v1/chat/completions",
+    ),
+    "a function": (
+        {
+            **CHAT,
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": LONG}},
+        },
+        "/v1/chat/completions",
+    ),
+    "a schema": (
+        {
+            **CHAT,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": LONG}}},
+        },
+        "/v1/chat/completions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ECHOING)
+def test_nothing_long_of_a_request_comes_back(name: str, url: str) -> None:
+    body, path = ECHOING[name]
+    answer = post(url, body, path)
+    assert answer.status_code in (400, 404)
+    said = json.dumps(answer.json(), ensure_ascii=False)
+    assert len(said) < 1000
+    assert not any(LONG[i : i + MAX_SHOWN + 1] in said for i in range(len(LONG) - MAX_SHOWN))
+
+
+def test_lines_of_log_are_short() -> None:
+    stream = io.StringIO()
+    log_json("info", stream)
+    try:
+        logging.getLogger("a").info("x" * 10**6, extra={"fields": {"path": "/" + '"' * 10**6, "keys": ["k"] * 10**6}})
+        try:
+            raise ValueError("y" * 10**6)
+        except ValueError:
+            logging.getLogger("b").exception("failed")
+    finally:
+        logging.getLogger().handlers.clear()
+    lines = [line for line in stream.getvalue().splitlines() if json.loads(line)["logger"] in ("a", "b")]
+    assert len(lines) == 2 and max(map(len, lines)) < 10_000
+    assert len(json.loads(lines[0])["path"]) == MAX_SHOWN
+
+
+def test_what_is_not_needed_is_forgotten() -> None:
+    chat = CHAT | {"user": "x" * 1000, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for request in (parse_completion(json.dumps({**COMPLETION, "user": "x"}).encode()),):
+        assert request.user is None
+    request = parse_chat(json.dumps(chat).encode())
+    chosen, grammar = request.chosen_tools, request.grammar
+    request.forget_text()
+    assert (request.messages, request.tools, request.user) == ([], None, None)
+    assert (request.chosen_tools, request.grammar) == (chosen, grammar) and grammar is not None
+
+
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "tools", "response_format", "tool_choice", "logit_bias"])
+def test_a_field_of_any_form_is_not_decoded_if_it_is_long(field: str) -> None:
+    """Of 15 MiB each took up to a second of the event loop."""
+    body = json.dumps(CHAT).removesuffix("}") + f', "{field}": {{"a": "{"x" * MAX_FREE_BYTES}"}}}}'
+    with pytest.raises(ApiError, match=f"{field}: .* more than") as refused:
+        parse_chat(body.encode())
+    assert refused.value.param == field
+
+
+def test_a_request_counts_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the budget was given back when a prompt was tokenised, so that thousands of long requests could wait."""
+    monkeypatch.setattr(bodies, "FREE_BYTES", 0)
+    executor = FakeExecutor(step_s=0.02)
+    limits = Limits(all_requests_bytes=2 * 3 * 4_500)  # an account has half: three prompts of a hundred tokens
+    with running(fake_app(fake_engine(executor, max_batch=1), limits=limits)) as url, ThreadPoolExecutor(8) as pool:
+        body = {**COMPLETION, "prompt": [5] * 100, "max_tokens": 20}
+        asked = [pool.submit(post, url, body) for _ in range(8)]
+        answers = [one.result() for one in asked]
+        codes = [answer.status_code for answer in answers]
+        assert sorted(codes) == [200] * 3 + [503] * 5
+        assert {a.json()["error"]["code"] for a in answers if a.status_code == 503} == {"too_many_bodies"}
+        assert post(url, body).status_code == 200
+        # One that is refused gives its memory back, too.
+        for _ in range(8):
+            assert post(url, {**body, "max_tokens": 10_000}).status_code == 400
+        assert eventually(lambda: post(url, body).status_code == 200)
+
+
+def test_an_echo_counts_as_part_of_the_answer(url: str) -> None:
+    """128 choices of a prompt of 70 kB once made an answer of half a gigabyte."""
+    text = "\u20ac" * 100
+    answer = post(url, {**COMPLETION, "prompt": text, "n": 2, "echo": True})
+    assert [one["text"].startswith(text) for one in answer.json()["choices"]] == [True, True]
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["y" * 300])
+    with running(fake_app(fake_engine(FakeExecutor()), codec=TextCodec(tokenizer))) as url:
+        answer = post(url, {**COMPLETION, "prompt": "y" * 75_000, "n": 128, "echo": True})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+        assert post(url, {**COMPLETION, "prompt": "y" * 75_000, "n": 128}).status_code == 200
+
+
+@pytest.mark.parametrize("token", [1000, 2**31, 2**32, 2**63, -1])
+def test_ids_out_of_range_are_refused_before_they_are_echoed(token: int, url: str) -> None:
+    answer = post(url, {**COMPLETION, "prompt": [token], "echo": True})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt", answer.text
+
+
+def test_without_a_key_nothing_of_a_body_in_chunks_is_kept() -> None:
+    app = fake_app(fake_engine(FakeExecutor()), keys=ApiKeys.parse("alices-alices-alices"))
+    with running(app) as url:
+        parts = (b"x" * 1000 for _ in range(1000))
+        answer = httpx.post(f"{url}/v1/completions", content=parts, trust_env=False, timeout=10)
+    assert answer.status_code == 401 and answer.headers["connection"] == "close"
