@@ -27,7 +27,8 @@ from benchmarks.lib import made
 from benchmarks.live_day import LIVE, Live
 from xgpt.core.io import dump_json, load_json, write_atomic
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.core.workload import read_lengths, sample
+from xgpt.core.traces import read_lengths
+from xgpt.core.workload import sample
 from xgpt.resolve import load_workload
 from xprofiler.store import profile_of
 from xscheduler.fleet.controller import Controller, Look, Orders

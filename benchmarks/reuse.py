@@ -34,7 +34,8 @@ from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Request,
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import ANYONE, Plan, Profile
 from xgpt.core.schema.step_log import StepRecord
-from xgpt.core.workload import TraceLengths, read_lengths
+from xgpt.core.traces import read_lengths
+from xgpt.core.workload import TraceLengths
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation

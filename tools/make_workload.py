@@ -20,7 +20,8 @@ from tools.structured import BLOCK, conversations, shared_prompts, write
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import Histogram
-from xgpt.core.workload import TraceLengths, histogram_of, read_lengths
+from xgpt.core.traces import read_lengths
+from xgpt.core.workload import TraceLengths, histogram_of
 
 LEVELS = np.concatenate([np.arange(30) * 0.03, 0.9 + np.arange(8) * 0.01, 0.98 + np.arange(20) * 0.001])
 """Where bins begin, as values of the cdf: narrower in the tail, where latency bounds look."""

@@ -14,10 +14,10 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.core.machine import detect
 from xgpt.core.schema import ClusterSpec, EngineSpec, Frozen, ModelSpec, Profile, RequestClass, Workload, WorkloadSpec
-from xgpt.core.workload import TraceLengths, histogram, histogram_of, read_lengths
+from xgpt.core.traces import SUFFIXES, has_requests, is_trace, read_lengths, read_workload
+from xgpt.core.workload import TraceLengths, histogram
 
 _YAML = (".yaml", ".yml")
-_TRACES = (".csv", ".jsonl")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}
 """Names that frameworks have in tables, where their engines are called something else."""
 
@@ -128,21 +128,20 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
     """Return a workload's histograms, by name or file.
 
     Args:
-        name: a shipped workload, a YAML file, or a trace (.csv, .jsonl).
+        name: a shipped workload, a YAML file, a trace, or a page of Prometheus metrics.
         spec: the model whose context the lengths must keep within.
 
     Raises:
         InputError: there is no such workload, it is malformed, or it is longer than the model's context.
     """
     path = find_config("workloads", name)
-    if path.suffix in _TRACES:
-        lengths = read_lengths(path)
-        workload = Workload(name=path.stem, input=histogram_of(lengths.input), output=histogram_of(lengths.output))
+    if is_trace(path):
+        workload = read_workload(path)
     elif path.suffix in _YAML:
         written = parse(load_yaml(path, "workload"), WorkloadSpec, "workload")
         workload = Workload(name=written.name, input=histogram(written.input), output=histogram(written.output))
     else:
-        raise InputError("workload", name, f"its name must end in one of {', '.join(_YAML + _TRACES)}")
+        raise InputError("workload", name, f"its name must end in one of {', '.join(_YAML + SUFFIXES)}")
     if spec is not None:
         _check_context(workload, spec)
     return workload
@@ -176,7 +175,7 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 def load_trace(name: str) -> TraceLengths | None:
     """Return the requests of a workload that is a trace, pair by pair; None where it is none."""
     path = find_config("workloads", name)
-    return read_lengths(path) if path.suffix in _TRACES else None
+    return read_lengths(path) if has_requests(path) else None
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:

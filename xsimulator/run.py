@@ -18,7 +18,8 @@ from xgpt.core.policies import Schedule
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.schema import JointLengths, Plan, Profile, Workload
 from xgpt.core.schema.step_log import Account, StepRecord
-from xgpt.core.workload import Ints, TraceLengths, quantile, read_lengths, sample
+from xgpt.core.traces import read_lengths
+from xgpt.core.workload import Ints, TraceLengths, quantile, sample
 from xgpt.resolve import load_trace, workload_of
 from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
 from xsimulator.costs.step_cost import lanes_of

@@ -116,3 +116,9 @@ def test_plans(xgpt: Xgpt, plan: Path, command: str, change: Callable[[dict[str,
     change(written)
     write("wrong.json", json.dumps(written))
     assert says in xgpt.fails(2, command, "wrong.json")
+
+
+def test_bounds_that_look_like_milliseconds_draw_a_note(xgpt: Xgpt) -> None:
+    ran = xgpt("plan", "--latency-bound", "15000", "--ttft", "500", "--model", "missing.yaml")
+    assert "note: --latency-bound 15000 is in seconds, not in milliseconds\n" in ran.err
+    assert "note: --ttft 500 is in seconds, not in milliseconds\n" in ran.err

@@ -14,7 +14,8 @@ from xgpt.cli import main
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import load_json
 from xgpt.core.schema import Constant, Profile, Workload
-from xgpt.core.workload import histogram, read_lengths, sample
+from xgpt.core.traces import read_lengths
+from xgpt.core.workload import histogram, sample
 from xgpt.resolve import load_workload
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

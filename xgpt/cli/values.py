@@ -44,6 +44,10 @@ class OfClass(click.ParamType):
         return of_class, Decimal(0, min_open=True).convert(number, param, ctx)
 
 
+LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
+"""Bounds from which on a note says that they are in seconds: few mean them, and many write milliseconds."""
+
+
 class Seconds(click.ParamType):
     """A time above zero; `inf` (where allowed) means no bound and becomes None."""
 
@@ -64,6 +68,8 @@ class Seconds(click.ParamType):
             return None
         if not (math.isfinite(seconds) and seconds > 0):
             self.fail(f"{value!r} is not accepted; give {accepted}", param, ctx)
+        if param is not None and seconds >= LONG_S.get(param.name or "", math.inf):
+            click.echo(f"note: {param.opts[0]} {value} is in seconds, not in milliseconds", err=True)
         return seconds
 
 

@@ -44,7 +44,7 @@ def config_names(kind: ConfigKind) -> list[str]:
     return sorted(path.stem for path in (configs_dir() / kind).glob("*.yaml"))
 
 
-FILES = (".yaml", ".yml", ".csv", ".json", ".jsonl")
+FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz")
 """How names end that can be files alone."""
 
 

@@ -1,4 +1,4 @@
-"""Read request lengths and arrival times: distributions and traces in, numpy arrays out.
+"""Request lengths and arrival times as numpy arrays: histograms of distributions, samples, Poisson processes.
 
 Every package may import this module; of the others it imports only the schema and the errors. Randomness enters as
 an explicit numpy Generator.
@@ -6,22 +6,14 @@ an explicit numpy Generator.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
-from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from xgpt.core.errors import InputError, reason_of
-from xgpt.core.numbers import decimal, whole
-from xgpt.core.prefixes import Prefixes, block_size_of, read_ids, read_output_ids
+from xgpt.core.errors import InputError
+from xgpt.core.prefixes import Prefixes
 from xgpt.core.schema.workload import (
     Constant,
     Histogram,
@@ -37,32 +29,8 @@ Floats = NDArray[np.float64]
 BLOCK = 100
 """Requests that a stratified sample draws together."""
 
-LARGEST_LENGTH = 2**31 - 1
 LARGEST_CV = 100
 """Above it, nearly all gaps would be too short for a float."""
-
-_HEADERS = (
-    ("input", "output", "timestamp"),
-    ("contexttokens", "generatedtokens", "timestamp"),  # the Azure LLM inference trace
-)
-_JSON_KEYS = ("input_length", "output_length", "timestamp")
-_HEADER_HELP = "the header must name the columns input,output or ContextTokens,GeneratedTokens"
-
-
-class Row(NamedTuple):
-    """A request as its file says it.
-
-    Attributes:
-        where: the place in the file.
-        timestamp: None: none.
-        fields: what else a line of JSON has.
-    """
-
-    where: str
-    input: object
-    output: object
-    timestamp: object
-    fields: Mapping[str, object] = MappingProxyType({})
 
 
 class TraceLengths(NamedTuple):
@@ -207,134 +175,3 @@ def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> 
     if not 0 < cv <= LARGEST_CV:
         raise InputError("burstiness", cv, f"it must be above 0 and at most {LARGEST_CV}")
     return np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, n))
-
-
-def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
-    """Read a trace; `field` names it in errors.
-
-    Accepted: CSV with the header `input,output` (and perhaps `timestamp`) or the Azure trace's
-    `TIMESTAMP,ContextTokens,GeneratedTokens`; and, in a file that ends in .jsonl, an object a line with
-    `input_length`, `output_length` (and perhaps `timestamp`). Times are seconds or ISO 8601. Where lines have
-    `hash_ids`, the file is in Mooncake's format, and times are milliseconds (`xgpt.core.prefixes`).
-
-    Raises:
-        InputError: naming the line and the value.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
-    rows = _json_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(path, text)
-    inputs: list[int] = []
-    outputs: list[int] = []
-    times: list[float] = []
-    prompts: list[tuple[int, ...]] = []
-    answers: list[tuple[int, ...]] = []
-    sizes: set[int] = set()
-    for row in rows:
-        inputs.append(_length(row.where, "input", row.input))
-        outputs.append(_length(row.where, "output", row.output))
-        if row.timestamp is not None:
-            times.append(_seconds(row.where, row.timestamp))
-        if len(times) not in (0, len(inputs)):
-            raise InputError(row.where, row.timestamp, "either every request or none must have a timestamp")
-        if "hash_ids" in row.fields:
-            of_row = row.where, row.fields, inputs[-1], outputs[-1]
-            prompts.append(read_ids(*of_row))
-            answers.append(read_output_ids(*of_row))
-            sizes.add(block_size_of(row.where, row.fields))
-        if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
-            raise InputError(row.where, "hash_ids", "every request or none must have them, of blocks of one size")
-    if not inputs:
-        raise InputError(field, str(path), "it holds no requests")
-    prefixes = Prefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
-    seconds = np.array(times) / (1000 if prefixes else 1) if times else None
-    return _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, prefixes))
-
-
-def _in_order(lengths: TraceLengths) -> TraceLengths:
-    if lengths.timestamp_s is None:
-        return lengths
-    order = np.argsort(lengths.timestamp_s, kind="stable")
-    times = lengths.timestamp_s[order]
-    prefixes = None if lengths.prefixes is None else lengths.prefixes.take(order)
-    return TraceLengths(lengths.input[order], lengths.output[order], times - times[0], prefixes)
-
-
-def _csv_rows(path: Path, text: str) -> Iterator[Row]:
-    reader = csv.reader(io.StringIO(text, newline=""))
-    header: list[str] | None = None
-    wanted: list[int] = []
-    try:
-        for cells in reader:
-            where = f"{path}, line {reader.line_num}"
-            if not any(cell.strip() for cell in cells):
-                continue
-            if header is None:
-                header = [cell.strip().lower() for cell in cells]
-                wanted = _columns(where, header, cells)
-                continue
-            if len(cells) != len(header):
-                raise InputError(where, ",".join(cells), f"the header names {len(header)} columns")
-            yield Row(where, cells[wanted[0]], cells[wanted[1]], cells[wanted[2]] if wanted[2:] else None)
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV") from None
-
-
-def _columns(where: str, header: list[str], written: list[str]) -> list[int]:
-    """Positions of input, output and, where there is one, timestamp."""
-    for names in _HEADERS:
-        if set(names[:2]) <= set(header):
-            return [header.index(name) for name in names if name in header]
-    raise InputError(where, ",".join(written), _HEADER_HELP)
-
-
-def _json_rows(path: Path, text: str) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        where = f"{path}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(where, line.strip()[:80], f"it must be a JSON object: {error}") from None
-        if not isinstance(row, dict):
-            raise InputError(where, line.strip()[:80], "it must be a JSON object")
-        for key in _JSON_KEYS[:2]:
-            if key not in row:
-                raise InputError(where, line.strip()[:80], f"{key} is missing")
-        input_, output, time = (row.get(key) for key in _JSON_KEYS)
-        yield Row(where, input_, output, time, row)
-
-
-def _length(where: str, name: str, value: object) -> int:
-    try:
-        number = whole(value.strip()) if isinstance(value, str) else value
-    except ValueError:
-        number = None
-    if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= LARGEST_LENGTH:
-        return number
-    raise InputError(f"{where}, {name}", value, "it must be a whole number of tokens, at least 1")
-
-
-def _seconds(where: str, value: object) -> float:
-    """Seconds, as a number or since the epoch of a date and time."""
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            seconds = float(value)
-        else:
-            seconds = _parse_time(str(value).strip())
-    except (ValueError, OverflowError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise InputError(f"{where}, timestamp", value, "it must be seconds, or a date and time in ISO 8601")
-    return seconds
-
-
-def _parse_time(text: str) -> float:
-    try:
-        return decimal(text)
-    except ValueError:
-        moment = datetime.fromisoformat(text)
-    # Without an offset, UTC: local time would bring in the jumps of daylight saving.
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

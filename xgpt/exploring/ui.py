@@ -18,6 +18,7 @@ import uvicorn
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import config_names
+from xgpt.core.traces import SUFFIXES
 from xgpt.pages import render_ui
 from xgpt.resolve import load_workload
 
@@ -148,7 +149,8 @@ def build_app() -> Starlette:
         """Return the histograms of a trace that was dropped on the page, under the name of its file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / ("trace.jsonl" if name.endswith(".jsonl") else "trace.csv")
+            endings = [ending for ending in Path(name).suffixes[-2:] if ending in SUFFIXES]
+            path = Path(directory) / f"trace{''.join(endings) or '.csv'}"
             path.write_bytes(body)
             try:
                 workload = load_workload(str(path))

@@ -13,7 +13,8 @@ from pydantic import Field, PositiveFloat
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_yaml, parse
 from xgpt.core.schema import Frozen, Histogram, Workload
-from xgpt.core.workload import histogram_of, poisson_arrivals, read_lengths, sample
+from xgpt.core.traces import read_lengths
+from xgpt.core.workload import histogram_of, poisson_arrivals, sample
 from xgpt.resolve import load_workload
 from xsimulator.fleet import Requests
 

@@ -26,7 +26,7 @@ from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.io import parse, sha256
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
-from xgpt.core.workload import read_lengths
+from xgpt.core.traces import read_lengths
 from xgpt.observation.reuse import most_kept, told_of
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts

@@ -1,0 +1,343 @@
+"""Traces of public tools are read with the right lengths and the right unit of time, and bad ones are refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xgpt.core.errors import InputError
+from xgpt.core.traces import read_lengths, read_workload
+from xgpt.resolve import load_trace, load_workload
+
+
+def write(tmp_path: Path, text: str, name: str = "trace.csv") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plain.csv", "input,output\n10,2\n30,4\n"),
+        ("dos.csv", "\ufeffinput,output\r\n10,2\r\n\r\n30,4"),
+        ("more.csv", 'id,output, Input\n"a,b",2, 10\nc,4,30\n'),
+        ("azure.csv", "ContextTokens,GeneratedTokens\n10,2\n30,4\n"),
+        ("rows.jsonl", '{"input_length": 10, "output_length": 2}\n\n{"output_length": 4, "input_length": 30}'),
+    ],
+)
+def test_reads_traces_without_times(tmp_path: Path, name: str, text: str) -> None:
+    lengths = read_lengths(write(tmp_path, text, name))
+    assert lengths.input.tolist() == [10, 30]
+    assert lengths.output.tolist() == [2, 4]
+    assert lengths.timestamp_s is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("azure.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+         "2023-11-16 18:17:03.9799600,10,2\n2023-11-16 18:17:04.2299600,30,4\n"),
+        ("zone.csv", "input,output,timestamp\n10,2,2023-11-16T18:00:00Z\n30,4,2023-11-16T19:00:00.25+01:00\n"),
+        ("late.csv", "input,output,timestamp\n30,4,8.5\n10,2,8.25\n"),
+        (
+            "rows.jsonl",
+            '{"input_length":10,"output_length":2,"timestamp_s":5}\n{"input_length":30,"output_length":4,"timestamp_s":5.25}',
+        ),
+    ],
+)  # fmt: skip
+def test_reads_times_in_order_from_zero(tmp_path: Path, name: str, text: str) -> None:
+    lengths = read_lengths(write(tmp_path, text, name))
+    assert lengths.input.tolist() == [10, 30]
+    assert lengths.timestamp_s is not None
+    np.testing.assert_allclose(lengths.timestamp_s, [0, 0.25], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no requests"),
+        ("\n \n", "no requests"),
+        ("input,output\n", "no requests"),
+        ("12,30\n", "line 1: '12,30'"),
+        ("input,length\n1,2\n", "line 1: 'input,length'"),
+        ("input,output\n5,2\n-4,2\n", "line 3, input: '-4'"),
+        ("input,output\n5,0\n", "none of its 1 rows has input and output tokens"),
+        ("input,output\n5,two\n", "line 2, output: 'two'"),
+        ("input,output\n5.5,2\n", "line 2, input: '5.5'"),
+        ("input,output\n5,\n", "none of its 1 rows"),
+        ("input,output\n5\n", "line 2: '5'"),
+        ("input,output\n5,1,7\n", "line 2: '5,1,7'"),
+        ("input,output\n99999999999999999999,7\n", "line 2, input"),
+        ("input,output,timestamp\n5,1,noon\n", "line 2, timestamp: 'noon'"),
+        ("input,output,timestamp\n5,1,nan\n", "line 2, timestamp: 'nan'"),
+    ],
+)
+def test_bad_csv_names_line_and_value(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_lengths(write(tmp_path, text))
+    assert says in str(caught.value)
+    assert "trace.csv" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no requests"),
+        ("[1, 2]", "entry 1: '1'"),
+        ('{"input_length": 1,', "line 1"),
+        ('{"input_length": 1}', "output_length is missing"),
+        ('{"input_length": 1, "output_length": true}', "line 1, output: True"),
+        ('{"input_length": 1.5, "output_length": 2}', "line 1, input: 1.5"),
+        ('{"input_length": null, "output_length": 2}', "none of its 1 rows"),
+        ('{"input_length": 1, "output_length": 2, "timestamp": true}', "line 1, timestamp: True"),
+        ('{"input_length": 1, "output_length": ' + "9" * 5000 + "}", "line 1"),
+        (
+            '{"input_length":1,"output_length":2}\n{"input_length":1,"output_length":2,"timestamp":1}',
+            "line 2: 1 is not accepted; either every request or none",
+        ),
+    ],
+)
+def test_bad_json_lines_name_line_and_value(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_lengths(write(tmp_path, text, "trace.jsonl"))
+    assert says in str(caught.value)
+
+
+def test_unreadable_traces_are_input_errors(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (binary, tmp_path, tmp_path / "missing.csv"):
+        with pytest.raises(InputError):
+            read_lengths(path)
+
+
+def test_a_trace_says_what_requests_have_in_common(tmp_path: Path) -> None:
+    lines = (
+        '{"timestamp": 2000, "input_length": 40, "output_length": 9, "block_size": 16, "hash_ids": [1, 2, 7],'
+        ' "output_hash_ids": [3, 4]}\n'
+        '{"timestamp": 0, "input_length": 33, "output_length": 1, "block_size": 16, "hash_ids": [1, 2, 8]}\n'
+    )
+    trace = read_lengths(write(tmp_path, lines, "trace.jsonl"))
+    assert trace.timestamp_s is not None and trace.timestamp_s.tolist() == [0.0, 2.0], "milliseconds, in order"
+    prefixes = trace.prefixes
+    assert prefixes is not None
+    first, second = prefixes.chain(0, 33, 16), prefixes.chain(1, 40, 16)
+    assert len(first) == 2 and first == second, "whole blocks alone"
+    assert len(prefixes.chain(1, 40, 4)) == 10 and prefixes.chain(1, 40, 4)[:8] == prefixes.chain(0, 33, 4)
+    assert len(prefixes.output_chain(1, 40, 9, 16)) == 1, "its last token is never fed"
+    assert prefixes.output_chain(0, 33, 1, 16) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ('"hash_ids": [1]', "hash_ids"),
+        ('"hash_ids": [1, 2, "x"]', "hash_ids"),
+        ('"hash_ids": [1, 2, 3], "block_size": 0', "block_size"),
+        ('"hash_ids": [1, 2, 3], "output_hash_ids": [4]', "output_hash_ids"),
+    ],
+)
+def test_ids_that_do_not_go_with_the_lengths(tmp_path: Path, fields: str, field: str) -> None:
+    size = "" if "block_size" in fields else ', "block_size": 16'
+    line = f'{{"input_length": 40, "output_length": 9{size}, {fields}}}\n'
+    with pytest.raises(InputError, match=field):
+        read_lengths(write(tmp_path, line, "trace.jsonl"))
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def otlp(*spans: dict[str, object]) -> dict[str, object]:
+    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {"name": "vllm"}, "spans": list(spans)}]}]}
+
+
+def span(span_id: str, parent: str, start_ns: int, *, new: bool = True, **tokens: int) -> dict[str, object]:
+    names = {"i": "gen_ai.usage.input_tokens" if new else "gen_ai.usage.prompt_tokens"}
+    names |= {"o": "gen_ai.usage.output_tokens" if new else "gen_ai.usage.completion_tokens"}
+    attributes = [{"key": names[name], "value": {"intValue": str(count)}} for name, count in tokens.items()]
+    of = {"spanId": span_id, "parentSpanId": parent, "name": "llm_request", "startTimeUnixNano": str(start_ns)}
+    return of | {"attributes": attributes}
+
+
+def usage(created: int, prompt: int, completion: int) -> dict[str, object]:
+    tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {"id": "chatcmpl-1", "object": "chat.completion", "created": created, "usage": tokens}
+
+
+def aiperf(start_ns: int, input_: int, output: int | None) -> dict[str, object]:
+    metrics = {
+        "input_sequence_length": {"value": input_, "unit": "tokens"},
+        "request_latency": {"value": 297.5, "unit": "ms"},
+        "output_token_count": {"value": output, "unit": "tokens"},
+        "output_sequence_length": {"value": output, "unit": "tokens"},
+    }
+    failed = {
+        "metrics": {"error_isl": {"value": input_, "unit": "tokens"}},
+        "error": {"code": 499, "type": "Cancelled"},
+    }
+    of = {"metadata": {"session_num": 45, "request_start_ns": start_ns, "request_end_ns": start_ns + 10**8}}
+    return of | ({"metrics": metrics, "error": None} if output is not None else failed)
+
+
+T = 1_759_813_207
+"""Seconds since 1970."""
+PUBLIC = {
+    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,10,2\n"
+    "2023-11-16 18:17:05.9799600,30,4\n",
+    "burstgpt.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,10,2,12,API log\n"
+    "6,GPT-4,417,0,417,API log\n7,ChatGPT,30,4,34,Conversation log\n",
+    "vidur.csv": "arrived_at,num_prefill_tokens,num_decode_tokens,pd_ratio\n0.5,10,2,5.0\n2.5,30,4,7.5\n",
+    "mooncake.jsonl": lines(
+        {"timestamp": 27482, "input_length": 10, "output_length": 2, "hash_ids": [1]},
+        {"timestamp": 29482, "input_length": 30, "output_length": 4, "hash_ids": [1]},
+    ),
+    "dynamo.jsonl": lines(
+        {"timestamp": 0, "input_length": 10, "output_length": 2},
+        {"timestamp": 2000, "input_length": 30, "output_length": 4},
+    ),
+    "vllm.json": json.dumps(
+        {
+            "date": "20260101-120000", "backend": "vllm", "num_prompts": 3, "duration": 12.5, "completed": 2,
+            "input_lens": [10, 77, 30], "start_times": [812.5, 813.0, 814.5], "output_lens": [2, 0, 4],
+            "ttfts": [0.1, 0.0, 0.1], "itls": [[0.01], [], [0.01]], "errors": ["", "refused", ""],
+        }
+    ),
+    "aiperf.jsonl": lines(
+        aiperf(T * 10**9, 10, 2), aiperf(T * 10**9 + 5, 550, None), aiperf((T + 2) * 10**9, 30, 4)
+    ),
+    "openai.jsonl": lines(usage(T, 10, 2), usage(T + 2, 30, 4)),
+    "batch.jsonl": lines(
+        *(
+            {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": usage(*of)}, "error": None}
+            for of in ((T, 10, 2), (T + 2, 30, 4))
+        )
+    ),
+    "responses.jsonl": lines(
+        *(
+            {"object": "response", "created_at": T + s, "input": "text",
+             "usage": {"input_tokens": i, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": o}}
+            for s, i, o in ((0, 10, 2), (2, 30, 4))
+        )
+    ),
+    "spans.json": json.dumps(
+        otlp(
+            span("a", "", T * 10**9, i=10, o=2),
+            span("b", "a", T * 10**9 + 7, new=False, i=10, o=2),
+            span("c", "", (T + 2) * 10**9, new=False, i=30, o=4),
+            span("d", "", (T + 3) * 10**9),
+        )
+    ),
+    "spans.jsonl": lines(
+        otlp(span("a", "", T * 10**9, i=10, o=2)), otlp(span("c", "", (T + 2) * 10**9, i=30, o=4))
+    ),
+    "proxy.csv": "request_id,prompt_tokens,completion_tokens,created_at\nx,10,2,2026-01-01 00:00:00 UTC\n"
+    "y,30,4,2026-01-01 00:00:02 UTC\n",
+    "millis.csv": f"timestamp,prompt_tokens,completion_tokens\n{T}000,10,2\n{T + 2}000,30,4\n",
+    "excel.csv": "time_s;isl;osl\n0,5;10;2\n2,5;30;4\n",
+    "pandas.tsv": "timestamp_ms\tinput_tokens\toutput_tokens\n0.0\t10.0\t2.0\n2000.0\t30.0\t4.0\n1.0\t0\t0\n",
+    "list.json": json.dumps([{"isl": 10, "osl": 2, "arrival_s": 1}, {"isl": 30, "osl": 4, "arrival_s": 3}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "gz"])
+def test_public_formats(tmp_path: Path, name: str, packed: bool) -> None:
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    path.write_bytes(gzip.compress(PUBLIC[name].encode()) if packed else PUBLIC[name].encode())
+    trace = load_trace(str(path))
+    assert trace is not None and trace.timestamp_s is not None
+    assert (trace.input.tolist(), trace.output.tolist()) == ([10, 30], [2, 4])
+    np.testing.assert_allclose(trace.timestamp_s, [0, 2], atol=1e-6)
+    workload = load_workload(str(path))
+    assert workload.input.lengths == (10, 30) and workload.name == name.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("burstgpt.csv", ["1 of 3 rows have no input or no output tokens", "`Timestamp` is read as seconds"]),
+        ("dynamo.jsonl", ["`timestamp` is read as milliseconds: 2 requests in 2 s, 0.5 a second"]),
+        ("millis.csv", ["`timestamp` is read as milliseconds: 2 requests in 2 s"]),
+        ("responses.jsonl", ["`created_at` is read as seconds"]),
+        ("spans.json", ["2 of 4 spans are no requests, or parts of one that is counted"]),
+        ("vllm.json", ["1 of 3 rows"]),
+        ("vidur.csv", []),
+        ("azure.csv", []),
+        ("mooncake.jsonl", []),
+        ("openai.jsonl", []),
+        ("excel.csv", []),
+    ],
+)
+def test_what_is_assumed_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, says: list[str]
+) -> None:
+    path = write(tmp_path, PUBLIC[name], name)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            read_lengths(path)
+    assert len(caplog.messages) == len(says)
+    for message, part in zip(caplog.messages, says, strict=True):
+        assert part in message and message.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("half.jsonl", lines({"timestamp": 0.5, "input_length": 1, "output_length": 2}), "write timestamp_s for"),
+        ("usage.json", json.dumps({"object": "page", "data": [{"object": "bucket"}]}), "sums over many requests"),
+        ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "sums over many"),
+        ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "give numbers in all rows, or dates in all"),
+        ("header.csv", "prompt_token,completion_tokens\n1,2\n", "such as input, prompt_tokens"),
+        ("cut.csv.gz", "input,output", "it is not a whole gzip file"),
+        ("text.jsonl", lines({"input": "hello", "output": "you"}), "line 1, input: 'hello' is not accepted; give"),
+        ("lists.json", json.dumps({"input_lens": [1, 2], "output_lens": [1]}), "one value for each request"),
+        ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "one name"),
+        ("odd.json", json.dumps([{"conversations": [1]}]), "it is in none of the known formats"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_known_is_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        read_lengths(write(tmp_path, text, name))
+
+
+def test_conversations_are_counted_by_their_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    talk = [("human", "a" * 40), ("gpt", "b" * 8), ("human", "c" * 72), ("gpt", "d" * 16), ("gpt", "")]
+    turns = [{"from": from_, "value": value} for from_, value in talk]
+    text = json.dumps([{"id": "x", "conversations": turns}, {"id": "y", "conversations": []}])
+    trace = read_lengths(write(tmp_path, text, "ShareGPT_V3.json"))
+    assert (trace.input.tolist(), trace.output.tolist()) == ([10, 30], [2, 4])
+    assert any("4 characters are taken for a token" in message for message in caplog.messages)
+
+
+METRICS = """# HELP vllm:request_prompt_tokens Number of prefill tokens processed.
+# TYPE vllm:request_prompt_tokens histogram
+vllm:request_prompt_tokens_bucket{engine="0",le="100.0",model_name="m"} 50.0
+vllm:request_prompt_tokens_bucket{engine="1",le="100.0",model_name="m"} 0.0
+vllm:request_prompt_tokens_bucket{engine="0",le="200.0",model_name="m"} 100.0
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf",model_name="m"} 100.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="m"} 9000.0
+vllm:request_prompt_tokens_count{engine="0",model_name="m"} 100.0
+vllm:request_generation_tokens_bucket{engine="0",le="10.0",model_name="m"} 90.0
+vllm:request_generation_tokens_bucket{engine="0",le="20.0",model_name="m"} 90.0
+vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 100.0
+"""
+
+
+def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path, METRICS, "metrics.prom")
+    workload = read_workload(path)
+    assert workload.input.mean == pytest.approx(100, rel=0.01) and workload.input.lengths[-1] == 200
+    assert workload.output.lengths[-1] == 20 and workload.output.probabilities[-1] == pytest.approx(0.1)
+    assert "100 tokens in the mean, 90 by the sum" in caplog.messages[0]
+    assert load_trace(str(path)) is None
+    with pytest.raises(InputError, match="it has histograms and no requests"):
+        read_lengths(path)
+    with pytest.raises(InputError, match="no requests in a histogram of output lengths"):
+        read_workload(write(tmp_path, METRICS.replace("generation", "other"), "part.prom"))

@@ -1,0 +1,319 @@
+"""Read the rows of a trace, whatever tool wrote it: CSV, JSON, JSON lines, compressed or not.
+
+One table (`NAMES`) has every name by which a length or a time is known; a format is read by the names in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from xgpt.core.errors import InputError, nearest, reason_of
+
+Role = Literal["input", "output", "timestamp"]
+
+NAMES: dict[Role, tuple[str, ...]] = {
+    "input": (
+        "input", "input_length", "input_tokens", "prompt_tokens",  # ours, Mooncake, OpenAI
+        "context_tokens", "contexttokens",  # Azure
+        "request_tokens", "num_prefill_tokens",  # BurstGPT, Vidur
+        "input_sequence_length", "isl", "input_len", "input_lens",  # AIPerf, vLLM
+        "prompt_len", "prompt_length", "num_prompt_tokens", "prompt_token_count", "num_input_tokens",
+        "gen_ai_usage_input_tokens", "gen_ai_usage_prompt_tokens", "llm_usage_prompt_tokens",  # OpenTelemetry
+        "llm_token_count_prompt", "error_isl",
+    ),
+    "output": (
+        "output", "output_length", "output_tokens", "completion_tokens", "generated_tokens", "generatedtokens",
+        "response_tokens", "num_decode_tokens", "output_sequence_length", "osl", "output_token_count", "output_len",
+        "output_lens", "completion_len", "completion_length", "response_length", "num_generation_tokens",
+        "generation_tokens", "num_output_tokens", "completion_token_count",
+        "gen_ai_usage_output_tokens", "gen_ai_usage_completion_tokens", "llm_usage_completion_tokens",
+        "llm_token_count_completion",
+    ),
+    "timestamp": (
+        "timestamp", "timestamp_s", "timestamp_ms", "timestamp_us", "timestamp_ns", "arrival_time", "arrival_time_s",
+        "arrival_time_ms", "arrived_at", "arrival", "arrival_s", "arrival_ms", "request_start_ns",
+        "start_time_unix_nano", "starttimeunixnano", "start_time", "start_times", "start_time_s", "start_time_ms",
+        "created", "created_at", "time", "time_s", "time_ms", "datetime", "date",
+    ),
+}  # fmt: skip
+"""Names of columns and fields, as `plain` writes them; the first that is there counts."""
+_ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
+DELIMITERS = ",;\t|"
+CHARACTERS = 4
+"""Characters of a token, in the mean, in files that have text and no counts."""
+_METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+0-9])")
+
+
+class Row(NamedTuple):
+    """A request as its file says it.
+
+    Attributes:
+        where: the place in the file.
+        timestamp: None: none.
+        fields: what else an object of JSON has.
+    """
+
+    where: str
+    input: object
+    output: object
+    timestamp: object
+    fields: Mapping[str, object] = MappingProxyType({})
+
+
+class Rows(NamedTuple):
+    """The requests of a file.
+
+    Attributes:
+        rows: one for each request, those without output included.
+        time_name: the name of the times; "": there are none.
+        notes: what was assumed to read the file.
+    """
+
+    rows: Iterable[Row]
+    time_name: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def plain(name: str) -> str:
+    """Return a name in the spelling of `NAMES`: "Request tokens" and "gen_ai.usage.input_tokens" with underscores."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip())
+    return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
+
+
+def read_text(path: Path, field: str) -> str:
+    """Return the text of a file; one that ends in .gz is expanded.
+
+    Raises:
+        InputError: it cannot be read, or is no text.
+    """
+    try:
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise InputError(field, str(path), "it is not a whole gzip file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
+
+
+def read_rows(path: Path, field: str) -> Rows:
+    """Return the requests of a trace in any of the formats.
+
+    Raises:
+        InputError: it is in none of them; the message names the place.
+    """
+    text = read_text(path, field)
+    if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
+        text.lstrip()[:1] == "{"
+    ):
+        try:
+            return _json_rows(path, text)
+        except (KeyError, TypeError, AttributeError):
+            accepted = "it is in none of the known formats: give CSV with the header input,output"
+            raise InputError(field, str(path), accepted) from None
+    if is_metrics(text):
+        accepted = "it has histograms and no requests: give it as --workload of `xgpt plan`"
+        raise InputError(field, str(path), accepted)
+    return _csv_rows(path, text)
+
+
+def is_metrics(text: str) -> bool:
+    """Return whether a text is a page of Prometheus metrics."""
+    return bool(_METRIC.match(text.lstrip()))
+
+
+# --- CSV
+
+
+def _csv_rows(path: Path, text: str) -> Rows:
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    delimiter = max(DELIMITERS, key=lambda mark: (len(_columns(first.split(mark))), first.count(mark)))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    header: list[str] | None = None
+    for cells in reader:
+        if any(cell.strip() for cell in cells):
+            header = cells
+            break
+    if header is None:
+        return Rows(())
+    columns = _columns(header)
+    needed: tuple[Role, ...] = ("input", "output")
+    if missing := [role for role in needed if role not in columns]:
+        known = [name for role in missing for name in NAMES[role]]
+        hint = next((hint for cell in header if (hint := nearest(plain(cell), known))), "")
+        accepted = f"no column of the header has a known name of the {missing[0]}, such as {known[0]}, {known[3]}{hint}"
+        raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
+    time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
+    return Rows(_cells(path, reader, columns, len(header), delimiter), time)
+
+
+def _columns(header: list[str]) -> dict[Role, int]:
+    """Return the position of each role's column."""
+    found: dict[Role, tuple[int, int]] = {}
+    for position, cell in enumerate(header):
+        if (known := _ROLES.get(plain(cell))) is not None and known[1] < found.get(known[0], (len(_ROLES), 0))[0]:
+            found[known[0]] = known[1], position
+    return {role: position for role, (_, position) in found.items()}
+
+
+def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimiter: str) -> Iterator[Row]:
+    try:
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            where = f"{path}, line {reader.line_num}"
+            if len(cells) != width:
+                raise InputError(where, delimiter.join(cells), f"the header names {width} columns")
+            if delimiter == ";":  # the comma is then the decimal point
+                cells = [re.sub(r"^(-?\d+),(\d+)$", r"\1.\2", cell.strip()) for cell in cells]
+            time = cells[columns["timestamp"]].strip() if "timestamp" in columns else ""
+            yield Row(where, cells[columns["input"]].strip(), cells[columns["output"]].strip(), time or None)
+    except csv.Error as error:
+        raise InputError(f"{path}, line {reader.line_num}", str(error), "it must be CSV") from None
+
+
+# --- JSON
+
+
+def _json_rows(path: Path, text: str) -> Rows:
+    documents = list(_documents(path, text))
+    if len(documents) == 1 and isinstance(documents[0][1], list):
+        documents = [(f"{path}, entry {i}", each) for i, each in enumerate(documents[0][1], start=1)]
+    if documents and all(isinstance(of, dict) and "conversations" in of for _, of in documents):
+        return _conversations(documents)
+    entries = [entry for where, of in documents for entry in _entries(where, of)]
+    if any("resourceSpans" in of for _, of in documents):
+        return _spans(entries)
+    rows, names = [], set()
+    for where, entry in entries:
+        row, name = _row(where, entry)
+        rows.append(row)
+        names |= {name} - {""}
+    if len(names) > 1:
+        accepted = "times have one name in all rows"
+        raise InputError(str(path), " and ".join(sorted(names)), accepted)
+    return Rows(rows, names.pop() if names else "")
+
+
+def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the JSON documents of a file, each with its place: the whole file, or one a line."""
+    try:
+        yield f"{path}, line 1", json.loads(text)
+        return
+    except (ValueError, RecursionError):
+        pass  # lines, or broken: a line says where
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(where, line.strip()[:80], f"it must be a JSON object: {error}") from None
+
+
+def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the requests of a document: itself, or those in it."""
+    if not isinstance(document, dict):
+        raise InputError(where, str(document)[:80], "it must be a JSON object")
+    lists = {name: of for name, of in document.items() if isinstance(of, list)}
+    if "resourceSpans" in document:
+        for resource in document["resourceSpans"]:
+            for scope in resource.get("scopeSpans", resource.get("instrumentationLibrarySpans", [])):
+                yield from ((f"{where}, span {span.get('spanId', '')}", span) for span in scope.get("spans", []))
+    elif "input_lens" in lists:  # vLLM's and SGLang's benchmarks
+        names = [name for name in ("input_lens", "output_lens", "start_times") if name in lists]
+        if any(len(lists[name]) != len(lists["input_lens"]) for name in names):
+            raise InputError(where, ", ".join(names), "these lists must have one value for each request")
+        for i in range(len(lists["input_lens"])):
+            yield f"{where}, request {i + 1}", {name: lists[name][i] for name in names}
+    elif document.get("object") == "page" or "num_model_requests" in document:
+        accepted = "it has sums over many requests: give a log with one request a row"
+        raise InputError(where, "usage buckets", accepted)
+    elif (inner := next((name for name in ("data", "requests", "records", "results") if name in lists), None)) and all(
+        isinstance(each, dict) for each in lists[inner]
+    ):
+        for i, each in enumerate(lists[inner], start=1):
+            yield from _entries(f"{where}, {inner} {i}", each)
+    else:
+        yield where, document
+
+
+def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
+    """Return a request, and the name of its time."""
+    found: dict[Role, tuple[int, str, object]] = {}
+    for name, value in _fields(entry):
+        known = _ROLES.get(plain(name))
+        if known is None or (known[0] in found and found[known[0]][0] <= known[1]):
+            continue
+        if isinstance(value, dict | list) or (isinstance(value, str) and not _is_value(known[0], value)):
+            continue  # a text called "input" is no length
+        found[known[0]] = known[1], name, value
+    has_failed = bool(entry.get("error")) or bool(entry.get("was_cancelled"))
+    if "output" not in found and has_failed:
+        found["output"] = 0, "output", 0
+    for role in ("input", "output"):
+        if role not in found:
+            called = next((name for name in NAMES[role] if name in entry), None)
+            if called is not None:
+                raise InputError(f"{where}, {role}", entry[called], "give a number of tokens")
+            raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing, by any of its names")
+    time = found.get("timestamp")
+    row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], entry)
+    return row, "" if time is None else time[1]
+
+
+def _is_value(role: Role, text: str) -> bool:
+    return role == "timestamp" or bool(re.fullmatch(r"\s*-?\d+(\.\d+)?\s*", text))
+
+
+def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values, those of the outer objects first; a value with a unit is its value."""
+    level: list[Mapping[str, Any]] = [entry]
+    while level:
+        inner: list[Mapping[str, Any]] = []
+        for one in level:
+            for name, value in one.items():
+                if isinstance(value, dict) and "value" in value:
+                    yield name, value["value"]
+                elif isinstance(value, dict):
+                    inner.append(value)
+                elif name == "attributes" and isinstance(value, list):
+                    inner.append({of["key"]: next(iter(of["value"].values()), None) for of in value})
+                else:
+                    yield name, value
+        level = inner
+
+
+def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> Rows:
+    """Return the requests among spans: those with token counts whose parents have none."""
+    rows = {}
+    for where, span in entries:
+        names = {plain(name) for name, _ in _fields(span)}
+        if all(names & set(NAMES[role]) for role in ("input", "output")):
+            rows[str(span.get("spanId", where))] = _row(where, span)[0], str(span.get("parentSpanId", ""))
+    chosen = [row for row, parent in rows.values() if parent not in rows]
+    others = len(entries) - len(chosen)
+    notes = (f"{others} of {len(entries)} spans are no requests, or parts of one that is counted",) if others else ()
+    return Rows(chosen, "startTimeUnixNano" if chosen and chosen[0].timestamp is not None else "", notes)
+
+
+def _conversations(documents: list[tuple[str, Any]]) -> Rows:
+    """Return the answers of ShareGPT's conversations, each with all that was said before as its prompt."""
+    rows = []
+    for where, of in documents:
+        said = 0
+        for turn in of["conversations"]:
+            length = len(str(turn.get("value", turn.get("content", ""))))
+            if turn.get("from", turn.get("role")) in ("gpt", "assistant", "chatgpt", "bing", "bard") and said:
+                rows.append(Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None))
+            said += length
+    note = f"the file has text, no token counts: {CHARACTERS} characters are taken for a token"
+    return Rows(rows, "", (note, "each answer is a request, its prompt all that was said before"))

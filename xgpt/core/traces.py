@@ -1,0 +1,269 @@
+"""Read traces as lengths and arrival times, and pages of metrics as histograms of lengths.
+
+What is assumed to read a file, such as the unit of its times, is logged once for each file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.errors import InputError
+from xgpt.core.numbers import decimal, whole
+from xgpt.core.prefixes import Prefixes, block_size_of, read_ids, read_output_ids
+from xgpt.core.schema.workload import Histogram, Workload
+from xgpt.core.trace_rows import Row, is_metrics, plain, read_rows, read_text
+from xgpt.core.workload import TraceLengths, histogram_of
+
+logger = logging.getLogger(__name__)
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".prom")
+"""How names of traces and of pages of metrics end, perhaps with .gz after it."""
+LARGEST_LENGTH = 2**31 - 1
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
+EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
+"""The times in each unit since 1970 from which on they can be nothing else: those of 2001."""
+SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
+"""Times in seconds: Vidur's, vLLM's, OpenAI's."""
+POINTS = 8
+"""Lengths that stand for a bucket of a page of metrics."""
+METRICS = {
+    "input": ("request_prompt_tokens", "prompt_tokens_histogram", "tgi_request_input_length"),
+    "output": ("request_generation_tokens", "generation_tokens_histogram", "tgi_request_generated_tokens"),
+}
+"""Histograms of lengths that vLLM, SGLang and TGI publish, without the prefix of the engine."""
+
+
+def is_trace(path: Path) -> bool:
+    """Return whether a file is named as traces and pages of metrics are."""
+    return path.with_suffix("").suffix in SUFFIXES if path.suffix == ".gz" else path.suffix in SUFFIXES
+
+
+def trace_name(path: Path) -> str:
+    """Return the name of a trace's workload: that of its file, without endings."""
+    return Path(path.stem).stem if path.suffix == ".gz" else path.stem
+
+
+def read_workload(path: Path, field: str = "workload") -> Workload:
+    """Return the histograms of a trace, or of a page of metrics.
+
+    Raises:
+        InputError: as `read_lengths`.
+    """
+    text = "" if path.suffix in (".csv", ".jsonl") else read_text(path, field)
+    if is_metrics(text):
+        return _read_metrics(path, text, field)
+    lengths = read_lengths(path, field)
+    return Workload(name=trace_name(path), input=histogram_of(lengths.input), output=histogram_of(lengths.output))
+
+
+def has_requests(path: Path, field: str = "workload") -> bool:
+    """Return whether a file is a trace, request by request, and no page of metrics."""
+    return is_trace(path) and (path.suffix in (".csv", ".jsonl") or not is_metrics(read_text(path, field)))
+
+
+def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
+    """Return the requests of a trace, in order of time if it has times; `field` names it in errors.
+
+    Formats and names are those of `xgpt.core.trace_rows`. Requests without tokens on one side are left out. Times are
+    dates in ISO 8601 (UTC without an offset), or numbers whose unit is in their name (`timestamp_ms`), follows from
+    the format, or is that of a time since 1970. Other numbers are seconds.
+
+    Raises:
+        InputError: naming the line and the value; or a unit of time cannot be known.
+    """
+    try:
+        status = path.stat()
+        return _read(path, field, status.st_mtime_ns, status.st_size)
+    except OSError:
+        return _read.__wrapped__(path, field, 0, 0)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
+    found = read_rows(path, field)
+    inputs: list[int] = []
+    outputs: list[int] = []
+    times: list[float] = []
+    prompts: list[tuple[int, ...]] = []
+    answers: list[tuple[int, ...]] = []
+    sizes: set[int] = set()
+    num_rows, are_dates = 0, False
+    for row in found.rows:
+        num_rows += 1
+        tokens = [_length(row.where, name, value) for name, value in (("input", row.input), ("output", row.output))]
+        if 0 in tokens:
+            continue
+        inputs.append(tokens[0])
+        outputs.append(tokens[1])
+        if row.timestamp is not None:
+            time, is_date = _time(row.where, row.timestamp)
+            if times and is_date != are_dates:
+                raise InputError(f"{row.where}, timestamp", row.timestamp, "give numbers in all rows, or dates in all")
+            are_dates = is_date
+            times.append(time)
+        if len(times) not in (0, len(inputs)):
+            raise InputError(row.where, row.timestamp, "either every request or none must have a timestamp")
+        if "hash_ids" in row.fields:
+            of_row = row.where, row.fields, inputs[-1], outputs[-1]
+            prompts.append(read_ids(*of_row))
+            answers.append(read_output_ids(*of_row))
+            sizes.add(block_size_of(row.where, row.fields))
+        if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
+            raise InputError(row.where, "hash_ids", "every request or none must have them, of blocks of one size")
+    if not inputs:
+        empty = f"none of its {num_rows} rows has input and output tokens" if num_rows else "it holds no requests"
+        raise InputError(field, str(path), empty)
+    notes = list(found.notes)
+    if (left_out := num_rows - len(inputs)) > 0:
+        notes.append(f"{left_out} of {num_rows} rows have no input or no output tokens and are left out")
+    prefixes = Prefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
+    seconds = None
+    if times:
+        unit, is_known = ("s", True) if are_dates else _unit(path, field, found.time_name, times, row, prefixes)
+        seconds = UNITS[unit] * np.array(times)
+        if not is_known:
+            span_s = float(seconds.max() - seconds.min())
+            rate = f", {(len(times) - 1) / span_s:.3g} a second" if span_s > 0 else ""
+            says = f"`{found.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {span_s:.4g} s{rate}"
+            notes.append(f"{says}; a name like timestamp_ms states the unit")
+    for note in notes:
+        logger.warning("%s: %s", path.name, note)
+    lengths = _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, prefixes))
+    for of_all in lengths[:3]:
+        if of_all is not None:
+            of_all.setflags(write=False)  # kept for the next reader
+    return lengths
+
+
+def _in_order(lengths: TraceLengths) -> TraceLengths:
+    if lengths.timestamp_s is None:
+        return lengths
+    order = np.argsort(lengths.timestamp_s, kind="stable")
+    times = lengths.timestamp_s[order]
+    prefixes = None if lengths.prefixes is None else lengths.prefixes.take(order)
+    return TraceLengths(lengths.input[order], lengths.output[order], times - times[0], prefixes)
+
+
+def _unit(
+    path: Path, field: str, name: str, times: list[float], row: Row, prefixes: Prefixes | None
+) -> tuple[str, bool]:
+    """Return the unit of a trace's times, and whether it is stated: by their name, or by the format."""
+    written = plain(name)
+    stated = "ns" if written.endswith("nano") else written.rpartition("_")[2]
+    if stated in UNITS:
+        return stated, True
+    earliest = min(times)
+    if written not in SECONDS_BY_FORMAT:
+        since_1970 = [unit for unit, least in EPOCHS.items() if earliest >= least]
+        if since_1970:
+            return since_1970[-1], False
+    if prefixes is not None:
+        return "ms", True
+    if {"input_length", "output_length", "timestamp"} <= set(row.fields):  # Mooncake's names, in whole milliseconds
+        if all(time == int(time) for time in times):
+            return "ms", False
+        accepted = "its unit is not known: with these names times are whole milliseconds; write timestamp_s for seconds"
+        raise InputError(field, f"{path.name}: {name}", accepted)
+    return "s", written in SECONDS_BY_FORMAT
+
+
+def _length(where: str, name: str, value: object) -> int:
+    """Return a number of tokens; 0 if there are none."""
+    if value is None or value == "":
+        return 0
+    number: object = value
+    if isinstance(value, str):
+        try:
+            number = whole(value)
+        except ValueError:
+            try:
+                number = decimal(value)
+            except ValueError:
+                number = None
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= LARGEST_LENGTH:
+        return number
+    raise InputError(f"{where}, {name}", value, "it must be a whole number of tokens")
+
+
+def _time(where: str, value: object) -> tuple[float, bool]:
+    """Return a time as a number, and whether it is a date: then in seconds since 1970."""
+    time, is_date = math.nan, False
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            time = float(value)
+        elif isinstance(value, str):
+            try:
+                time = decimal(value.strip())
+            except ValueError:
+                time, is_date = _date_s(value.strip()), True
+    except (ValueError, OverflowError):
+        pass
+    if not math.isfinite(time):
+        raise InputError(f"{where}, timestamp", value, "it must be a number, or a date and time in ISO 8601")
+    return time, is_date
+
+
+def _date_s(text: str) -> float:
+    moment = datetime.fromisoformat(re.sub(r"\s*(UTC|GMT)$", "+00:00", text))
+    # Without an offset, UTC: local time would bring in the jumps of daylight saving.
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _read_metrics(path: Path, text: str, field: str) -> Workload:
+    """Return the lengths in the histograms of a page of metrics, spread evenly over each bucket."""
+    found = {role: _buckets(text, names) for role, names in METRICS.items()}
+    for role, (buckets, _) in found.items():
+        if not buckets or not max(buckets.values()):
+            accepted = f"it has no requests in a histogram of {role} lengths, such as vllm:{METRICS[role][0]}"
+            raise InputError(field, str(path), accepted)
+    spread = {role: _spread(buckets) for role, (buckets, _) in found.items()}
+    for role, histogram in spread.items():
+        mean = found[role][1]
+        logger.warning(
+            "%s: %s lengths are spread evenly over each bucket: %.0f tokens in the mean%s; which inputs go with which "
+            "outputs is not known",
+            path.name, role, histogram.mean, "" if mean is None else f", {mean:.0f} by the sum",
+        )  # fmt: skip
+    return Workload(name=trace_name(path), input=spread["input"], output=spread["output"])
+
+
+def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], float | None]:
+    """Return the cumulated counts of a histogram by their upper limits, over all its labels, and its mean."""
+    counts: dict[float, float] = {}
+    totals = {"sum": 0.0, "count": 0.0}
+    for name, kind, labels, value in re.findall(
+        r"^(?:\w+:)?(\w+?)_(bucket|sum|count)(?:\{(.*?)\})?\s+([-+.\w]+)", text, flags=re.MULTILINE
+    ):
+        if name not in names:
+            continue
+        if kind in totals:
+            totals[kind] += float(value)
+        elif (limit := re.search(r'le="([^"]+)"', labels)) is not None:
+            counts[float(limit[1])] = counts.get(float(limit[1]), 0.0) + float(value)
+    return counts, totals["sum"] / totals["count"] if totals["count"] else None
+
+
+def _spread(buckets: dict[float, float]) -> Histogram:
+    """Return the histogram of cumulated counts; what exceeds the last limit is taken to be there."""
+    below, low = 0.0, 0
+    weights: dict[int, float] = {}
+    for limit, count in sorted(buckets.items()):
+        high = int(limit) if math.isfinite(limit) else low
+        if count > below and high:
+            points = np.unique(np.linspace(min(low + 1, high), high, POINTS).round().astype(int)).tolist()
+            for point in points:
+                weights[point] = weights.get(point, 0.0) + (count - below) / len(points)
+        below, low = max(below, count), high
+    lengths = sorted(weights)
+    total = sum(weights.values())
+    return Histogram(lengths=tuple(lengths), probabilities=tuple(weights[length] / total for length in lengths))
