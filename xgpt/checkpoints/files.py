@@ -36,8 +36,8 @@ FROM_PARTS = ("gemma3",)
 def read_spec(directory: Path) -> ModelSpec:
     """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
-    Its stop tokens are those of generation_config.json, where there is one that names any. Embedding and head are tied
-    where config.json says so and no head is stored.
+    Its stop tokens are those of generation_config.json, or config.json if it names none, and the tokenizer's end token,
+    as in vLLM. Embedding and head are tied where config.json says so and no head is stored.
 
     Raises:
         InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field
@@ -66,7 +66,11 @@ def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
     config = _read_object(path) or {}
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
-    return spec_of(config, (directory or path).resolve().name, generation, headers, str(path))
+    spec = spec_of(config, (directory or path).resolve().name, generation, headers, str(path))
+    end = None if directory is None else _tokenizer_end(directory)
+    if end is None or end in spec.eos_token_ids or end >= spec.vocab_size:
+        return spec
+    return spec.model_copy(update={"eos_token_ids": (*spec.eos_token_ids, end)})
 
 
 def spec_of(
@@ -123,6 +127,22 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
         if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
             raise InputError(f"{path}: {name}", value, f"it must be {low:g} to {high:g}")
     return found
+
+
+def _tokenizer_end(directory: Path) -> int | None:
+    """Return the id of the end token that tokenizer_config.json names; None: it names none that is known."""
+    settings = _read_object(directory / "tokenizer_config.json") or {}
+    end = settings.get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(text, str):
+        return None
+    listed = settings.get("added_tokens_decoder")
+    entries = [(id_, entry) for id_, entry in listed.items()] if isinstance(listed, dict) else []
+    if not entries:
+        added = (_read_object(directory / "tokenizer.json") or {}).get("added_tokens")
+        entries = [(str(entry.get("id")), entry) for entry in added if isinstance(entry, dict)] if added else []
+    ids = (id_ for id_, entry in entries if isinstance(entry, dict) and entry.get("content") == text)
+    return next((int(id_) for id_ in ids if id_.isdecimal()), None)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -76,13 +76,17 @@ def running(
         if log is not None:
             engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
         checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
+        codec = server.load_tokenizer(checkpoint) if checkpoint is not None and with_text else None
+        ends = set(plan.model.eos_token_ids)
+        if codec is not None and codec.eos_token_id is not None:
+            ends.add(codec.eos_token_id)
         yield (
             engine_thread,
             server.ServedModel(
                 plan.model.name,
                 plan.model,
-                server.load_tokenizer(checkpoint) if checkpoint is not None and with_text else None,
-                frozenset(plan.model.eos_token_ids),
+                codec,
+                frozenset(ends),
                 grammars_of(None if engine == "vllm" else checkpoint, plan.model),
                 defaults,
                 "" if checkpoint is None else str(checkpoint.resolve()),

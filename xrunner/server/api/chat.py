@@ -17,8 +17,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from xgpt.core.errors import InputError
 from xrunner.server.api.call_formats import call_format
+from xrunner.server.api.directory import read_settings, special_tokens
 
 Message = dict[str, Any]
+ADDITIONAL = "additional_chat_templates/*.jinja"
+PROBE = "xgptprobe"
+"""A text that no template writes by itself."""
+THINK = "<think>"
 
 RENDER_S = 10.0
 """Seconds in which a template must render a chat."""
@@ -27,91 +32,151 @@ MAX_PRODUCT = 1 << 20
 
 
 class ChatTemplate:
-    """A compiled template, in a sandbox, since it comes with the checkpoint and is not trusted.
+    """A checkpoint's templates, compiled, in a sandbox, since they come with the checkpoint and are not trusted.
+
+    What a template expects is found by rendering a text: whether it loops over the parts of a content, and whether it
+    shows a message of the role `developer`, which else is shown as `system`.
 
     Args:
         source: Jinja.
         special_tokens: their text, by the names that the template uses (bos_token, ...).
+        named: further templates by their names; chats with functions are rendered by `tool_use`.
 
     Raises:
-        InputError: it is not valid Jinja.
+        InputError: one is not valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise InputError("chat_template", error.name or "", f"line {error.lineno}: {error.message}") from None
-        except (RecursionError, MemoryError, TypeError, SyntaxError) as error:  # of what Jinja makes of it, or Python
-            raise InputError("chat_template", "", f"it cannot be compiled: {type(error).__name__}") from None
+    def __init__(
+        self, source: str, special_tokens: dict[str, str] | None = None, named: dict[str, str] | None = None
+    ) -> None:
         self._special_tokens = special_tokens or {}
-        self.call_format = call_format(source)
+        self._template = _compiled(source)
+        with_tools = (named or {}).get("tool_use")
+        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
+        self.call_format = call_format(source if with_tools is None else with_tools)
+        self.thinks = THINK in source
+        self._takes_parts = not self._shows("user", PROBE) and self._shows("user", [{"type": "text", "text": PROBE}])
+        content = self._content(PROBE)
+        self._knows_developer = self._shows("developer", content) or not self._shows("system", content)
 
     def render(
-        self, messages: list[Message], *, add_generation_prompt: bool = True, variables: dict[str, Any] | None = None
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
     ) -> str:
         """Return the prompt, special tokens written out.
 
         Args:
+            messages: their contents are texts or lists of parts of the type `text`.
+            continue_final_message: end with the content of the last message, so that the model goes on with it.
             variables: further variables of the template.
 
         Raises:
             ValueError: the template refuses the messages, in its own words.
         """
-        given = {"tools": None, "documents": None} | (variables or {}) | self._special_tokens
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        shown = [self._shown(message) for message in messages]
         try:
-            with _limited(RENDER_S):
-                return self._template.render(given)
+            text = self._render(shown, add_generation_prompt and not continue_final_message, variables or {})
+            return _up_to(text, messages[-1]["content"]) if continue_final_message else text
         except Exception as error:  # the template may fail in any way on messages it was not written for
             raise ValueError(str(error) or type(error).__name__) from None
 
+    def _render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        given = {"tools": None, "documents": None} | variables | self._special_tokens
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        template = self._with_tools if variables.get("tools") else self._template
+        with _limited(RENDER_S):
+            return template.render(given)
+
+    def _shown(self, message: Message) -> Message:
+        """Return a message in the form that the template expects."""
+        role = message["role"]
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        return message | {"role": role, "content": self._content(message["content"])}
+
+    def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if self._takes_parts:
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    def _shows(self, role: str, content: object) -> bool:
+        """Whether the template shows the content of a message of this role."""
+        messages: list[Message] = [{"role": role, "content": content}]
+        if role != "user":
+            messages.append({"role": "user", "content": content})
+        try:
+            return self._render(messages, True, {}).count(PROBE) == len(messages)
+        except Exception:
+            return False
+
+
+def _up_to(text: str, content: str | list[dict[str, Any]]) -> str:
+    """Return a prompt up to the end of its last message. Raises ValueError: the template does not show it."""
+    last = content if isinstance(content, str) else content[-1]["text"]
+    at = text.rfind(last.strip())
+    if at < 0:
+        raise ValueError("it does not show the last message, so the message cannot be continued")
+    shown = last.lstrip()
+    return text[: at + len(shown if text.startswith(shown, at) else last.strip())]
+
 
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
-    """Return the template of a checkpoint directory (chat_template.jinja, or in tokenizer_config.json), or None.
+    """Return the templates of a checkpoint directory; None: it has none.
+
+    They are chat_template.jinja and additional_chat_templates/*.jinja, or those of tokenizer_config.json.
 
     Raises:
-        InputError: a file cannot be read, or the template is not valid.
+        InputError: a file cannot be read, or a template is not valid.
     """
-    config = _read_config(checkpoint / "tokenizer_config.json")
+    config = read_settings(checkpoint)
     path = checkpoint / "chat_template.jinja"
     try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        named = {each.stem: each.read_text(encoding="utf-8") for each in checkpoint.glob(ADDITIONAL)}
+        if path.is_file():
+            named["default"] = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("chat_template", str(path), f"it cannot be read: {error}") from None
-    if isinstance(source, list):  # several, by name
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[-1].get("template") if named else None
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise InputError("chat_template", type(source).__name__, "it must be a text, or a list of named templates")
-    written = {name: _written(token) for name, token in config.items() if name.endswith("_token")}
-    return ChatTemplate(source, {name: token for name, token in written.items() if token is not None})
+    if not named:
+        named = _listed(config.get("chat_template"))
+    source = named.pop("default", None)
+    return None if source is None else ChatTemplate(source, special_tokens(config), named)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _listed(found: object) -> dict[str, str]:
+    """Return the templates in tokenizer_config.json by their names; one without a name is `default`."""
+    if found is None:
         return {}
+    if isinstance(found, str):
+        return {"default": found}
+    entries = found if isinstance(found, list) else [None]
+    named = {}
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(template)}:
+                named[name] = template
+            case _:
+                accepted = "it must be a text, or a list of named templates"
+                raise InputError("chat_template", type(entry).__name__, accepted)
+    return named
+
+
+def _compiled(source: str) -> jinja2.Template:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError("tokenizer_config", str(path), f"it cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError("tokenizer_config", str(path), "it must hold a JSON object")
-    return config
-
-
-def _written(token: object) -> str | None:
-    """Return a special token's text: it is a string, or an object with its content among its options."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise InputError("chat_template", error.name or "", f"line {error.lineno}: {error.message}") from None
+    except (RecursionError, MemoryError, TypeError, SyntaxError) as error:  # of what Jinja makes of it, or Python
+        raise InputError("chat_template", "", f"it cannot be compiled: {type(error).__name__}") from None
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:

@@ -40,6 +40,12 @@ class _Free(msgspec.Struct):
     stop: msgspec.Raw = msgspec.Raw()
     model: msgspec.Raw = msgspec.Raw()
     user: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
+    prediction: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    web_search_options: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    function_call: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
 
 

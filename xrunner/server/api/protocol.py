@@ -7,9 +7,14 @@ In addition to OpenAI's fields a request may carry:
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
     output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
+    add_special_tokens: let a prompt begin with the tokens that the tokenizer puts in front; a completion's does unless
+        told otherwise, a chat's does not.
+    truncate_prompt_tokens: keep this many tokens at the end of a prompt; -1: all that fit.
+    skip_special_tokens: true, as it is always.
     deadline_s: seconds after which the answer is useless (also in the header X-Deadline-S; the shorter one counts): an
         answer that is not complete by then ends with 504, deadline_exceeded.
-    add_generation_prompt, chat_template_kwargs (chat): variables of the template.
+    add_generation_prompt, chat_template_kwargs (chat): variables of the template; `reasoning_effort` is one, too.
+    continue_final_message (chat): go on with the last message, which is the beginning of the answer.
 
 If the checkpoint has a tokenizer, an output can be held to a JSON schema (`response_format`), or to the schemas of the
 functions that it may call (`tools`).
@@ -41,6 +46,8 @@ MAX_DIGITS = len(str(MAX_INT))
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
+LEAST_TOP_P = 1e-9
+"""What top_p of 0 stands for: the most probable token only."""
 MAX_TOOLS = 128
 MAX_PARTS = 1 << 16
 """Largest number of messages, parts of their content, and calls in them."""
@@ -52,10 +59,21 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """`continuous_usage_stats`: usage so far with every chunk, as load generators ask for; vLLM's addition."""
+    """`continuous_usage_stats`: usage so far with every chunk, as load generators ask for; vLLM's addition.
 
+    `include_obfuscation`: OpenAI's padding of chunks; none is sent.
+    """
+
+    include_obfuscation: bool | None = None
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+HINTS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "prediction")
+"""Fields that cannot change an answer; they are forgotten at once."""
+COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
+    "skip_special_tokens": (True, "special tokens are never shown; leave it out"),
+}
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -73,7 +91,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -87,11 +105,30 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     output_length: Count | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    def kept_of(self, tokens: list[int], max_context: int) -> list[int]:
+        """Return what `truncate_prompt_tokens` keeps of a prompt."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        if most == 0:
+            refuse("truncate_prompt_tokens", "0 tokens are no prompt; send -1 or a positive number")
+        return tokens[-(max_context - 1 if most < 0 else most) :]
 
     @property
     def include_usage(self) -> bool:
@@ -125,7 +162,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_p=1.0 if self.top_p is None else self.top_p or LEAST_TOP_P,
             min_p=self.min_p or 0.0,
             seed=seed % 2**64,
             presence_penalty=self.presence_penalty or 0.0,
@@ -178,11 +215,13 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     def check(self) -> None:
         """Check fields against each other, and forget those without use here. Raises ApiError (400)."""
-        self.user = None
-        for field, (neutral, reason) in self.WITHOUT_EFFECT.items():
+        for field, (neutral, reason) in (COMMON_WITHOUT_EFFECT | self.WITHOUT_EFFECT).items():
             value = getattr(self, field)
             if value is not None and value != neutral:
                 refuse(field, reason)
+        for field in HINTS:
+            if hasattr(self, field):
+                setattr(self, field, None)
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "it goes with stream: true; leave it out")
         if self.output_length is not None and (self.stops or self.stop_token_ids):
@@ -246,14 +285,18 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
         return prompts
 
 
-class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    """A piece of a message's content."""
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    """A piece of a message's content. Hints beside it (`cache_control`, ...) change nothing here."""
 
     text: str
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    """A message; it has no content if the assistant only calls functions; a function's result names its call."""
+class ChatMessage(msgspec.Struct):
+    """A message. An assistant's may have no content; a function's result names its call.
+
+    Clients send answers back as they came, with fields that say nothing to a model (`annotations`, `audio`, `id`):
+    those are left out.
+    """
 
     role: Annotated[str, Meta(min_length=1)]
     content: str | list[TextPart] | None = None
@@ -261,6 +304,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @property
     def texts(self) -> Iterator[str]:
@@ -268,16 +313,18 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
         yield self.role
         if self.content is not None:
             yield from [self.content] if isinstance(self.content, str) else (part.text for part in self.content)
-        yield from (text for text in (self.name, self.tool_call_id) if text is not None)
+        others = (self.name, self.tool_call_id, self.refusal, self.reasoning_content, self.reasoning)
+        yield from (text for text in others if text is not None)
         for call in self.tool_calls or ():
             yield from (call.id, call.function.name, call.function.arguments)
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as templates expect it: calls have their arguments as objects."""
-        parts = self.content or ""
-        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        parts = self.content or self.refusal or ""
+        content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}
-        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        shown = ("name", "tool_call_id", "reasoning_content", "reasoning")
+        message |= {name: value for name in shown if (value := getattr(self, name)) is not None}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
@@ -323,17 +370,32 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     """The body of POST /v1/chat/completions."""
 
     PROMPT_FIELD = "messages"
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {}
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
+        "modalities": (["text"], "answers are text only; leave it out"),
+        "audio": (None, "answers are text only; leave it out"),
+        "web_search_options": (None, "nothing is searched here; leave it out"),
+        "functions": (None, "send tools in its place"),
+        "function_call": (None, "send tool_choice in its place"),
+    }
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
 
     @property
@@ -347,15 +409,24 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def check(self) -> None:
         super().check()
         _check_parts(self.messages)
-        if any(message.content is None and not message.tool_calls for message in self.messages):
-            refuse("messages", "a message has neither content nor tool_calls; give one of them")
+        if any(message.content is None and message.role != "assistant" for message in self.messages):
+            refuse("messages", "a message has no content; only an assistant's may have none")
         self._check_tools()
+        if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
+            reason = "the last message must be the assistant's, and add_generation_prompt false"
+            refuse("continue_final_message", reason)
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "send logprobs: true with it")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             refuse(
                 "max_tokens", f"max_completion_tokens {self.max_completion_tokens} differs from it; send one of them"
             )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables that the client gives the template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
     @property
     def num_text_bytes(self) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from xgpt.core.errors import InputError
 from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
+from xrunner.server.api.directory import read_tokenizer, special_tokens
 
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, the first bytes of an unfinished one among them."""
@@ -26,16 +26,22 @@ class TextCodec:
 
     Attributes:
         call_format: how its outputs write calls of functions.
+        eos_token_id: the tokenizer's own end token, which may differ from the model's; None: it names none.
+        added: ids of the tokens that are no pieces of text: a model may write each of them at any place.
         longest_token: characters of the longest token: a text of n tokens is at most n times as long.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None, eos_token: str | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         format_ = HERMES if chat_template is None else chat_template.call_format
         self.call_format = format_.written_with({token.content: id_ for id_, token in added.items() if token.special})
+        self.eos_token_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
+        self.added = frozenset(added)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -54,16 +60,13 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
     Raises:
         InputError: tokenizer.json or the chat template is there but cannot be read.
     """
-    path = checkpoint / "tokenizer.json"
-    if not path.is_file():
+    found = read_tokenizer(checkpoint)
+    if found is None:
         return None
-    try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError("tokenizer", str(path), f"it cannot be read: {error}") from None
+    tokenizer, settings = found
     # In threads of its own it would bypass `tokenising`, which decides which text has its turn, at which priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return TextCodec(tokenizer, load_chat_template(checkpoint))
+    return TextCodec(tokenizer, load_chat_template(checkpoint), special_tokens(settings).get("eos_token"))
 
 
 @lru_cache(maxsize=1 << 16)

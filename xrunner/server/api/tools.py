@@ -66,11 +66,13 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As templates take it: with the arguments as an object, where they are one."""
+        """Return the call as templates take it: its arguments as an object, if they are JSON; none are an empty one."""
         try:
-            arguments = json.loads(self.function.arguments)
+            arguments = json.loads(self.function.arguments.strip() or "{}")
         except (ValueError, RecursionError):
             arguments = self.function.arguments
+        if arguments is None:
+            arguments = {}
         function = {"name": self.function.name, "arguments": arguments}
         return {"type": "function", "id": self.id, "function": function}
 

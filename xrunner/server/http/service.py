@@ -100,15 +100,21 @@ class Service:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self._check_length(len(prompt), "prompt")
+        special = request.add_special_tokens is not False
         tokens = [
-            await self._encode(http, prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in prompts
+            await self._encode(http, prompt, "prompt", add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
         ]
+        tokens = [request.kept_of(each, self._spec.max_context) for each in tokens]
         checked = self._checked(request, tokens)
         if request.echo:
             account = http.scope["xgpt"].key.name
+            shown = prompts if request.truncate_prompt_tokens is None else tokens
             checked = [
                 replace(one, echo=await self._text_of(account, prompt))
-                for one, prompt in zip(checked, prompts, strict=True)
+                for one, prompt in zip(checked, shown, strict=True)
             ]
         return self._answer(http, request, checked, CompletionWriter, memory)
 
@@ -129,9 +135,12 @@ class Service:
             http,
             request.messages,
             tools or [],
-            request.chat_template_kwargs,
+            request.template_variables,
             add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=bool(request.continue_final_message),
+            add_special_tokens=bool(request.add_special_tokens),
         )
+        tokens = request.kept_of(tokens, self._spec.max_context)
         return self._answer(http, request, self._checked(request, [tokens]), ChatWriter, memory)
 
     async def tokenize(self, http: Request) -> Response:
@@ -178,6 +187,8 @@ class Service:
         given: dict[str, Any] | None,
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Return the tokens of a chat by the checkpoint's template; raise ApiError (400) if it has none."""
         if self._codec is None or self._codec.chat_template is None or self._tokenising is None:
@@ -194,15 +205,19 @@ class Service:
         template = self._codec.chat_template
 
         def render() -> str:
-            shown = [message.for_template() for message in messages]
-            return template.render(shown, add_generation_prompt=add_generation_prompt, variables=variables)
+            return template.render(
+                [message.for_template() for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
 
         info: RequestInfo = http.scope["xgpt"]
         try:
             text = await self._tokenising.by_turns(info.key.name, characters, render)
         except ValueError as error:
             refuse("messages", f"the chat template refuses them: {cut(str(error))}")
-        return await self._encode(http, text, "messages", add_special_tokens=False)
+        return await self._encode(http, text, "messages", add_special_tokens=add_special_tokens)
 
     async def _check(self, http: Request, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)

@@ -174,10 +174,26 @@ def test_what_the_template_refuses(client: openai.OpenAI) -> None:
 
 
 def test_content_in_parts(client: openai.OpenAI) -> None:
-    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "é"}]
+    """Parts are lines, as in vLLM: two texts without anything between them would read as one word."""
+    parts = [{"type": "text", "text": "h", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "é"}]
     messages = [MESSAGES[0], {"role": "user", "content": parts}]
     answer = client.chat.completions.create(model="fake", messages=messages, max_tokens=2)
-    assert answer.choices[0].token_ids == TOKENS[:2]
+    rendered = RENDERED.replace("hé", "h\né")
+    assert answer.choices[0].token_ids == expected_tokens(TOKENIZER.encode(rendered).ids, 2)
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2).choices[0].message
+    history = [*MESSAGES, first.model_dump() | {"annotations": [], "audio": None}, MESSAGES[1]]
+    assert client.chat.completions.create(model="fake", messages=history, max_tokens=2).choices
+
+
+def test_a_message_is_continued(client: openai.OpenAI) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "The answer is "}]
+    body = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = client.chat.completions.create(model="fake", messages=begun, max_tokens=2, extra_body=body)
+    prompt = RENDERED + "The answer is "
+    assert answer.choices[0].token_ids == expected_tokens(TOKENIZER.encode(prompt).ids, 2)
 
 
 @pytest.mark.parametrize("tokenizer", [None, byte_codec(template=None)])

@@ -41,7 +41,8 @@ def error_of(**fields: object) -> ApiError:
         ({"temperature": 2.1}, "temperature", "<= 2"),
         ({"temperature": -1}, "temperature", ">= 0"),
         ({"temperature": "hot"}, "temperature", "Expected `float"),
-        ({"top_p": 0}, "top_p", "> 0"),
+        ({"top_p": -0.1}, "top_p", ">= 0"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "never shown"),
         ({"top_k": -2}, "top_k", ">= -1"),
         ({"top_k": 10**20}, "top_k", "<= 2147483647"),
         ({"top_k": 2**31}, "top_k", "<= 2147483647"),
@@ -99,7 +100,7 @@ def test_refused_with_the_field(fields: dict[str, object], param: str, says: str
     ("fields", "param", "says"),
     [
         ({"messages": []}, "messages", "length >= 1"),
-        ({"messages": [{"role": "user"}]}, "messages", "neither content nor tool_calls"),
+        ({"messages": [{"role": "user"}]}, "messages", "no content"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages", "length >= 1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "Invalid value"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
@@ -115,6 +116,65 @@ def test_chats_refused_with_the_field(fields: dict[str, object], param: str, say
         parse_chat_with(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
     assert says in str(caught.value)
+
+
+HINTS = {
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "auto",
+    "prompt_cache_key": "a",
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "a",
+    "skip_special_tokens": True,
+    "add_special_tokens": False,
+}
+OF_CHATS = {
+    "verbosity": "low",
+    "reasoning_effort": "low",
+    "modalities": ["text"],
+    "prediction": {"type": "content", "content": "a"},
+    "audio": None,
+    "web_search_options": None,
+}
+
+
+@pytest.mark.parametrize("field", HINTS)
+def test_hints_that_cannot_change_a_text_are_taken(field: str) -> None:
+    parse(**{field: HINTS[field]})
+    parse_chat_with(**{field: HINTS[field]})
+
+
+@pytest.mark.parametrize("field", OF_CHATS)
+def test_hints_of_chats_are_taken(field: str) -> None:
+    parse_chat_with(**{field: OF_CHATS[field]})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": None},
+        {"content": None, "refusal": "I cannot."},
+        {"content": "b", "reasoning_content": "because"},
+        {"content": "b", "annotations": [], "audio": None, "id": 17, "type": "text"},
+        {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+    ],
+)
+def test_an_assistants_message_is_taken_as_clients_keep_it(message: dict[str, object]) -> None:
+    request = parse_chat_with(messages=[{"role": "user", "content": "hi"}, {"role": "assistant"} | message])
+    shown = request.messages[1].for_template()
+    assert shown.get("reasoning_content") == message.get("reasoning_content")
+    assert shown["content"] is not None
+
+
+def test_top_p_of_zero_leaves_the_most_probable_token() -> None:
+    assert 0 < parse(top_p=0).sampling(0).top_p < 1e-6
+
+
+def test_a_prompt_is_cut_at_its_beginning() -> None:
+    tokens = list(range(100))
+    assert parse(truncate_prompt_tokens=16).kept_of(tokens, 50) == tokens[-16:]
+    assert parse(truncate_prompt_tokens=-1).kept_of(tokens, 50) == tokens[-49:]
+    assert parse().kept_of(tokens, 50) == tokens
 
 
 def test_values_without_effect_are_accepted() -> None:

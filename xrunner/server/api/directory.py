@@ -1,0 +1,90 @@
+"""Read a checkpoint's tokenizer as transformers' `AutoTokenizer` reads it: tokenizer.json and tokenizer_config.json.
+
+Sections of tokenizer.json that cut or pad texts hold for training, not for prompts, and are dropped. Tokens that only
+tokenizer_config.json names are added; a token that it names as special (`eos_token`, ...) is. What surrounds a prompt
+is what tokenizer.json says, whatever `add_bos_token` says beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from xgpt.core.errors import InputError
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""What an added token may say about itself."""
+
+
+def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
+    """Return the tokenizer of a checkpoint directory and its tokenizer_config.json; None: there is no tokenizer.json.
+
+    Raises:
+        InputError: a file is there but cannot be read.
+    """
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        return None
+    settings = read_settings(checkpoint)
+    try:
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        _add_tokens(tokenizer, settings)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError("tokenizer", str(path), f"it cannot be read: {error}") from None
+    return tokenizer, settings
+
+
+def read_settings(checkpoint: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, empty if there is none.
+
+    Raises:
+        InputError: it is not a JSON object.
+    """
+    path = checkpoint / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError("tokenizer_config", str(path), f"it cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError("tokenizer_config", str(path), "it must hold a JSON object")
+    return config
+
+
+def token_text(token: object) -> str | None:
+    """Return a special token's text: it is a string, or an object with its content among its options."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of the tokens that tokenizer_config.json names, by their names (`eos_token`, ...)."""
+    written = {name: token_text(token) for name, token in settings.items() if name.endswith("_token")}
+    return {name: text for name, text in written.items() if text is not None}
+
+
+def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json has, in the order of the ids that it gives them."""
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    named = special_tokens({name: settings.get(name) for name in SPECIAL_NAMES})
+    decoder = settings.get("added_tokens_decoder")
+    entries = decoder.items() if isinstance(decoder, dict) else ()
+    listed = [entry for _, entry in sorted((int(id_), entry) for id_, entry in entries if isinstance(entry, dict))]
+    extra = settings.get("additional_special_tokens") or settings.get("extra_special_tokens") or []
+    others = extra.values() if isinstance(extra, dict) else extra
+    for entry in [*listed, *(settings.get(name) for name in named), *others]:
+        text = token_text(entry)
+        if text is None or text in known:
+            continue
+        known.add(text)
+        options = {name: bool(entry[name]) for name in OPTIONS if name in entry} if isinstance(entry, dict) else {}
+        is_special = options.pop("special", entry not in listed) or text in named.values()
+        token = AddedToken(text, special=is_special, **options)
+        (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)([token])
