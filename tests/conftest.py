@@ -6,14 +6,40 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from xgpt.core.compiled_code import set_directory
+from xgpt.core.io import cache_dir
 
 # Two test processes share the machine, and the models of tests are too small to gain from a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     # Triton looks when it is first imported: kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# Tests give commands an empty cache directory. Compiled kernels and fonts they still take from the user's.
+set_directory()
+os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
+
+
+FIRST = ("cli", "load", "attack", "numerics", "contract", "golden")
+"""Folders whose files take longest: started first, so that no process works on one file after the others have ended."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what cannot run here, and begin with the folders that take longest."""
+    here = [item for item in items if not any(True in mark.args for mark in item.iter_markers("skipif"))]
+    kept = set(here)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+    items[:] = sorted(here, key=rank)
 
 
 @pytest.fixture(autouse=True)

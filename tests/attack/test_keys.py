@@ -133,6 +133,7 @@ def test_a_key_cannot_time_anothers_prompts(flavour: str, checkpoint: Path, tmp_
     assert abs(others - new) < 0.4 * (new - again)
 
 
+@pytest.mark.long
 @pytest.mark.point(18)
 def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path: Path) -> None:
     """A key that fills the waiting room once kept all others out."""
@@ -151,6 +152,7 @@ def test_a_flood_of_one_key_leaves_the_others_theirs(checkpoint: Path, tmp_path:
         assert took_s < 2
 
 
+@pytest.mark.long
 @pytest.mark.point(18)
 @pytest.mark.parametrize(
     ("order", "flood", "victim"),

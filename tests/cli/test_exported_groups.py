@@ -46,6 +46,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", LANES)
 def test_the_pods_of_a_group_serve_together(kind: str, tmp_path: Path) -> None:

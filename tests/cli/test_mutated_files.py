@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cli.commands import PROBLEM
+from tests.rings import examples
 from xgpt.cli import main
 
 VALUES: list[Any] = [
@@ -101,7 +102,9 @@ def check(text: str, *commands: tuple[str, ...]) -> None:
         assert code == 0 or (error.startswith("xgpt: ") and error.count("\n") == 1), error
 
 
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+FEW = settings(
+    max_examples=examples(60, 6), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,6 +70,7 @@ def run(plan: Plan, directory: Path) -> tuple[list[list[int]], list[StepRecord]]
     return [result.token_ids for result in results], read_step_log(directory / "steps.jsonl")
 
 
+@pytest.mark.long
 def test_what_goes_by_the_clock_is_served_and_replayed(xgpt: Xgpt, tmp_path: Path) -> None:
     checkpoint, _ = save(tmp_path / "model", "llama", "grouped")
     fixed = planned(xgpt, checkpoint, "chunked")

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", (ROOT / "docs/guide/walk.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_walk(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import one_lane, problem, random_settings, simulate
+from tests.rings import few
 from xgpt.core.io import dump_json
 from xgpt.core.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
@@ -148,7 +149,7 @@ def test_slots_that_hardly_decode_leave_no_step_without_a_prompt(token_budget: i
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_closed_form_agrees_with_the_simulated_engine(kind: str) -> None:
     errors = errors_of(kind)
     throughput, latency = np.asarray([error[:2] for error in errors]).T

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rings import examples
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Schedule, Step, TwoLane, TwoLaneSettings
 from xgpt.core.policies.admission import make_queue
 from xgpt.core.schema import ANYONE, Account, AdmissionOrder, KvPromise
@@ -233,7 +234,7 @@ def steps(log: list[StepRecord]) -> list[tuple[object, ...]]:
 
 
 @CASES
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(30, 10), deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
 def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int) -> None:
     lane, blocks = LANES[kind], LARGEST + spare_blocks
@@ -244,7 +245,7 @@ def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int)
 
 @CASES
 @pytest.mark.parametrize("order", ["sjf", "lpt", "edf", "das"])
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(15, 5), deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
 def test_the_log_replays_in_every_order(
     kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int
@@ -257,7 +258,7 @@ def test_the_log_replays_in_every_order(
 
 @CASES
 @pytest.mark.parametrize("order", ["fcfs", "sjf", "edf", "das"])
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(15, 5), deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
 def test_the_log_replays_with_shares_priorities_patience_and_promises(
     kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int
@@ -269,7 +270,7 @@ def test_the_log_replays_with_shares_priorities_patience_and_promises(
 
 @CASES
 @pytest.mark.parametrize("order", ["fcfs", "das"])
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(30, 10), deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32),
     spare_blocks=st.sampled_from([0, 3, 10, 1000]),

@@ -57,6 +57,7 @@ def test_formulas(
     assert papers_decode_batch(lengths, encode_batch, decode_iterations, staying) == pytest.approx(exact, abs=0.06)
 
 
+@pytest.mark.long
 @CASES
 def test_the_rule_runs_at_the_exact_figure(
     mean: int, sd: int, longest: int, decode_iterations: int, encode_batch: int, paper: float, exact: float

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.faults import requests
 from benchmarks.lib.served_plans import PLANS, left_over, listening, one_lane, plan, served
 from tests.fakes import eventually
+from tests.rings import few
 from xgpt.client import replay
 from xgpt.core.io import dump_json
 
@@ -23,7 +24,7 @@ with xgpt.served(sys.argv[1]) as url:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel ends no process with its parent")
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sent", few([signal.SIGKILL, signal.SIGTERM]))
 def test_a_server_ends_with_what_has_started_it(sent: signal.Signals, tmp_path: Path) -> None:
     """As `xgpt bench` does; a bench that was killed left its server to run on."""
     path = tmp_path / "plan.json"

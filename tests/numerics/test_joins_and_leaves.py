@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.numerics.steps import run_again
+from tests.rings import examples
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xrunner.ahead import AheadWorker
@@ -82,7 +83,12 @@ def check_blocks(worker, pool):
             assert worker._tables[row, :count].tolist() == pool.running[id_].table.blocks[:count]
 
 
-@settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=examples(25, 5),
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(data=st.data())
 @pytest.mark.parametrize(("kind", "reuse"), [("plain", False), ("ahead", False), ("plain", True), ("ahead", True)])
 @pytest.mark.parametrize(

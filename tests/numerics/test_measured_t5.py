@@ -38,6 +38,7 @@ def measured_problem(checkpoint):
     return of
 
 
+@pytest.mark.long
 def test_a_measured_profile_has_both_halves(measured_problem):
     profile = measured_problem("t5-gated-untied", 1).profile
     assert profile.source == "measured" and profile.engine == "native"
@@ -91,6 +92,7 @@ def test_measured_plans_on_one_device_give_the_tokens_of_transformers(checkpoint
     assert served_here(plan) == greedy(checkpoint("t5-gated-untied")[1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(num_cores() < 2, reason="two devices need a core each")
 @pytest.mark.parametrize("name", ["t5-tied", pytest.param("t5-few-buckets", marks=pytest.mark.long)])

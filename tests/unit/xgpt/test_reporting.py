@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.cli.render import plans_table
 from xgpt.core.schema import Capacity, Plan
 from xgpt.pages import render
@@ -43,7 +44,7 @@ def hostile_page() -> str:
     return page_of(plan.model_copy(update=named))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in POLICIES if kind != "waa"])
+@pytest.mark.parametrize("kind", few(kind for kind in POLICIES if kind != "waa"))
 def test_the_report_says_what_the_plan_says(kind: str) -> None:
     plan = a_plan(kind)
     page = page_of(plan)

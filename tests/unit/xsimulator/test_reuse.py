@@ -29,6 +29,7 @@ def test_greater_values_before_each() -> None:
     assert _greater_before(values).tolist() == [int((values[:i] > v).sum()) for i, v in enumerate(values)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [conversations, shared_prompts])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_curve_at_eight_sizes(make, seed: int) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import zmq
 
 from tests.fakes import eventually
+from tests.rings import few
 from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster import nodes
@@ -74,7 +75,7 @@ def alone() -> Iterator[Workers]:
         yield workers
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGTERM]))
 def test_a_launcher_that_dies_is_noticed_and_started_anew(alone: Workers, how: signal.Signals) -> None:
     alone._restarts.clear()
     before = pids(alone)
@@ -133,6 +134,7 @@ class Joined:
         self.thread.join(20)
 
 
+@pytest.mark.long
 def test_machines_of_one_name_are_told_apart() -> None:
     secret, port = Secret.from_passphrase("a" * 16), free_port()
     with Workers(2, num_nodes=2, port=port, secret=secret) as workers:
@@ -155,6 +157,7 @@ def test_machines_of_one_name_are_told_apart() -> None:
     assert not other.thread.is_alive() and other.error is None
 
 
+@pytest.mark.long
 def test_one_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "MEET_S", 2.0)
     secret, port = Secret.from_passphrase("b" * 16), free_port()

@@ -131,6 +131,7 @@ def test_traces_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {span.name for span in resource.scope_spans[0].spans} >= {"POST /v1/completions", "waiting", "decoding"}
 
 
+@pytest.mark.long
 def test_a_collector_that_is_gone_does_not_hold_up_the_end() -> None:
     program = """
 from tests.fakes import *

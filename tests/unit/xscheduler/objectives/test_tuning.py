@@ -92,6 +92,7 @@ def test_slack_is_refused_without_what_it_goes_by(changes: dict[str, object], fi
     assert error.value.field == field
 
 
+@pytest.mark.long
 def test_shares_of_lengths_that_a_file_rounds_are_planned(tmp_path: Path) -> None:
     lengths = "{kind: histogram, lengths: [64, 512, 2048], probabilities: [0.3333333, 0.3333333, 0.3333333]}"
     (tmp_path / "thirds.yaml").write_text(f"name: thirds\nsource: made up\ninput: {lengths}\noutput: {lengths}\n")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rings import examples
 from tests.unit.xgpt.core.policies.test_in_time import nanosecond_a_token
 from xgpt.core.policies import admission
 from xgpt.core.policies.admission import Queue
@@ -70,7 +71,7 @@ ACCOUNTS = (Account("a", 3.0), Account("b"), Account("c", 0.5, 1))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(60, 20), deadline=None, derandomize=True, database=None)
 @given(data=st.data(), patience_ns=st.none() | st.integers(1, 60), accounts=st.sampled_from([ACCOUNTS[:1], ACCOUNTS]))
 def test_no_request_is_lost_or_served_twice(order, data, patience_ns, accounts):
     """Whatever comes, leaves, expires and returns: the queue is a set of requests, and the right ones expire."""

@@ -7,6 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rings import examples
 from xgpt.core.policies import Blocks, BlockTable
 from xgpt.core.schema.step_log import Chain
 
@@ -75,7 +76,7 @@ class Reference:
                 self.released[block] = self._clock
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(200, 40), deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_no_block_is_lost_whatever_comes_and_goes(data: st.DataObject) -> None:
     blocks, reference = Blocks(NUM_BLOCKS), Reference()

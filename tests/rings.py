@@ -1,0 +1,29 @@
+"""Two rings of tests: `make test` runs the first in minutes, `make test-all` both.
+
+What takes long is marked `long`. A test over many cases or random draws runs a few of them in the first ring.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+ALL = os.environ.get("XGPT_TESTS") == "all"
+
+
+def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
+    """Return the cases for `parametrize`, those after the first `count` marked long."""
+    cases = list(cases)
+    return [*cases[:count], *(pytest.param(*_values(case), marks=pytest.mark.long) for case in cases[count:])]
+
+
+def examples(many: int, some: int) -> int:
+    """Return the number of random examples: `some` in the first ring, `many` in all."""
+    return many if ALL else some
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
