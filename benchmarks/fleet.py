@@ -1,9 +1,9 @@
-"""A day's fleet under control: kept requests and device-hours of the controller, a constant fleet and an autoscaler by
-utilisation, against the clairvoyant optimum.
+"""A day's fleet that follows recommendations: kept requests and device-hours, next to a constant fleet and autoscaling
+by utilisation, against the clairvoyant optimum.
 
     python -m benchmarks.fleet [--traces DIR] [--mooncake FILE] [--cases NAME,…] [--seconds S] [--markdown FILE] STATE
 
-Every case has two days of one shape, drawn apart: the first is planned (`xgpt fleet`), the second is controlled on the
+Every case has two days of one shape, drawn apart: the first is planned (`xgpt fleet`), the second is run on the
 simulated clock, request by request. What is done stands in the directory STATE and is not done again; --seconds ends a
 run early. A case whose trace is not given is left out.
 """
@@ -24,18 +24,18 @@ import numpy as np
 
 from benchmarks.fleet_planning import PLANNING, Planning
 from benchmarks.lib import made
-from benchmarks.live_day import LIVE, Live
 from xgpt.core.io import dump_json, load_json, write_atomic
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.traces import read_lengths
 from xgpt.core.workload import sample
+from xgpt.fleet_planning import FleetRequest, plan_fleet_of
 from xgpt.resolve import load_workload
 from xprofiler.store import profile_of
-from xscheduler.fleet.controller import Controller, Look, Orders
-from xscheduler.fleet.day import Day, cut
-from xscheduler.fleet.kinds import Candidate
-from xscheduler.fleet.planning import FleetModel, FleetRequest, plan_day, share_kept
-from xscheduler.fleet.simulated import ControlledDay, Decide, control_day
+from xscheduler.fleet.day_load import Day, cut
+from xscheduler.fleet.planning import FleetModel, share_kept
+from xscheduler.fleet.recommender import LoadSample, Recommendation, Recommender
+from xscheduler.fleet.replica_kinds import Candidate
+from xscheduler.fleet.simulated_day import Recommend, RecommendedDay, simulate_day
 from xsimulator.fleet import Requests
 
 DAY_S = 86400.0
@@ -49,14 +49,14 @@ MOST_TOKENS = 40_000
 WINDOW = 0.02
 """Share of a trace that tells the rate and the lengths of a moment of the day."""
 TEXT = f"""`python -m benchmarks.fleet`: Qwen3-32B on H100s (a datasheet profile). A replica starts in 60 s and then
-loads its weights at the profile's rate; the controller looks every {LOOK_S:g} s; {ATTAIN:.0%} of the day's requests are
-to keep the bounds. Of each load two days are drawn apart: the first is planned (`xgpt fleet`), the second comes to
+loads its weights at the profile's rate; the recommender looks every {LOOK_S:g} s; {ATTAIN:.0%} of the day's requests
+are to keep the bounds. Of each load two days are drawn apart: the first is planned (`xgpt fleet`), the second comes to
 pass, simulated request by request.
 
 - *clairvoyant*: the fleet planned for the second day itself, all changes paid, at the least load factor tried that
   keeps the share;
 - *constant*: the cheapest fleet for that day that never changes;
-- *controller*: `xgpt autoscale` with the first day's plan;
+- *recommended*: `xgpt autoscale` with the first day's plan, followed at once;
 - *utilisation*: Kubernetes' rule (replicas times utilisation over its target, a tolerance of a tenth, five minutes of
   stabilisation before scaling down) at the cheapest target of {", ".join(f"{of:g}" for of in TARGETS)} that keeps
   the share, or else at that which keeps the most.
@@ -157,26 +157,25 @@ class ByUtilisation:
     def __init__(self, fleet: FleetPlan, target: float) -> None:
         self._fleet, self._target, self._recent = fleet, target, deque[tuple[float, int]]()
         self._rate: deque[float] = deque(maxlen=4)
+        self._present = 0
 
-    def __call__(self, look: Look) -> Orders:
-        kind = max(range(len(self._fleet.kinds)), key=lambda k: sum(r.kind == k for r in look.replicas))
-        rate = self._fleet.kinds[kind].rates_per_s[self._fleet.interval_at(look.now_s).lengths]
-        ready = [replica for replica in look.replicas if replica.state == "ready"]
-        self._rate.append(look.num_requests / look.seconds)
-        load = np.mean(self._rate) + look.waiting / look.seconds
-        use = min(1.0, load / max(rate * len(ready), 1e-9))
+    def __call__(self, sample: LoadSample) -> Recommendation:
+        fleet, ready = self._fleet, sample.ready
+        assert ready is not None
+        kind = max(range(len(fleet.kinds)), key=lambda k: ready[k])
+        rate = fleet.kinds[kind].rates_per_s[fleet.interval_at(sample.now_s).lengths]
+        self._rate.append(sample.num_requests / sample.seconds)
+        load = float(np.mean(self._rate) + sample.waiting / sample.seconds)
+        use = min(1.0, load / max(rate * ready[kind], 1e-9))
         ratio = use / self._target
-        wanted = len(look.replicas) if abs(ratio - 1) <= TOLERANCE else math.ceil(len(ready) * ratio)
-        wanted = max(1, wanted)
-        self._recent.append((look.now_s, wanted))
-        while self._recent[0][0] < look.now_s - STABLE_S:
+        present = self._present or sum(ready)
+        wanted = max(1, present if abs(ratio - 1) <= TOLERANCE else math.ceil(ready[kind] * ratio))
+        self._recent.append((sample.now_s, wanted))
+        while self._recent[0][0] < sample.now_s - STABLE_S:
             self._recent.popleft()
-        target = max(count for _, count in self._recent)
-        more = max(0, max(wanted, 1) - len(look.replicas))
-        newest = sorted(look.replicas, key=lambda replica: (replica.state == "ready", -replica.since_s))
-        drain = tuple(replica.name for replica in newest[: max(0, len(look.replicas) - target)])
-        start = tuple(more if number == kind else 0 for number in range(len(self._fleet.kinds)))
-        return Orders(start, drain, float(load), "utilisation")
+        self._present = max(wanted, min(present, max(count for _, count in self._recent)))
+        replicas = tuple(self._present if number == kind else 0 for number in range(len(fleet.kinds)))
+        return Recommendation(replicas, load, rate * present)
 
 
 def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
@@ -191,21 +190,21 @@ def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
             }
             asked |= {"ttft_s": case.ttft_s, "quantile": ATTAIN}
             request = FleetRequest(trace=Path(case.name), interval_s=case.interval_s)
-            write_atomic(path, dump_json(plan_day(case.draw(seed), request, asked)[0]))
+            write_atomic(path, dump_json(plan_fleet_of(case.draw(seed), request, asked)))
     if not path.is_file():
         return {}
     fleet, best = (load_json(state / f"{case.name}.{seed}.json", FleetPlan, "fleet") for seed in (0, 1))
     rows_path = state / f"{case.name}.rows.json"
     rows = {name: Row(**row) for name, row in json.loads(rows_path.read_text()).items()} if rows_path.is_file() else {}
-    missing = {name: decide for name, decide in _ways(fleet) if name not in rows}
+    missing = {name: recommend for name, recommend in _ways(fleet) if name not in rows}
     if missing:
         day = case.draw(1)
         found = tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in best.kinds)
         model = FleetModel(day, cut(day, case.interval_s), found)
-    for name, decide in missing.items():
+    for name, recommend in missing.items():
         if time.monotonic() < ends_s:
             first = fleet.intervals[0].replicas
-            done = control_day(fleet, day.requests, day.seconds, decide, LOOK_S, first)
+            done = simulate_day(fleet, day.requests, day.seconds, recommend, LOOK_S, first)
             rows[name] = _row(name, model, done, sum(first))
             write_atomic(rows_path, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1) + "\n")
     for name, of in (("clairvoyant", best.planned), ("constant", best.constant.figures)):
@@ -213,13 +212,13 @@ def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
     return rows
 
 
-def _ways(fleet: FleetPlan) -> Iterator[tuple[str, Decide]]:
-    yield "controller", Controller(fleet, look_s=LOOK_S).decide
+def _ways(fleet: FleetPlan) -> Iterator[tuple[str, Recommend]]:
+    yield "recommended", Recommender(fleet, look_s=LOOK_S).recommend
     for target in TARGETS:
         yield f"utilisation, {target:g}", ByUtilisation(fleet, target)
 
 
-def _row(name: str, model: FleetModel, done: ControlledDay, first: int) -> Row:
+def _row(name: str, model: FleetModel, done: RecommendedDay, first: int) -> Row:
     times = model.simulate_replicas(done.replicas)
     kept, within = (share_kept(model, times, headroom=of) for of in (True, False))
     return Row(name, kept, within, done.device_hours, len(done.replicas) - first)
@@ -230,7 +229,7 @@ def shown(rows: dict[str, Row]) -> list[Row]:
     by_use = [row for name, row in rows.items() if name.startswith("utilisation")]
     good = [row for row in by_use if row.within >= ATTAIN]
     best = min(good, key=lambda row: row.device_hours) if good else max(by_use, key=lambda row: row.within)
-    return [rows["clairvoyant"], rows["controller"], best, rows["constant"]]
+    return [rows["clairvoyant"], rows["recommended"], best, rows["constant"]]
 
 
 def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
@@ -282,7 +281,7 @@ def main(
     print("\n".join(lines))
     if page is not None:
         open_ = f"\n\nNot run here: {', '.join(missing)}." if missing else ""
-        others = planned(state / PLANNING) + lived(state / LIVE)
+        others = planned(state / PLANNING)
         write_atomic(page, made.page("A day's fleet", TEXT, "\n".join(lines) + open_ + others))
 
 
@@ -300,26 +299,6 @@ def planned(path: Path) -> str:
 up to 64 devices of each of three kinds (H100, A100, L40S), on {of.cores} cores: {runs} s from the command to its end.
 Of the last, {of.planning_s:.1f} s plan, and {of.verifying_s:.1f} s simulate all requests on each fleet that is tried
 and on the constant one. Goal: under 10 s. Commit `{of.commit}`."""
-
-
-def lived(path: Path) -> str:
-    """What came of a day of real replicas; nothing where none has been lived."""
-    if not path.is_file():
-        return ""
-    of = Live(**json.loads(path.read_text()))
-    times = f"| {of.median_s:.2f} s | {of.tail_s:.2f} s"
-    return f"""
-
-## A day on this machine
-
-`python -m benchmarks.live_day`: replicas of OPT-125M (random weights, one core each) behind a front, a day of
-{of.seconds:g} s with 0.4, 1.25 and 0.4 times the arrival rate that one replica keeps; bound on the whole request
-{of.bound_s:g} s. Predicted: the same requests and the same controller on the simulated clock. The replicas and
-their load had two cores; the load of all four was {of.load:.0f}, with the memory shared. Commit `{of.commit}`.
-
-| requests | lost | within the bound, predicted | measured | median | 99% | replicas at most | processes left |
-|---|---|---|---|---|---|---|---|
-| {of.requests} | {of.lost} | {of.predicted:.2%} | {of.measured:.2%} {times} | {of.replicas} | {of.left_over} |"""
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from xgpt.core.schema import EngineKind, Plan, Profile
 if TYPE_CHECKING:
     from threading import Event
 
+    from xgpt.autoscaling.recommend import SimulatedFleet
     from xgpt.benchmark import Benched
     from xgpt.comparing.compare import Compared, OnStart
     from xgpt.core.arrival_process import ArrivalProcess
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from xgpt.core.schema.fleet import FleetPlan
     from xgpt.diagnosis import Finding
     from xgpt.exporting.export import Target
-    from xgpt.operating.operating import SimulatedFleet
     from xgpt.solving import Planned
+    from xscheduler.fleet.recommender import Recommendation
     from xscheduler.replanning.replanner import Replanned
     from xsimulator.run import Simulated
 
@@ -155,7 +156,7 @@ def fleet(
         InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
         MachineError: this machine cannot be measured.
     """
-    from xscheduler.fleet.planning import FleetRequest, fleet_request, plan_fleet
+    from xgpt.fleet_planning import FleetRequest, fleet_request, plan_fleet
 
     check(asked, FleetArguments)
     of_fleet = {name: value for name, value in asked.items() if name in FleetRequest.model_fields}
@@ -170,28 +171,32 @@ def autoscale(
     on_note: Callable[[str], None] = lambda line: None,
     stop: Event | None = None,
     **asked: Any,
-) -> None:
-    """Fit a fleet to a live load until `stop` is set, or until SIGTERM or SIGINT; call it in the main thread.
+) -> Recommendation | None:
+    """Recommend how many replicas of each kind a fleet should have now, and publish the numbers as a Prometheus metric.
 
-        xgpt.autoscale("fleet.json", driver="kubernetes", namespace="llm", dry_run=True, on_note=print)
+        xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)
+        xgpt.autoscale("fleet.json", arrival_rate_per_s=12, once=True).replicas
+
+    It runs until `stop` is set, or until SIGTERM or SIGINT in the main thread, and returns the last recommendation;
+    None if there is none.
 
     Args:
-        on_note: is called with each line on what was observed and done.
+        on_note: is called with a line about each look at the load.
         stop: the function returns once it is set; None: on signals only.
-        asked: the fields of `xgpt.operating.operating.AutoscaleRequest`, by name.
+        asked: the fields of `xgpt.autoscaling.recommend.AutoscaleRequest`, by name.
 
     Raises:
         InputError: the plan or an argument is not accepted.
-        MachineError: the front does not start, or no API server answers.
+        MachineError: the port cannot be opened, or with `once` no replica answers.
     """
-    from xgpt.operating import operating
+    from xgpt.autoscaling import recommend
 
-    request = operating.autoscale_request(**asked)
-    operating.autoscale(_fleet(fleet), request, on_note, stop)
+    request = recommend.autoscale_request(**asked)
+    return recommend.autoscale(_fleet(fleet), request, on_note, stop)
 
 
 def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: float = 15.0) -> SimulatedFleet:
-    """Return the outcome of running a fleet's controller over a day on the simulated clock.
+    """Return the outcome of a day on which a fleet follows the recommendations of `autoscale`, on the simulated clock.
 
         The example of `xgpt.fleet` runs the day that it plans: `xgpt.simulate_autoscale(day, load)`.
 
@@ -202,9 +207,9 @@ def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: 
     Raises:
         InputError: the trace is malformed, or a plan's profile is not here.
     """
-    from xgpt.operating import operating
+    from xgpt.autoscaling import recommend
 
-    return operating.simulate(_fleet(fleet), Path(trace), look_s)
+    return recommend.simulate(_fleet(fleet), Path(trace), look_s)
 
 
 def compare(

@@ -1,7 +1,7 @@
 """Simulate a day's requests on a fleet that changes: the replica each goes to, and its times there.
 
-Requests go to the replica with the fewest outstanding ones for its rate, as the front of a fleet sends them
-(`xrunner.front`). Outstanding requests are computed from the plan: a request leaves after the plan's time to the
+Requests go to the replica with the fewest outstanding ones for its rate, as gateways that balance by the least number
+of requests send them. Outstanding requests are computed from the plan: a request leaves after the plan's time to the
 first token and its mean gaps, as in a fleet that keeps its bounds. Each replica then runs its
 own requests by counts.
 """

@@ -48,7 +48,12 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (f"{PLAN} --policy slack", "", "it goes with --objective arrivals and a bound on the time per token, --tpot"),
         (f"{PLAN} --burstiness 1e9", "", "--burstiness: 1000000000.0 is not accepted; it must be "),
         (f"compare {PLAN[5:]} --requests 5", "", "--requests: 5 is not accepted; it goes with --measure"),
-        ("autoscale missing.json --day-begins 25:00", "", "--day-begins: '25:00' is not accepted; write HH:MM"),
+        (
+            "autoscale missing.json --arrival-rate 1 --day-begins 25:00",
+            "",
+            "--day-begins: '25:00' is not accepted; write HH:MM",
+        ),
+        ("autoscale missing.json", "", "--scrape is missing; give the URLs of the replicas, or the load as"),
         ("autoscale missing.json --simulate day.csv --port 1", "", "--port: 1 is not accepted; it does not go with"),
         ("bench http://127.0.0.1:1 --calibrate x.json", "", "--calibrate is not accepted; it goes with a plan"),
         ("bench http://127.0.0.1:1 --engine vllm", "", "--engine: 'vllm' is not accepted; it goes with a plan"),

@@ -33,7 +33,6 @@ ALLOWED: dict[str, set[str]] = {
     "xgpt.pages": {"xgpt.pages"},
     "xgpt.resolve": CORE | {"xgpt.checkpoints"},
     "xsimulator": CORE | {"xgpt.resolve", "xsimulator"},
-    "xscheduler.fleet": {"xgpt", *PACKAGES},
     "xscheduler": LOW | {"xgpt.resolve", "xsimulator", "xscheduler"},
     "xrunner": LOW | {"xgpt.pages", "xrunner"},
     "xrunner.server.api": LOW | {"xrunner.generation", "xrunner.grammar", "xrunner.server.api"},

@@ -13,13 +13,20 @@ from xgpt.cli.values import Decimal, Whole
 @click.command("autoscale")
 @click.argument("fleet_path", metavar="FLEET.JSON")
 @click.option(
-    "--driver",
-    type=click.Choice(["local", "kubernetes"]),
-    default="local",
-    help="Where replicas run. local: processes of `xgpt serve` on this machine, behind a front that routes requests. "
-    "kubernetes: Deployments, scaled through the API server.",
+    "--scrape",
+    multiple=True,
+    metavar="[KIND=]URL",
+    help="URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. A host that resolves to several "
+    "addresses stands for a replica at each. KIND may be left out if the fleet has one kind. Repeatable.",
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be done, and do nothing.")
+@click.option(
+    "--arrival-rate",
+    "arrival_rate_per_s",
+    type=Decimal(0),
+    metavar="R",
+    help="The present load, in requests a second, instead of --scrape.",
+)
+@click.option("--once", is_flag=True, help="Print what is wanted now, and publish nothing.")
 @click.option(
     "--look",
     "look_s",
@@ -33,73 +40,61 @@ from xgpt.cli.values import Decimal, Whole
     metavar="HH:MM",
     help="Time of day, UTC, at which the planned day begins.  [default: the time at which this command starts]",
 )
-@click.option(
-    "--port",
-    type=Whole(1, 65535),
-    default=8000,
-    help="With --driver local: port of the front, on loopback.",
-)
-@click.option(
-    "--state",
-    default="fleet-state",
-    metavar="DIR",
-    help="With --driver local: directory of the fleet's state, which a restarted controller reads.",
-)
-@click.option(
-    "--name",
-    metavar="NAME",
-    help="With --driver kubernetes: the fleet's name in the labels of its Deployments. Default: the plan's.",
-)
-@click.option(
-    "--namespace", metavar="NAME", help="With --driver kubernetes. Default: that of the pod that runs this command."
-)
-@click.option(
-    "--api-server",
-    metavar="URL",
-    help="With --driver kubernetes: URL of the API server, as from `kubectl proxy`. Default: that of the cluster that "
-    "runs this command.",
-)
+@click.option("--host", default="127.0.0.1", help="Address at which the metric is published.")
+@click.option("--port", type=Whole(0, 65535), default=8471, help="Port of the metric; 0: any free one.")
 @click.option(
     "--simulate",
     "trace",
     metavar="FILE",
-    help="Instead, run the controller over a day's trace on the simulated clock, and print the share of requests that "
-    "keep the bounds, and the cost.",
+    help="Instead, follow the recommendations over a day's trace on the simulated clock, and print the share of "
+    "requests that keep the bounds, and the cost.",
 )
 @json_option
 def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> None:
-    """Fit a fleet to a live load: start replicas before the bounds are at risk, drain them when that saves cost.
+    """Recommend how many replicas of each kind a live load takes, as a Prometheus metric for an autoscaler to act on.
 
-    The forecast is the day in fleet.json at today's level, or today's trend where that has been more accurate. A
-    controller that is restarted goes on with the fleet that it finds. Ctrl-C or SIGTERM ends the replicas on this
-    machine once their requests have finished; on Kubernetes they stay.
+    The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
+    today's level, or today's trend where that has been more accurate. `xgpt export fleet.json --to k8s` writes
+    autoscalers (HPA, KEDA) that act on it. This command starts and ends no replicas.
 
     \b
     Examples:
-      xgpt autoscale fleet.json --port 8000
-      xgpt autoscale fleet.json --driver kubernetes --namespace llm --dry-run
+      xgpt autoscale fleet.json --scrape http://127.0.0.1:8000
+      xgpt autoscale fleet.json --arrival-rate 12 --once
       xgpt autoscale fleet.json --simulate tomorrow.csv
     """
     import json
+    from pathlib import Path
 
     from xgpt import api
     from xgpt.cli import render
     from xgpt.core.errors import InputError
+    from xgpt.core.io import load_json
+    from xgpt.core.schema.fleet import FleetPlan
 
     if trace is not None:
         refuse_idle(set(asked) - {"look_s"}, "it does not go with --simulate")
         with render.at_work("simulating"):
-            figures = api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"])
+            figures: dict[str, Any] = dict(api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"]).figures)
+        rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
+        title, columns = "the day on the simulated clock", ["figure", "value"]
+    elif asked["once"]:
+        refuse_idle({"host", "port"}, "it does not go with --once, which publishes nothing")
+        with render.at_work("looking at the load"):
+            found = api.autoscale(fleet_path, **asked)
+        if found is None:
+            return
+        kinds = load_json(Path(fleet_path), FleetPlan, "fleet").kinds
+        wanted = {kind.name: number for kind, number in zip(kinds, found.replicas, strict=True)}
+        figures = {"replicas": wanted, "need_per_s": found.need_per_s}
+        rows = [[name, str(number)] for name, number in wanted.items()]
+        title, columns = f"replicas for {found.need_per_s:.3g} requests/s", ["kind", "replicas"]
+    else:
         if as_json:
-            click.echo(json.dumps(figures.figures, indent=1))
-        else:
-            rows = [[name, f"{value:.4g}"] for name, value in figures.figures.items()]
-            render.show(render.table("the controller on the simulated clock", ["figure", "value"], rows))
+            raise InputError("--json", as_json, "it goes with --simulate or --once")
+        api.autoscale(fleet_path, **asked, on_note=lambda line: click.echo(line, err=True))
         return
     if as_json:
-        raise InputError("--json", as_json, "it goes with --simulate")
-
-    def note(line: str) -> None:
-        click.echo(line, err=True)
-
-    api.autoscale(fleet_path, **asked, on_note=note)
+        click.echo(json.dumps(figures, indent=1))
+    else:
+        render.show(render.table(title, columns, rows))

@@ -1,20 +1,33 @@
-"""A fleet on Kubernetes: the objects of each kind of replica, and the controller with the rights that it needs."""
+"""A fleet on Kubernetes: the objects of each kind of replica, the recommender, and autoscalers that follow it."""
 
 from __future__ import annotations
 
+from xgpt.autoscaling.recommend import WANTED, fleet_name
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.version import __version__
-from xgpt.exporting.kubernetes import check_deployable, kustomization, replica_files
-from xgpt.exporting.pods import MAX_CONFIG_BYTES, USER, Names, Object, to_yaml
-from xgpt.operating.operating import fleet_name
+from xgpt.exporting.kubernetes import (
+    GROUP,
+    LEADER_LABELS,
+    check_deployable,
+    kustomization,
+    num_nodes,
+    replica_files,
+)
+from xgpt.exporting.packages import PORT
+from xgpt.exporting.pods import MAX_CONFIG_BYTES, USER, Names, Object, container_security, of_secret, to_yaml
 
 PLACE = "/etc/xgpt/fleet"
+METRIC_PORT = 8471
+PROMETHEUS = "http://prometheus-server.monitoring"
+"""Address of Prometheus in the exported ScaledObjects, to be changed."""
+TOLERATED = 10
+"""Replicas up to which a change by one exceeds the tenth within which Kubernetes' autoscaler changes nothing."""
 
 
 def fleet_files(fleet: FleetPlan) -> dict[str, str]:
-    """Return the objects of each kind in a directory of its own, those of the controller, and a kustomization of all.
+    """Return the objects of each kind in a directory of its own, the recommender, autoscalers, and a kustomization.
 
     Raises:
         InputError: pods could not run one of the plans, a replica spans nodes, or the fleet is too large a file.
@@ -24,61 +37,92 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
     if len(document.encode()) > MAX_CONFIG_BYTES:
         says = f"the fleet takes {len(document.encode())} bytes, a ConfigMap {MAX_CONFIG_BYTES}; give longer intervals"
         raise InputError("fleet.intervals", len(fleet.intervals), says)
-    files = {"fleet.json": document, "controller.yaml": _comment(base) + to_yaml(_controller(base, document))}
+    numbers = range(len(fleet.kinds))
+    files = {
+        "fleet.json": document,
+        "recommender.yaml": _comment(base) + to_yaml(_recommender(fleet, base, document)),
+        "hpa.yaml": HPA_COMMENT + to_yaml([_hpa(fleet, base, number) for number in numbers]),
+        "keda.yaml": KEDA_COMMENT + to_yaml([_scaled_object(fleet, base, number) for number in numbers]),
+    }
     for number, kind in enumerate(fleet.kinds):
         check_deployable(kind.plan, "k8s")
-        labels = {"app.kubernetes.io/part-of": base, "xgpt-kind": str(number)}
-        names = Names(f"{base}-{number}", {"app.kubernetes.io/name": f"{base}-{number}", **labels})
+        names = _names(base, number)
         plan = kind.plan.model_copy(update={"replicas": max(1, fleet.intervals[0].replicas[number])})
         files |= {f"kind{number}/{name}": text for name, text in replica_files(plan, names).items()}
-    resources = ["controller.yaml", *(f"kind{number}" for number in range(len(fleet.kinds)))]
+    resources = ["recommender.yaml", *(f"kind{number}" for number in numbers)]
     return {**files, "kustomization.yaml": kustomization(resources)}
+
+
+def _names(base: str, number: int) -> Names:
+    """Return the names of a kind's objects."""
+    labels = {"app.kubernetes.io/part-of": base, "xgpt-kind": str(number)}
+    return Names(f"{base}-{number}", {"app.kubernetes.io/name": f"{base}-{number}", **labels})
 
 
 def _comment(base: str) -> str:
     return (
-        f"# The controller of a fleet by xgpt {__version__}. It reads the pods' metrics with an admin key:\n"
-        f"#   kubectl create secret generic {base}-controller --from-literal=key=KEY\n"
-        "# The directories next to this file are the kinds of replicas. Start: kubectl apply -k .\n"
+        f"# The recommender of a fleet by xgpt {__version__}. It reads the pods' metrics with an admin key:\n"
+        f"#   kubectl create secret generic {base}-recommender --from-literal=key=KEY\n"
+        f"# It publishes {WANTED} and changes nothing itself: add hpa.yaml or keda.yaml to the resources of\n"
+        "# kustomization.yaml, not both. The directories next to this file are the kinds of replicas.\n"
+        "# Start: kubectl apply -k .\n"
     )
 
 
-def _controller(base: str, document: str) -> list[Object]:
-    name = f"{base}-controller"
+HPA_COMMENT = f"""# Needs {WANTED} as an external metric: Prometheus scrapes the recommender's Service, and the
+# configuration of Prometheus' adapter has the rule
+#   externalRules:
+#   - {{seriesQuery: {WANTED}, metricsQuery: max(<<.Series>>{{<<.LabelMatchers>>}}), resources: {{namespaced: false}}}}
+# Kubernetes runs at least one replica of each kind, and ignores changes by less than a tenth unless `tolerance` is 0,
+# which takes version 1.35 or newer.
+"""
+KEDA_COMMENT = """# Needs KEDA, and a Prometheus that scrapes the recommender's Service: change serverAddress to its
+# address. Kinds may go down to zero replicas.
+"""
+
+
+def _recommender(fleet: FleetPlan, base: str, document: str) -> list[Object]:
+    name = f"{base}-recommender"
     selector = {"app.kubernetes.io/name": name}
     meta = {"name": name, "labels": {**selector, "app.kubernetes.io/managed-by": "xgpt"}}
-    rules = [
-        {"apiGroups": ["apps"], "resources": ["deployments"], "verbs": ["get", "list"]},
-        {"apiGroups": ["apps"], "resources": ["deployments/scale"], "verbs": ["get", "patch"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "patch"]},
-    ]
-    rights = "rbac.authorization.k8s.io"
     spec = {
         "replicas": 1,
-        "strategy": {"type": "Recreate"},  # two controllers would each order what is missing
+        "strategy": {"type": "Recreate"},  # one memory of the load
         "selector": {"matchLabels": selector},
-        "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(name, base)},
+        "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(fleet, name, base)},
     }
+    scraped = {"prometheus.io/scrape": "true", "prometheus.io/port": str(METRIC_PORT)}
+    ports = [{"name": "metrics", "port": METRIC_PORT, "targetPort": "metrics"}]
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta},
-        {"apiVersion": f"{rights}/v1", "kind": "Role", "metadata": meta, "rules": rules},
-        {
-            "apiVersion": f"{rights}/v1",
-            "kind": "RoleBinding",
-            "metadata": meta,
-            "roleRef": {"apiGroup": rights, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name}],
-        },
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"fleet.json": document}},
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": spec},
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {**meta, "annotations": scraped},
+            "spec": {"selector": selector, "ports": ports},
+        },
+        *(_pods_of(fleet, base, number) for number in range(len(fleet.kinds))),
     ]
 
 
-def _pod(name: str, base: str) -> Object:
-    command = ["python3", "-m", "xgpt", "autoscale", f"{PLACE}/fleet.json", "--driver", "kubernetes"]
-    key = {"secretKeyRef": {"name": name, "key": "key", "optional": True}}
+def _pods_of(fleet: FleetPlan, base: str, number: int) -> Object:
+    """Return a Service whose name resolves to the addresses of all ready pods of a kind."""
+    names = _names(base, number)
+    leaders = LEADER_LABELS if num_nodes(fleet.kinds[number].plan) > 1 else {}
+    ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
+    spec = {"clusterIP": "None", "selector": {**names.selector, **leaders}, "ports": ports}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": names.meta("-pods"), "spec": spec}
+
+
+def _pod(fleet: FleetPlan, name: str, base: str) -> Object:
+    command = ["python3", "-m", "xgpt", "autoscale", f"{PLACE}/fleet.json", "--day-begins", "00:00"]
+    command += ["--host", "0.0.0.0", "--port", str(METRIC_PORT)]
+    for number, kind in enumerate(fleet.kinds):
+        command += ["--scrape", f"{kind.name}=http://{base}-{number}-pods:{PORT}"]
     return {
-        "serviceAccountName": name,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -87,19 +131,16 @@ def _pod(name: str, base: str) -> Object:
         },
         "containers": [
             {
-                "name": "controller",
+                "name": "recommender",
                 "image": f"xgpt:{__version__}",
-                "command": [*command, "--name", base, "--day-begins", "00:00"],
-                "env": [{"name": "XGPT_API_KEY", "valueFrom": key}, {"name": "HOME", "value": "/tmp"}],
+                "command": command,
+                "env": [of_secret("XGPT_API_KEY", name, "key", optional=True), {"name": "HOME", "value": "/tmp"}],
+                "ports": [{"name": "metrics", "containerPort": METRIC_PORT}],
                 "resources": {
                     "requests": {"cpu": "100m", "memory": "512Mi"},
                     "limits": {"cpu": "2", "memory": "1Gi"},
                 },
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
-                },
+                "securityContext": container_security(),
                 "volumeMounts": [
                     {"name": "fleet", "mountPath": PLACE, "readOnly": True},
                     {"name": "scratch", "mountPath": "/tmp"},
@@ -111,3 +152,56 @@ def _pod(name: str, base: str) -> Object:
             {"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}},
         ],
     }
+
+
+def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
+    """Return the reference to what an autoscaler scales, and its largest number of replicas."""
+    kind = fleet.kinds[number]
+    target = GROUP if num_nodes(kind.plan) > 1 else {"apiVersion": "apps/v1", "kind": "Deployment"}
+    planned = max(interval.replicas[number] for interval in fleet.intervals)
+    most = max(1, 2 * planned, kind.plan.cluster.num_devices // kind.num_devices)
+    return {**target, "name": _names(base, number).name}, most
+
+
+DOWN: Object = {"stabilizationWindowSeconds": 0}
+"""The recommender has waited already before it recommends fewer."""
+
+
+def _hpa(fleet: FleetPlan, base: str, number: int) -> Object:
+    target, most = _scaled(fleet, base, number)
+    metric = {"name": WANTED, "selector": {"matchLabels": {"fleet": base, "kind": str(number)}}}
+    each = {"type": "AverageValue", "averageValue": "1"}
+    exact = {"tolerance": "0"} if most > TOLERATED else {}
+    behavior = {"scaleDown": {**DOWN, **exact}, **({"scaleUp": exact} if exact else {})}
+    spec = {
+        "scaleTargetRef": target,
+        "minReplicas": 1,
+        "maxReplicas": most,
+        "metrics": [{"type": "External", "external": {"metric": metric, "target": each}}],
+        "behavior": behavior,
+    }
+    meta = _names(base, number).meta()
+    return {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": meta, "spec": spec}
+
+
+def _scaled_object(fleet: FleetPlan, base: str, number: int) -> Object:
+    target, most = _scaled(fleet, base, number)
+    trigger = {
+        "type": "prometheus",
+        "metricType": "AverageValue",
+        "metadata": {
+            "serverAddress": PROMETHEUS,
+            "query": f'max({WANTED}{{fleet="{base}",kind="{number}"}})',
+            "threshold": "1",
+        },
+    }
+    spec = {
+        "scaleTargetRef": target,
+        "minReplicaCount": 0,
+        "maxReplicaCount": most,
+        "pollingInterval": 15,
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": DOWN}}},
+        "triggers": [trigger],
+    }
+    meta = _names(base, number).meta()
+    return {"apiVersion": "keda.sh/v1alpha1", "kind": "ScaledObject", "metadata": meta, "spec": spec}

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
-from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.io import parse_arguments
-from xgpt.core.progress import Progress
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Frozen
 from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan
-from xgpt.problems import resolve
-from xgpt.requests import PlanRequest, plan_request
-from xgpt.resolve import check_names, workload_of
-from xscheduler.fleet.day import Day, Intervals, cut, read_day
-from xscheduler.fleet.kinds import Candidate, candidates, devices_here
-from xscheduler.fleet.sizes import (
+from xgpt.core.schema.policy import PolicyChoice
+from xscheduler.fleet.day_load import Day, Intervals
+from xscheduler.fleet.replica_counts import (
     DeviceLimit,
     FleetProblem,
     FleetSolution,
@@ -33,6 +27,8 @@ from xscheduler.fleet.sizes import (
     solve_fleet,
     starts_of,
 )
+from xscheduler.fleet.replica_kinds import Candidate, candidates, devices_here
+from xscheduler.problem import Problem
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.fleet import Replica, replicas_of, simulate_fleet
 from xsimulator.measures import RequestTimes
@@ -48,28 +44,31 @@ SAVED_REQUESTS = 1_000_000
 """Simulated requests after which no smaller load factor is tried: it would save little and take minutes."""
 
 
-class FleetRequest(Frozen):
-    """The arguments of a fleet, besides those of the plans of its replicas (`xgpt.requests.PlanRequest`).
+class FleetTerms(Frozen):
+    """How a fleet may change during a day."""
+
+    interval_s: Annotated[float, Field(ge=1)] = 900.0
+    """Length of an interval, in which the fleet does not change."""
+    least_stay_s: NonNegativeFloat = 0.0
+    """Least time for which a started replica stays."""
+    startup_s: NonNegativeFloat = 60.0
+    """Time from ordering a replica until it begins to load its weights."""
+    least_replicas: NonNegativeInt = 1
+    """Least number of replicas at any time."""
+
+
+class ClusterChoice(NamedTuple):
+    """A cluster on which replicas may run.
 
     Attributes:
-        trace: a trace with times, or rates and workloads over hours.
-        among: clusters with the price of one device for an hour; None: the one cluster of the plan's request.
-        interval_s: length of an interval, in which the fleet does not change.
-        least_stay_s: least time for which a started replica stays.
-        startup_s: time from ordering a replica until it begins to load its weights.
-        devices: largest number of devices of each cluster, one for all or by name; None: as many as needed.
-        least_replicas: least number of replicas at any time.
-        seed: seed of the requests drawn for rates.
+        problem: the problem of one replica under the whole day's lengths.
+        policy: its policies.
+        most_devices: largest number of devices of all its replicas; None: as many as needed.
     """
 
-    trace: Path
-    among: dict[str, PositiveFloat] | None = None
-    interval_s: PositiveFloat = 900.0
-    least_stay_s: NonNegativeFloat = 0.0
-    startup_s: NonNegativeFloat = 60.0
-    devices: PositiveInt | dict[str, PositiveInt] | None = None
-    least_replicas: NonNegativeInt = 1
-    seed: NonNegativeInt = 0
+    problem: Problem
+    policy: PolicyChoice
+    most_devices: int | None
 
 
 @dataclass(frozen=True)
@@ -91,51 +90,34 @@ class FleetModel:
         return simulate_fleet(self.day.requests, replicas, kinds, lanes)
 
 
-def plan_fleet(request: FleetRequest, asked: Mapping[str, Any], progress: Progress | None = None) -> FleetPlan:
-    """Plan a day's fleet.
-
-    Args:
-        asked: the arguments for each replica's plan, by the names of `plan_request`.
+def plan_day(day: Day, intervals: Intervals, clusters: Sequence[ClusterChoice], terms: FleetTerms) -> FleetPlan:
+    """Return the cheapest fleet that holds a day's load.
 
     Raises:
-        InputError: an argument is not accepted, or the trace is malformed.
         InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
-        MachineError: this machine cannot be measured.
-    """
-    return plan_day(read_day(request.trace, request.seed), request, asked, progress)[0]
-
-
-def plan_day(
-    day: Day, request: FleetRequest, asked: Mapping[str, Any], progress: Progress | None = None
-) -> tuple[FleetPlan, FleetModel]:
-    """Plan the fleet of a day that has been read; the request's trace is ignored.
-
-    Raises:
-        XgptError: as `plan_fleet` does.
     """
     started = time.perf_counter()
-    intervals = cut(day, request.interval_s)
-    found, limits = _candidates(request, asked, intervals, progress)
+    found, limits = _candidates(clusters, intervals, terms.startup_s)
     model = FleetModel(day, intervals, tuple(found))
-    problem = _problem(request, model, limits)
+    problem = _problem(terms, model, limits)
     solution = solve_fleet(problem)
     planning_s = time.perf_counter() - started
     constraint = found[0].kind.plan.constraint
-    factor, solution, times = _settled(model, problem, solution, constraint.quantile, request.interval_s)
+    factor, solution, times = _settled(model, problem, solution, constraint.quantile, terms.interval_s)
     problem = replace(problem, needs=factor * intervals.peaks)
     constant = solve_constant(problem)
-    constant_times = model.simulate(constant.replicas, request.interval_s)
+    constant_times = model.simulate(constant.replicas, terms.interval_s)
     kinds = tuple(candidate.kind for candidate in found)
-    fleet = FleetPlan(
+    return FleetPlan(
         name=day.name,
         constraint=constraint,
-        interval_s=request.interval_s,
-        least_stay_s=request.least_stay_s,
-        least_replicas=request.least_replicas,
+        interval_s=terms.interval_s,
+        least_stay_s=terms.least_stay_s,
+        least_replicas=terms.least_replicas,
         load_factor=factor,
         kinds=kinds,
         lengths=intervals.lengths,
-        intervals=_intervals(model, solution.replicas, times, request.interval_s),
+        intervals=_intervals(model, solution.replicas, times, terms.interval_s),
         planned=figures_of(model, problem, solution.replicas, times),
         constant=ConstantFleet(
             replicas=tuple(constant.replicas[0].tolist()),
@@ -147,39 +129,26 @@ def plan_day(
         planning_s=round(planning_s, 3),
         verifying_s=round(time.perf_counter() - started - planning_s, 3),
     )
-    return fleet, model
 
 
 def _candidates(
-    request: FleetRequest, asked: Mapping[str, Any], intervals: Intervals, progress: Progress | None
+    clusters: Sequence[ClusterChoice], intervals: Intervals, startup_s: float
 ) -> tuple[list[Candidate], list[DeviceLimit]]:
-    """Return the kinds of replicas of all clusters, and the devices that they share."""
-    asked = {"quantile": 0.99, **asked, "workload": intervals.everything, "objective": "arrivals"}
-    among: Mapping[str, float | None] = request.among or {}
-    if among and asked.get("cluster") is not None:
-        raise InputError("among", ", ".join(among), "it brings its own clusters: leave `cluster` out")
-    each = [{"cluster": name, "price": price} for name, price in among.items()] or [{}]
-    requests: list[PlanRequest] = [plan_request(**{**asked, **of}) for of in each]
-    unknown = set(request.devices) - set(among) if isinstance(request.devices, dict) else set()
-    if unknown:
-        raise InputError("devices", min(unknown), "it names no cluster of `among`")
+    """Return the kinds of replicas of all clusters, and the limits on devices that they share."""
     found: list[Candidate] = []
     limits: list[DeviceLimit] = []
     why: InfeasibleError | None = None
-    for number, one in enumerate(requests):
-        name = str(each[number].get("cluster", ""))
-        most = request.devices.get(name) if isinstance(request.devices, dict) else request.devices
-        problem = resolve(one, progress)
-        workload_of(intervals.everything, problem.model)
+    for problem, policy, most_devices in clusters:
+        most = most_devices
         if problem.cluster.is_local:
             here = devices_here(problem.cluster, problem.profile.num_threads)
             most = min(most or here, here)
         try:
             of_cluster = candidates(
                 replace(problem, max_devices=min(most or problem.cluster.num_devices, problem.cluster.num_devices)),
-                one.policy,
+                policy,
                 intervals.lengths,
-                request.startup_s,
+                startup_s,
             )
         except InfeasibleError as error:
             why = error
@@ -194,7 +163,7 @@ def _candidates(
     return found, limits
 
 
-def _problem(request: FleetRequest, model: FleetModel, limits: Sequence[DeviceLimit]) -> FleetProblem:
+def _problem(terms: FleetTerms, model: FleetModel, limits: Sequence[DeviceLimit]) -> FleetProblem:
     kinds = [candidate.kind for candidate in model.candidates]
     rates = np.asarray([kind.rates_per_s for kind in kinds]).T
     return FleetProblem(
@@ -202,9 +171,9 @@ def _problem(request: FleetRequest, model: FleetModel, limits: Sequence[DeviceLi
         rates=rates[model.intervals.groups],
         prices=np.asarray([kind.price_per_hour for kind in kinds]),
         start_costs=np.asarray([kind.change_cost for kind in kinds]),
-        hours=request.interval_s / 3600,
-        least_stay=max(1, ceil(request.least_stay_s / request.interval_s)),
-        least=request.least_replicas,
+        hours=terms.interval_s / 3600,
+        least_stay=max(1, ceil(terms.least_stay_s / terms.interval_s)),
+        least=terms.least_replicas,
         limits=tuple(limits),
     )
 
@@ -299,14 +268,3 @@ def _intervals(model: FleetModel, counts: Ints, times: RequestTimes, interval_s:
         )
         for i in range(count)
     )
-
-
-def fleet_request(**asked: Any) -> FleetRequest:
-    """Return the request that keyword arguments make; None stands for one that was not given.
-
-    Raises:
-        InputError: an argument is not accepted.
-    """
-    request = parse_arguments({name: value for name, value in asked.items() if value is not None}, FleetRequest)
-    check_names(request.among or ())
-    return request

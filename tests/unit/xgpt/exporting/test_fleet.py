@@ -1,18 +1,22 @@
-"""A fleet's objects on Kubernetes: valid, and found by the controller that is among them."""
+"""A fleet's objects on Kubernetes: valid, and scaled by what the recommender among them says."""
 
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 import xgpt
 from tests.fleets import fleet_of
+from xgpt.autoscaling.recommend import _Metrics
+from xgpt.autoscaling.scraping import target_of
 from xgpt.core.errors import InputError
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.operating.drivers.kubernetes import FLEET_LABEL, KIND_LABEL
+from xscheduler.fleet.recommender import Recommendation
 
 
 def deployable() -> FleetPlan:
@@ -30,28 +34,59 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 def test_all_objects_are_valid_and_none_is_named_twice() -> None:
     files = xgpt.export(deployable(), "k8s")
-    found = [of for name, text in files.items() if name.endswith(("r.yaml", "xgpt.yaml")) for of in objects(text)]
+    written = ("recommender.yaml", "hpa.yaml", "xgpt.yaml")
+    found = [of for name, text in files.items() if name.endswith(written) for of in objects(text)]
     for one in found:
-        kubernetes_validate.validate(one, "1.31", strict=True)
+        kubernetes_validate.validate(one, "1.35", strict=True)
     names = [(one["kind"], one["metadata"]["name"]) for one in found]
     assert len(set(names)) == len(names)
     kinds = [kind for kind, _ in names]
     assert kinds.count("Deployment") == 3 and kinds.count("PodDisruptionBudget") == 2
-    assert yaml.safe_load(files["kustomization.yaml"])["resources"] == ["controller.yaml", "kind0", "kind1"]
+    assert yaml.safe_load(files["kustomization.yaml"])["resources"] == ["recommender.yaml", "kind0", "kind1"]
 
 
-def test_the_controller_finds_the_deployments_and_may_scale_them() -> None:
-    files = xgpt.export(deployable(), "k8s")
-    controller = objects(files["controller.yaml"])
-    command = controller[-1]["spec"]["template"]["spec"]["containers"][0]["command"]
-    name = command[command.index("--name") + 1]
-    for number in range(2):
-        deployment = next(one for one in objects(files[f"kind{number}/xgpt.yaml"]) if one["kind"] == "Deployment")
-        for labels in (deployment["metadata"]["labels"], deployment["spec"]["template"]["metadata"]["labels"]):
-            assert labels[FLEET_LABEL] == name and labels[KIND_LABEL] == str(number)
-    role = next(one for one in controller if one["kind"] == "Role")
-    allowed = {(of, verb) for rule in role["rules"] for of in rule["resources"] for verb in rule["verbs"]}
-    assert {("deployments", "list"), ("deployments/scale", "patch"), ("pods", "list"), ("pods", "patch")} <= allowed
+def deployments(files: dict[str, str]) -> dict[str, dict[str, Any]]:
+    found = [of for text in files.values() if "kind: Deployment" in text for of in objects(text)]
+    return {one["metadata"]["name"]: one for one in found if one["kind"] == "Deployment"}
+
+
+def test_the_recommender_reads_the_pods_of_each_kind_by_name() -> None:
+    fleet = deployable()
+    files = xgpt.export(fleet, "k8s")
+    services = {one["metadata"]["name"]: one for one in objects(files["recommender.yaml"]) if one["kind"] == "Service"}
+    pod = deployments(files)["xgpt-llama-3-1-8b-recommender"]["spec"]["template"]["spec"]
+    command = pod["containers"][0]["command"]
+    scraped = [command[i + 1] for i, word in enumerate(command) if word == "--scrape"]
+    targets = [target_of(text, [kind.name for kind in fleet.kinds]) for text in scraped]
+    assert [target.kind for target in targets] == [0, 1]
+    for target in targets:
+        of_pods = services[str(urlsplit(target.url).hostname)]["spec"]
+        template = deployments(files)[f"xgpt-llama-3-1-8b-{target.kind}"]["spec"]["template"]
+        assert of_pods["clusterIP"] == "None"  # the name resolves to all pods
+        assert of_pods["selector"].items() <= template["metadata"]["labels"].items()
+        assert urlsplit(target.url).port == template["spec"]["containers"][0]["ports"][0]["containerPort"]
+    assert not pod["automountServiceAccountToken"]  # it changes nothing
+
+
+def test_the_autoscalers_act_on_the_recommended_number_of_their_own_kind() -> None:
+    fleet = deployable()
+    files = xgpt.export(fleet, "k8s")
+    registry = CollectorRegistry()
+    _Metrics(fleet, 0, registry)(Recommendation((3, 5), 1.0, 1.0), (1, 1))
+    pairs = zip(objects(files["hpa.yaml"]), objects(files["keda.yaml"]), strict=True)
+    for number, (hpa, scaled) in enumerate(pairs):
+        for one in (hpa, scaled):
+            assert one["spec"]["scaleTargetRef"]["name"] in deployments(files)
+        external = hpa["spec"]["metrics"][0]["external"]
+        assert external["target"] == {"type": "AverageValue", "averageValue": "1"}
+        labels = external["metric"]["selector"]["matchLabels"]
+        value = registry.get_sample_value(external["metric"]["name"], {**labels, "name": fleet.kinds[number].name})
+        assert value == (3, 5)[number]
+        query = "".join(f'{name}="{text}",' for name, text in labels.items()).removesuffix(",")
+        assert scaled["spec"]["triggers"][0]["metadata"]["query"] == f"max(xgpt_replicas_wanted{{{query}}})"
+        assert (
+            hpa["spec"]["maxReplicas"] == scaled["spec"]["maxReplicaCount"] >= 2 * fleet.intervals[1].replicas[number]
+        )
 
 
 def test_a_fleet_without_weights_or_for_another_target_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from xgpt.core.errors import InfeasibleError
 from xscheduler.fleet import planning
-from xscheduler.fleet.sizes import FleetProblem, solve_fleet
+from xscheduler.fleet.replica_counts import FleetProblem, solve_fleet
 
 
 def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:
@@ -27,7 +27,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, enough: int) -> tuple[float, int]:
 def test_the_factor_is_the_highest_of_those_that_come_to_the_fewest_replicas(
     monkeypatch: pytest.MonkeyPatch, enough: int, factor: float
 ) -> None:
-    """A controller that multiplied a growing load by a lower one would start the next replica too late."""
+    """A recommender that multiplied a growing load by a lower one would ask for the next replica too late."""
     assert settled(monkeypatch, enough) == (pytest.approx(factor), enough)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.rings import examples
 from xgpt.core.errors import InfeasibleError
-from xscheduler.fleet import sizes as fleet
-from xscheduler.fleet.sizes import (
+from xscheduler.fleet import replica_counts as fleet
+from xscheduler.fleet.replica_counts import (
     DeviceLimit,
     FleetProblem,
     cost_of,

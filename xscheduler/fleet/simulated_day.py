@@ -1,4 +1,4 @@
-"""The simulated clock of a fleet's controller: a day's requests, replicas that take time to start and to end."""
+"""Simulate a day on which a fleet's replicas follow recommendations: replicas take time to start and to end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.schema.fleet import FleetPlan
-from xscheduler.fleet.controller import LEAST_LENGTHS, Look, Orders, ReplicaState
+from xscheduler.fleet.recommender import LEAST_LENGTHS, LoadSample, Recommendation
 from xsimulator.fleet import Replica, Requests
 
 LENGTHS_S = 600.0
 """Time over whose requests lengths are observed."""
 
-Decide = Callable[[Look], Orders]
+Recommend = Callable[[LoadSample], Recommendation]
 
 
 @dataclass
@@ -26,22 +26,15 @@ class _Simulated:
     ready_s: float
     leaves_s: float = float("inf")
 
-    def state(self, name: str, now_s: float) -> ReplicaState:
-        if self.leaves_s <= now_s:
-            return ReplicaState(name, self.kind, "draining", self.leaves_s)
-        if self.ready_s <= now_s:
-            return ReplicaState(name, self.kind, "ready", self.ready_s)
-        return ReplicaState(name, self.kind, "starting", self.ordered_s)
-
 
 @dataclass(frozen=True)
-class ControlledDay:
-    """What a controller has made of a day.
+class RecommendedDay:
+    """The replicas of a day, and their cost.
 
     Attributes:
         replicas: the times at which each took requests.
         device_hours, cost: of all replicas, from their orders to their ends.
-        held: (time, serving replicas, need) at each look.
+        held: (time, serving replicas, need) at each sample.
     """
 
     replicas: tuple[Replica, ...]
@@ -50,10 +43,10 @@ class ControlledDay:
     held: tuple[tuple[float, int, float], ...]
 
 
-def control_day(
-    fleet: FleetPlan, requests: Requests, seconds: float, decide: Decide, look_s: float, first: Sequence[int]
-) -> ControlledDay:
-    """Run a controller over a day.
+def simulate_day(
+    fleet: FleetPlan, requests: Requests, seconds: float, recommend: Recommend, look_s: float, first: Sequence[int]
+) -> RecommendedDay:
+    """Return the replicas of a day that follow recommendations at every sample of its load.
 
     Waiting requests are a fluid queue: those beyond what ready replicas hold under the day's lengths add up.
 
@@ -68,31 +61,37 @@ def control_day(
     for i in range(1, count + 1):
         now_s = i * look_s
         arrived = int(edges[i] - edges[i - 1])
-        states = [one.state(str(n), now_s) for n, one in enumerate(all_)]
-        present = [state for state in states if state.state != "draining" or now_s < state.since_s + look_s]
         group = fleet.interval_at(now_s).lengths
-        ready = [state for state in present if state.state == "ready"]
-        capacity = sum(fleet.kinds[state.kind].rates_per_s[group] for state in ready)
+        serving = [one.kind for one in all_ if one.ready_s <= now_s < one.leaves_s]
+        capacity = sum(fleet.kinds[kind].rates_per_s[group] for kind in serving)
         waiting = max(0.0, waiting + arrived - capacity * look_s)
         recent = slice(back[i], edges[i])
         tells = edges[i] - back[i] >= LEAST_LENGTHS
-        look = Look(
+        sample = LoadSample(
             now_s,
             look_s,
             arrived,
             waiting,
-            [state for state in present if state.state != "draining"],
+            tuple(serving.count(kind) for kind in range(len(fleet.kinds))),
             float(requests.inputs[recent].mean()) if tells else None,
             float(requests.outputs[recent].mean()) if tells else None,
             int(edges[i] - back[i]),
         )
-        orders = decide(look)
-        held.append((now_s, len(ready), orders.need_per_s))
-        for name in orders.drain:
-            all_[int(name)].leaves_s = now_s
-        for kind, number in enumerate(orders.start):
-            all_ += [_Simulated(kind, now_s, now_s + fleet.kinds[kind].start_s) for _ in range(number)]
-    return ControlledDay(_served(all_), *_spent(fleet, all_, seconds), tuple(held))
+        found = recommend(sample)
+        held.append((now_s, len(serving), found.need_per_s))
+        _follow(fleet, all_, found.replicas, now_s)
+    return RecommendedDay(_served(all_), *_spent(fleet, all_, seconds), tuple(held))
+
+
+def _follow(fleet: FleetPlan, all_: list[_Simulated], wanted: Sequence[int], now_s: float) -> None:
+    """Start what is missing; end what is too much: first those that do not serve yet, then the newest."""
+    for kind, number in enumerate(wanted):
+        present = [one for one in all_ if one.kind == kind and one.leaves_s > now_s]
+        present.sort(key=lambda one: (one.ready_s <= now_s, -one.ordered_s))
+        for one in present[: max(0, len(present) - number)]:
+            one.leaves_s = now_s
+        missing = max(0, number - len(present))
+        all_ += [_Simulated(kind, now_s, now_s + fleet.kinds[kind].start_s) for _ in range(missing)]
 
 
 def _served(all_: Sequence[_Simulated]) -> tuple[Replica, ...]:

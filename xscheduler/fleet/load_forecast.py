@@ -53,7 +53,7 @@ class _Predictor:
             self.square += MEMORY_OF_ERRORS * (max(error, self.least) - self.square)
 
 
-class Forecast:
+class LoadForecast:
     """Forecasts requests a second.
 
     The level is computed from as many of the last looks as agree with the newest, relative to the season: a jump counts
@@ -68,7 +68,7 @@ class Forecast:
         self._fleet, self._lead_s = fleet, lead_s
         self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
         self._rises = _rises(self._rates)
-        self._looks: deque[tuple[float, float, int]] = deque()
+        self._looks: deque[tuple[float, float, float]] = deque()
         """(end, seconds, requests) of each look."""
         # What the smallest replica holds by itself is no error: else a night without requests would make any load of
         # the morning one beyond measure.
@@ -86,7 +86,7 @@ class Forecast:
         i = int(number) % len(self._rates)
         return float(self._rates[i] + self._rises[i] * (part - 0.5))
 
-    def look(self, now_s: float, seconds: float, num_requests: int) -> None:
+    def look(self, now_s: float, seconds: float, num_requests: float) -> None:
         """Note how many requests have arrived in the last seconds."""
         self._looks.append((now_s, seconds, num_requests))
         while self._looks[0][0] < now_s - MEMORY_S:

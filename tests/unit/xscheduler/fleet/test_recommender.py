@@ -1,4 +1,4 @@
-"""The controller of a fleet on a simulated clock: ahead of what the season says, at once after what it does not."""
+"""Recommended replicas on a simulated clock: ahead of what the season says, at once after what it does not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.fleets import fleet_of
 from xgpt.core.schema import Workload
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.workload import histogram_of
-from xscheduler.fleet.controller import Controller, Look, ReplicaState
-from xscheduler.fleet.forecast import Forecast
-from xscheduler.fleet.simulated import ControlledDay, control_day
-from xscheduler.fleet.sizes import DeviceLimit
+from xscheduler.fleet.load_forecast import LoadForecast
+from xscheduler.fleet.recommender import LoadSample, Recommendation, Recommender
+from xscheduler.fleet.replica_counts import DeviceLimit
+from xscheduler.fleet.simulated_day import RecommendedDay, simulate_day
 from xsimulator.fleet import Requests
 
 LOOK_S = 15.0
@@ -31,12 +31,12 @@ def arrivals(rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, seed: 
 
 def controlled(
     fleet: FleetPlan, rate_at: Callable[[np.ndarray], np.ndarray], seconds: float, first: int = 1
-) -> ControlledDay:
-    controller = Controller(fleet, look_s=LOOK_S)
-    return control_day(fleet, arrivals(rate_at, seconds), seconds, controller.decide, LOOK_S, [first])
+) -> RecommendedDay:
+    recommender = Recommender(fleet, look_s=LOOK_S)
+    return simulate_day(fleet, arrivals(rate_at, seconds), seconds, recommender.recommend, LOOK_S, [first])
 
 
-def ready_at(day: ControlledDay, time_s: float) -> int:
+def ready_at(day: RecommendedDay, time_s: float) -> int:
     return sum(replica.from_s <= time_s < replica.to_s for replica in day.replicas)
 
 
@@ -75,7 +75,7 @@ def test_a_load_that_rises_does_not_jump_where_intervals_meet() -> None:
 
 def test_a_season_is_a_line_within_intervals_and_steps_where_levels_change() -> None:
     rates = [2.0, 2.0, 8.0, 8.0, 8.0, 10.0, 12.0, 14.0, 14.0, 9.0, 9.0, 2.0]
-    season = Forecast(fleet_of(rates), 60.0).season
+    season = LoadForecast(fleet_of(rates), 60.0).season
     for i, rate in enumerate(rates):
         assert np.mean([season(300.0 * i + 15 * j + 7.5) for j in range(20)]) == pytest.approx(rate)
     assert (season(599), season(601)) == (2.0, 8.0)
@@ -88,53 +88,67 @@ def test_replicas_leave_when_that_repays() -> None:
     assert ready_at(day, 2700) <= 2
 
 
+def steadily(recommender: Recommender, num_requests: float, ready: int, times: int = 20) -> Recommendation:
+    """Return the last recommendation of a steady load."""
+    for i in range(times):
+        found = recommender.recommend(LoadSample(900.0 + LOOK_S * i, LOOK_S, num_requests, ready=[ready]))
+    return found
+
+
 def test_waiting_requests_are_worked_off() -> None:
-    controller = Controller(fleet_of([4.0] * 12), look_s=LOOK_S)
-    there = [ReplicaState(str(i), 0, "ready", 0.0) for i in range(3)]
-    calm = controller.decide(Look(900.0, LOOK_S, 60, 0.0, there))
-    pressed = controller.decide(Look(915.0, LOOK_S, 60, 400.0, there))
-    assert sum(pressed.start) > sum(calm.start)
+    calm, pressed = (
+        Recommender(fleet_of([4.0] * 12), look_s=LOOK_S).recommend(LoadSample(900.0, LOOK_S, 60, waiting, [3]))
+        for waiting in (0.0, 400.0)
+    )
+    assert pressed.replicas > calm.replicas
 
 
 def test_more_than_the_devices_hold_takes_all_of_them() -> None:
-    controller = Controller(fleet_of([100.0] * 12), [DeviceLimit((0,), (1,), 5)], LOOK_S)
-    orders = controller.decide(Look(900.0, LOOK_S, 1500, 0.0, [ReplicaState("a", 0, "ready", 0.0)]))
-    assert orders.start == (4,)
+    recommender = Recommender(fleet_of([100.0] * 12), [DeviceLimit((0,), (1,), 5)], LOOK_S)
+    assert recommender.recommend(LoadSample(900.0, LOOK_S, 1500, 0.0, [1])).replicas == (5,)
 
 
-def test_a_controller_that_begins_anew_orders_nothing_twice() -> None:
-    """What is ordered and not ready yet is read from the world."""
+def test_a_recommendation_stands_while_replicas_start() -> None:
     fleet = fleet_of([16.0] * 12)
-    there = [ReplicaState("a", 0, "ready", 0.0)]
-    ordered = Controller(fleet, look_s=LOOK_S).decide(Look(900.0, LOOK_S, 240, 0.0, there)).start[0]
-    assert ordered >= 7
-    on_their_way = [*there, *(ReplicaState(f"new{i}", 0, "starting", 900.0) for i in range(ordered))]
-    anew = Controller(fleet, look_s=LOOK_S).decide(Look(915.0, LOOK_S, 240, 0.0, on_their_way))
-    assert sum(anew.start) <= 1 and not anew.drain
+    recommender = Recommender(fleet, look_s=LOOK_S)
+    first = recommender.recommend(LoadSample(900.0, LOOK_S, 240, 0.0, [1])).replicas[0]
+    assert first >= 8
+    for i in range(1, 4):
+        assert first <= recommender.recommend(LoadSample(900.0 + LOOK_S * i, LOOK_S, 240, 0.0, [1])).replicas[0] <= 10
 
 
-def test_a_start_that_is_under_way_is_undone_first() -> None:
+def test_a_recommender_that_begins_anew_goes_on_with_the_replicas_there_are() -> None:
+    fleet = fleet_of([16.0] * 12)
+    before = steadily(Recommender(fleet, look_s=LOOK_S), 240, 8).replicas[0]
+    again = Recommender(fleet, look_s=LOOK_S).recommend(LoadSample(1215.0, LOOK_S, 240, 0.0, [before]))
+    assert again.replicas == (before,)
+
+
+def test_fewer_replicas_are_recommended_once_fewer_have_sufficed() -> None:
     fleet = fleet_of([2.0] * 12)
-    there = [ReplicaState("old", 0, "ready", 0.0), ReplicaState("new", 0, "starting", 800.0)]
-    there.append(ReplicaState("newer", 0, "ready", 500.0))
-    controller = Controller(fleet, look_s=LOOK_S)
-    drained: tuple[str, ...] = ()
-    for i in range(20):
-        drained = drained or controller.decide(Look(900.0 + 15 * i, LOOK_S, 15, 0.0, there)).drain
-    assert drained[0] == "new" and "old" not in drained
+    recommender = Recommender(fleet, look_s=LOOK_S)
+    assert steadily(recommender, 15, 4, times=2).replicas == (4,)
+    assert steadily(recommender, 15, 4).replicas < (3,)
 
 
 def test_a_replica_stays_as_long_as_it_is_to_stay() -> None:
-    fleet = fleet_of([2.0] * 12, least_stay_s=3600)
-    there = [ReplicaState(str(i), 0, "ready", 100.0 * i) for i in range(4)]
-    controller = Controller(fleet, look_s=LOOK_S)
-    for i in range(20):
-        assert not controller.decide(Look(900.0 + 15 * i, LOOK_S, 15, 0.0, there)).drain
+    fleet = fleet_of([20.0] * 12, least_stay_s=3600)
+    recommender = Recommender(fleet, look_s=LOOK_S)
+    most = recommender.recommend(LoadSample(600.0, LOOK_S, 300, 0.0, [1])).replicas[0]
+    assert most > 8
+    assert steadily(recommender, 1, most).replicas == (most - 1,)  # the one that was there before
+
+
+def test_without_a_look_at_the_replicas_the_plan_stands() -> None:
+    recommender = Recommender(fleet_of([2.0, 20.0, 2.0]), look_s=LOOK_S)
+    assert recommender.as_planned(0.0).replicas == (1,)
+    assert recommender.as_planned(300.0).replicas == (10,)
+    assert recommender.as_planned(600.0).replicas == (10,)  # none leaves unseen
 
 
 def test_a_forecast_follows_the_trend_where_the_season_is_wrong() -> None:
     fleet = fleet_of([5.0] * 12)
-    forecast = Forecast(fleet, lead_s=120)
+    forecast = LoadForecast(fleet, lead_s=120)
     rng = np.random.default_rng(0)
     for i in range(1, 100):
         forecast.look(15.0 * i, 15, int(rng.poisson(15 * (5 + 0.02 * 15 * i))))
@@ -145,7 +159,7 @@ def test_a_forecast_follows_the_trend_where_the_season_is_wrong() -> None:
 
 def test_a_season_at_another_level_is_scaled() -> None:
     fleet = fleet_of([2.0] * 6 + [8.0] * 6)
-    forecast = Forecast(fleet, lead_s=120)
+    forecast = LoadForecast(fleet, lead_s=120)
     for i in range(1, 61):
         forecast.look(15.0 * i, 15, 60)  # twice as many as on the planned day
     assert forecast.level == pytest.approx(2, rel=0.05)
@@ -159,8 +173,8 @@ def test_a_load_after_a_pause_is_taken_for_what_it_is() -> None:
     assert max(need for _, _, need in day.held) < 6
 
 
-@pytest.mark.parametrize(("num_told", "held"), [(50, 2.0), (5000, 0.5)])
-def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_told: int, held: float) -> None:
+@pytest.mark.parametrize(("num_lengths", "held"), [(50, 2.0), (5000, 0.5)])
+def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_lengths: int, held: float) -> None:
     """Fifty requests of a season's lengths are longer by three tenths by chance; five thousand are not."""
     values = np.random.default_rng(0).exponential(200, 2000).astype(int) + 1
     season, longer = (
@@ -171,7 +185,5 @@ def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_to
     kind = fleet.kinds[0].model_copy(update={"rates_per_s": (2.0, 0.5)})
     fleet = fleet.model_copy(update={"kinds": (kind,), "lengths": (season, longer)})
     mean = 1.3 * 2 * float(values.mean())
-    there = [ReplicaState(str(i), 0, "ready", 0.0) for i in range(3)]
-    look = Look(900.0, LOOK_S, 60, 0.0, there, mean, mean, num_told)
-    orders = Controller(fleet, look_s=LOOK_S).decide(look)
-    assert orders.reason.endswith(f"{3 * held:.3g} held")
+    sample = LoadSample(900.0, LOOK_S, 60, 0.0, [3], mean, mean, num_lengths)
+    assert Recommender(fleet, look_s=LOOK_S).recommend(sample).held_per_s == pytest.approx(3 * held)

@@ -1,0 +1,162 @@
+"""Recommendations from replicas that answer: what is read from them, what is published, what a lost answer does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+import xgpt
+from tests.fleets import fleet_of
+from xgpt.autoscaling.recommend import began_at
+from xgpt.autoscaling.scraping import LoadReader, Target, Traffic, read_counts, target_of
+from xgpt.core.errors import InputError, MachineError
+
+
+class Replica:
+    """A server that says how many requests it has had."""
+
+    def __init__(self) -> None:
+        self.ended = self.waiting = 0
+        self.keys: set[str | None] = set()
+
+    def text(self) -> str:
+        return (
+            f'xgpt_requests_total{{finish_reason="stop"}} {self.ended}.0\n'
+            f"xgpt_requests_running 0.0\nxgpt_requests_waiting {self.waiting}.0\n"
+            f"xgpt_prompt_tokens_total {100 * self.ended}.0\nxgpt_output_tokens_total {10 * self.ended}.0\n"
+        )
+
+
+@contextmanager
+def serving(replica: Replica) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            replica.keys.add(self.headers["Authorization"])
+            body = replica.text().encode()
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://localhost:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_arrivals_are_counted_between_readings_and_anew_after_a_restart() -> None:
+    one, other = Replica(), Replica()
+    one.ended = 1000
+    with serving(one) as url, serving(other) as url_2:
+        reader = LoadReader([Target(0, url), Target(1, url_2)], 2, "secret")
+        assert reader.read() == Traffic(0, 0, 0, 0, 0, (1, 1))  # nobody knows since when a thousand have come
+        one.ended, other.ended, other.waiting = 1030, 20, 5
+        assert reader.read() == Traffic(55, 50, 5000, 500, 5, (1, 1))
+        one.ended, other.waiting = 7, 0  # it has been restarted
+        assert reader.read() == Traffic(7, 7, 700, 70, 0, (1, 1))
+        assert one.keys == {"Bearer secret"}
+        reader.close()
+    again = LoadReader([Target(0, url)], 1, None)
+    assert again.read() is None
+    again.close()
+
+
+def test_a_replica_that_missed_a_reading_is_counted_from_the_last_one() -> None:
+    replica = Replica()
+    text = replica.text
+    with serving(replica) as url, serving(Replica()) as there:
+        reader = LoadReader([Target(0, url), Target(0, there)], 1, None)
+        replica.ended = 500
+        reader.read()
+        replica.text = lambda: "nothing"  # type: ignore[method-assign]
+        assert reader.read() == Traffic(0, 0, 0, 0, 0, (1,))
+        replica.text, replica.ended = text, 520  # type: ignore[method-assign]
+        assert reader.read() == Traffic(20, 20, 2000, 200, 0, (2,))
+        reader.close()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing", "xgpt_requests_running 1.0", "<html>", "xgpt_requests_waiting x"])
+def test_what_is_no_replica_has_no_counts(text: str) -> None:
+    assert read_counts(text) is None
+
+
+def test_targets_name_kinds() -> None:
+    kinds = ["h100x8/1", "a100x16/2"]
+    assert target_of("a100x16/2=http://pods:8000/metrics", kinds) == Target(1, "http://pods:8000")
+    assert target_of("https://[::1]:8000/", kinds[:1]) == Target(0, "https://[::1]:8000")
+    for text in ("http://pods:8000", "a40x4=http://pods", "h100x8/1=pods:8000", "h100x8/1=http://", "", "=http://x:y"):
+        with pytest.raises(InputError, match="scrape"):
+            target_of(text, kinds)
+
+
+def until(published: Callable[[], str], words: str) -> None:
+    ends_s = time.monotonic() + 20
+    while words not in published():
+        assert time.monotonic() < ends_s, published()
+        time.sleep(0.1)
+
+
+def test_the_wanted_replicas_are_published_as_the_load_grows() -> None:
+    replica, notes, stop = Replica(), list[str](), threading.Event()
+    with serving(replica) as url:
+        asked = {"scrape": [url], "look_s": 0.2, "port": 0, "stop": stop, "on_note": notes.append}
+        running = threading.Thread(target=xgpt.autoscale, args=(fleet_of([2.0] * 12),), kwargs=asked)
+        running.start()
+        try:
+            while not notes:
+                time.sleep(0.05)
+            address = notes[0].removeprefix("recommending at ")
+
+            def published() -> str:
+                return httpx.get(address, trust_env=False).text
+
+            until(published, "xgpt_replicas_ready{")
+            labels = '{fleet="xgpt-llama-3-1-8b",kind="0",name="kind0"}'
+            until(published, f"xgpt_replicas_wanted{labels} 1.0")
+            until(published, f"xgpt_replicas_ready{labels} 1.0")
+            replica.waiting = 100_000
+            until(
+                lambda: published().replace(f"xgpt_replicas_wanted{labels} 1.0", "as before"), "xgpt_replicas_wanted{"
+            )
+        finally:
+            stop.set()
+            running.join()
+    assert any("100000 wait" in note for note in notes)
+
+
+def test_a_load_that_is_given_as_a_number_needs_no_replicas() -> None:
+    fleet = fleet_of([4.0] * 12)
+    few, many = (xgpt.autoscale(fleet, arrival_rate_per_s=rate, once=True) for rate in (4, 40))
+    assert few is not None and many is not None
+    assert 2 <= few.replicas[0] <= 4 and 20 <= many.replicas[0] <= 28
+
+
+def test_what_cannot_be_looked_at_is_refused() -> None:
+    fleet = fleet_of([2.0])
+    with pytest.raises(InputError, match="give the URLs of the replicas, or the load"):
+        xgpt.autoscale(fleet)
+    with pytest.raises(InputError, match="not both"):
+        xgpt.autoscale(fleet, scrape=["http://x"], arrival_rate_per_s=1)
+    with pytest.raises(MachineError, match="no replica answers"):
+        xgpt.autoscale(fleet, scrape=["http://127.0.0.1:9"], once=True)
+
+
+def test_the_planned_day_begins_at_its_last_hour() -> None:
+    noon_s = 86400 * 20_000 + 12 * 3600
+    assert began_at(noon_s, None) == noon_s
+    assert began_at(noon_s, "00:00") == noon_s - 12 * 3600
+    assert began_at(noon_s, "13:30") == noon_s - 22.5 * 3600

@@ -1,0 +1,1 @@
+"""Recommend a fleet's replicas from its live load, and publish the numbers for an autoscaler."""

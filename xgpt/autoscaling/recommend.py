@@ -1,0 +1,306 @@
+"""Recommend a fleet's replicas: on the real clock, published as a metric, or over a simulated day."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, current_thread, main_thread
+from typing import Annotated, Any
+
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from pydantic import AfterValidator, Field, PositiveFloat
+
+from xgpt.autoscaling.scraping import LoadReader, Traffic, target_of
+from xgpt.connection import own_api_key
+from xgpt.core.errors import InputError, MachineError
+from xgpt.core.io import parse_arguments
+from xgpt.core.schema import Frozen
+from xgpt.core.schema.fleet import FleetPlan
+from xgpt.exporting.pods import Names
+from xprofiler.store import profile_of
+from xscheduler.fleet.day_load import cut, read_day
+from xscheduler.fleet.planning import FleetModel, share_kept
+from xscheduler.fleet.recommender import LEAST_LENGTHS, LoadSample, Recommendation, Recommender
+from xscheduler.fleet.replica_counts import DeviceLimit
+from xscheduler.fleet.replica_kinds import Candidate, devices_here
+from xscheduler.fleet.simulated_day import LENGTHS_S, RecommendedDay, simulate_day
+
+DAY_S = 86400
+RATE_SPAN_S = 600.0
+"""Time for which a rate that is given as a number is taken to have lasted before the first look."""
+WANTED, READY, NEED, AT = (
+    "xgpt_replicas_wanted",
+    "xgpt_replicas_ready",
+    "xgpt_load_needed",
+    "xgpt_recommended_at_seconds",
+)
+"""Names of the metrics."""
+
+
+def _time_of_day(text: str) -> str:
+    if re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", text) is None:
+        raise ValueError("write HH:MM, as in 08:30")
+    return text
+
+
+class AutoscaleRequest(Frozen):
+    """The arguments of a recommendation."""
+
+    scrape: tuple[str, ...] = ()
+    """URLs of replicas, as KIND=URL; KIND may be left out if the fleet has one kind."""
+    arrival_rate_per_s: Annotated[float, Field(ge=0)] | None = None
+    """The present load, in requests a second, instead of `scrape`."""
+    once: bool = False
+    """Return after the first recommendation, and publish nothing."""
+    look_s: PositiveFloat = 15.0
+    """Time between two looks at the load."""
+    day_begins: Annotated[str, AfterValidator(_time_of_day)] | None = None
+    """HH:MM, UTC, at which the planned day begins; None: now."""
+    host: str = "127.0.0.1"
+    """Address at which the metric is published."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8471
+    """Port at which it is published; 0: any free one."""
+
+
+def autoscale_request(**asked: Any) -> AutoscaleRequest:
+    """Return the request that keyword arguments make; None stands for one that was not given.
+
+    Raises:
+        InputError: an argument is not accepted, or the load comes from nowhere or from two places.
+    """
+    request = parse_arguments({name: value for name, value in asked.items() if value is not None}, AutoscaleRequest)
+    if bool(request.scrape) == (request.arrival_rate_per_s is not None):
+        accepted = "give the URLs of the replicas, or the load as `arrival_rate_per_s`, not both"
+        raise InputError("scrape", ", ".join(request.scrape) or None, accepted)
+    return request
+
+
+def autoscale(
+    fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
+) -> Recommendation | None:
+    """Recommend replicas until `stop` is set, publish them, and return the last recommendation; None: there is none.
+
+    Raises:
+        InputError: `scrape` names no kind of the fleet.
+        MachineError: the port cannot be opened, or no replica answers and `once` is asked for.
+    """
+    ending = stop or Event()
+    began_s = began_at(time.time(), request.day_begins)
+    recommender = Recommender(fleet, device_limits(fleet), request.look_s)
+    kinds = [kind.name for kind in fleet.kinds]
+    targets = [target_of(text, kinds) for text in request.scrape]
+    with closing(LoadReader(targets, len(kinds), own_api_key())) as reader, _until_signal(ending):
+        live = _Live(fleet, request, recommender, reader, began_s)
+        if request.once:
+            return live.once(ending)
+        with _published(fleet, request) as publish:
+            on_note(f"recommending at http://{request.host}:{publish.port}/metrics")
+            while not ending.is_set():
+                started = time.monotonic()
+                found, note = live.look()
+                on_note(note)
+                if found is not None:
+                    publish(found, live.ready)
+                ending.wait(max(0.0, request.look_s - (time.monotonic() - started)))
+    return live.last
+
+
+@dataclass
+class _Live:
+    """Looks at the live load."""
+
+    fleet: FleetPlan
+    request: AutoscaleRequest
+    recommender: Recommender
+    reader: LoadReader
+    began_s: float
+
+    def __post_init__(self) -> None:
+        self.last: Recommendation | None = None
+        self.ready: tuple[int, ...] | None = None
+        self._looked_s: float | None = None
+        self._recent: deque[tuple[float, Traffic]] = deque()
+
+    def once(self, stop: Event) -> Recommendation | None:
+        """Return the first recommendation from the live load."""
+        found, note = self.look()
+        if self.request.scrape:  # arrivals are counted between two looks
+            if self.ready is None:
+                raise MachineError(note)
+            stop.wait(self.request.look_s)
+            found, note = self.look()
+        return found
+
+    def look(self) -> tuple[Recommendation | None, str]:
+        """Return what to recommend now (None: as before), and a line about it."""
+        now_s = time.time() - self.began_s
+        seconds, self._looked_s = now_s - (self._looked_s or now_s), now_s
+        rate = self.request.arrival_rate_per_s
+        if rate is not None:
+            seconds = seconds or RATE_SPAN_S
+            self.last = self.recommender.recommend(LoadSample(now_s, seconds, rate * seconds))
+            return self.last, f"{rate:.3g} requests/s arrive; {self._in_words(self.last)}"
+        traffic = self.reader.read()
+        self.ready = None if traffic is None else traffic.ready
+        if traffic is None or not seconds:
+            self.last = self.recommender.as_planned(now_s)
+            why = "no replica answers" if traffic is None else "the first look only counts"
+            return self.last, f"{why}: as planned for this time of day; {self._in_words(self.last)}"
+        lengths = self._lengths(now_s, traffic)
+        sample = LoadSample(now_s, seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)
+        self.last = self.recommender.recommend(sample)
+        return self.last, (
+            f"{traffic.num_requests / seconds:.3g} requests/s arrive, {traffic.waiting:.0f} wait; "
+            f"{self._in_words(self.last)}"
+        )
+
+    def _in_words(self, found: Recommendation) -> str:
+        wanted = ", ".join(f"{n} {kind.name}" for n, kind in zip(found.replicas, self.fleet.kinds, strict=True))
+        return f"{found.need_per_s:.3g} requests/s to hold: {wanted}"
+
+    def _lengths(self, now_s: float, traffic: Traffic) -> tuple[float | None, float | None, int]:
+        """Return the mean lengths of recent requests (None: too few), and the number of these requests."""
+        self._recent.append((now_s, traffic))
+        while self._recent[0][0] < now_s - LENGTHS_S:
+            self._recent.popleft()
+        ended = round(sum(one.ended for _, one in self._recent))
+        if ended < LEAST_LENGTHS:
+            return None, None, ended
+        prompt, output = (
+            sum(getattr(one, f"{name}_tokens") for _, one in self._recent) for name in ("prompt", "output")
+        )
+        return prompt / ended, output / ended, ended
+
+
+class _Metrics:
+    """The published metrics of a fleet."""
+
+    def __init__(self, fleet: FleetPlan, port: int, registry: CollectorRegistry) -> None:
+        self.port = port
+        self._labels = [(fleet_name(fleet), str(number), kind.name) for number, kind in enumerate(fleet.kinds)]
+        labels = ("fleet", "kind", "name")
+        self._wanted = Gauge(
+            WANTED, "Replicas that the load takes, by number and name of the kind.", labels, registry=registry
+        )
+        self._ready = Gauge(READY, "Replicas that answered the last look.", labels, registry=registry)
+        self._need = Gauge(NEED, "Requests/s that the wanted replicas must hold.", registry=registry)
+        self._at = Gauge(AT, "When this was computed, in s since the epoch.", registry=registry)
+
+    def __call__(self, found: Recommendation, ready: tuple[int, ...] | None) -> None:
+        """Publish a recommendation."""
+        for labels, wanted, count in zip(self._labels, found.replicas, ready or (0,) * len(self._labels), strict=True):
+            self._wanted.labels(*labels).set(wanted)
+            self._ready.labels(*labels).set(count)
+        self._need.set(found.need_per_s)
+        self._at.set(time.time())
+
+
+@contextmanager
+def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics]:
+    """Yield a function that publishes recommendations at the request's host and port.
+
+    Raises:
+        MachineError: the port cannot be opened.
+    """
+    registry = CollectorRegistry()
+    try:
+        server, thread = start_http_server(request.port, request.host, registry)
+    except OSError as error:
+        raise MachineError(f"cannot listen on {request.host}:{request.port}: {error.strerror}") from None
+    try:
+        yield _Metrics(fleet, server.server_port, registry)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def began_at(clock_s: float, day_begins: str | None) -> float:
+    """Return when the planned day began: at the last `day_begins`, UTC; None: now.
+
+    Args:
+        day_begins: HH:MM.
+    """
+    if day_begins is None:
+        return clock_s
+    hours, _, minutes = day_begins.partition(":")
+    began_s = clock_s // DAY_S * DAY_S + 3600 * int(hours) + 60 * int(minutes)
+    return began_s if began_s <= clock_s else began_s - DAY_S
+
+
+@contextmanager
+def _until_signal(stop: Event) -> Iterator[None]:
+    """Set the event on SIGTERM or SIGINT."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
+    """Return the limit on devices that replicas on this machine share."""
+    local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
+    if not local:
+        return []
+    devices = tuple(fleet.kinds[number].num_devices for number in local)
+    plan = fleet.kinds[local[0]].plan
+    return [DeviceLimit(tuple(local), devices, devices_here(plan.cluster, plan.profile.num_threads))]
+
+
+def fleet_name(fleet: FleetPlan) -> str:
+    """Return a fleet's name as Kubernetes accepts it: letters, digits and dashes."""
+    return Names.of(fleet.kinds[0].plan).name[:40].rstrip("-")
+
+
+@dataclass(frozen=True)
+class SimulatedFleet:
+    """The outcome of a day on which replicas followed recommendations.
+
+    Attributes:
+        day: the times at which replicas ran, and their cost.
+        share_kept, share_within: shares of the requests within the bounds less the headroom, and within the bounds.
+    """
+
+    day: RecommendedDay
+    num_requests: int
+    share_kept: float
+    share_within: float
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Every figure by its name."""
+        return {
+            "requests": self.num_requests,
+            "share_kept": self.share_kept,
+            "share_within": self.share_within,
+            "device_hours": self.day.device_hours,
+            "cost": self.day.cost,
+            "replicas": len(self.day.replicas),
+        }
+
+
+def simulate(fleet: FleetPlan, trace: Path, look_s: float) -> SimulatedFleet:
+    """Return the outcome of a day on which a fleet follows recommendations at once, on the simulated clock.
+
+    Raises:
+        InputError: the trace is malformed, or a plan's profile is not here.
+    """
+    day = read_day(trace)
+    found = tuple(Candidate(kind, profile_of(kind.plan, None)) for kind in fleet.kinds)
+    model = FleetModel(day, cut(day, fleet.interval_s), found)
+    recommend = Recommender(fleet, device_limits(fleet), look_s).recommend
+    done = simulate_day(fleet, day.requests, day.seconds, recommend, look_s, fleet.intervals[0].replicas)
+    times = model.simulate_replicas(done.replicas)
+    kept, within = (share_kept(model, times, headroom=headroom) for headroom in (True, False))
+    return SimulatedFleet(done, len(day.requests), kept, within)

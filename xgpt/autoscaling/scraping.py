@@ -1,0 +1,188 @@
+"""Read a fleet's live load from the /metrics of its replicas."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from xgpt.core.errors import InputError
+
+ENDED = "xgpt_requests_total"
+RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
+PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
+TIMEOUT_S = 2.0
+AT_ONCE = 16
+"""Replicas that are read at the same time."""
+
+
+class Counts(NamedTuple):
+    """A replica's counters since its start.
+
+    Attributes:
+        arrived: requests accepted.
+        waiting: requests waiting now.
+        ended: requests ended.
+        prompt_tokens, output_tokens: tokens of the ended requests.
+    """
+
+    arrived: float
+    waiting: float
+    ended: float
+    prompt_tokens: float
+    output_tokens: float
+
+
+class Traffic(NamedTuple):
+    """What replicas have received between two readings.
+
+    Attributes:
+        num_requests: requests that have arrived.
+        ended: number of ended requests, with the tokens of their prompts and outputs.
+        waiting: requests that wait now.
+        ready: replicas of each kind that answered. # [kinds]
+    """
+
+    num_requests: float
+    ended: float
+    prompt_tokens: float
+    output_tokens: float
+    waiting: float
+    ready: tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """Where replicas of a kind are found: all addresses of the URL's host.
+
+    Attributes:
+        kind: number of the kind.
+        url: without the path /metrics.
+    """
+
+    kind: int
+    url: str
+
+
+def target_of(text: str, kinds: Sequence[str]) -> Target:
+    """Return the target that a text like KIND=URL names; KIND may be left out if there is only one kind.
+
+    Raises:
+        InputError: it has no such kind, or no http URL.
+    """
+    before, separator, rest = text.partition("http")
+    name, url = before.removesuffix("="), (separator + rest).removesuffix("/metrics").rstrip("/")
+    try:
+        is_url = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+        _ = urlsplit(url).port
+    except ValueError:
+        is_url = False
+    if not is_url or (before and not before.endswith("=")):
+        raise InputError("scrape", text, "write [KIND=]URL, as in http://HOST:PORT")
+    if not name and len(kinds) == 1:
+        return Target(0, url)
+    if name not in kinds:
+        raise InputError("scrape", text, f"write KIND=URL; the fleet has the kinds {', '.join(kinds)}")
+    return Target(kinds.index(name), url)
+
+
+class LoadReader:
+    """Reads the load of a fleet's replicas.
+
+    Args:
+        num_kinds: number of the fleet's kinds.
+        api_key: key that the replicas demand; None: none.
+    """
+
+    def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
+        self._targets, self._num_kinds = targets, num_kinds
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._client = httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers)
+        self._before: dict[str, Counts] = {}
+        """The last counters of every replica, also of those that did not answer last."""
+        self._is_first = True
+
+    def read(self) -> Traffic | None:
+        """Return what has arrived since the last reading; None: no replica answers.
+
+        The first reading counts no arrivals: it does not know since when they add up. A restarted replica counts from
+        zero.
+        """
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = list(pool.map(self._counts, self._addresses()))
+        now = {url: (kind, counts) for kind, url, counts in found if counts is not None}
+        if not now:
+            return None
+        changes = [_change(self._before.get(url), counts) for url, (_, counts) in now.items()]
+        if self._is_first:
+            changes = []
+        self._is_first = False
+        self._before |= {url: counts for url, (_, counts) in now.items()}
+        arrived, _, ended, prompt, output = (
+            sum(column) for column in zip(Counts(0, 0, 0, 0, 0), *changes, strict=True)
+        )
+        ready = [kind for kind, _ in now.values()]
+        waiting = sum(counts.waiting for _, counts in now.values())
+        return Traffic(
+            arrived, ended, prompt, output, waiting, tuple(ready.count(kind) for kind in range(self._num_kinds))
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._client.close()
+
+    def _addresses(self) -> Iterator[tuple[int, str]]:
+        """Yield kind and URL of each replica; a host that does not resolve has none.
+
+        Of a host with addresses of both families, only those of IPv4 count, lest a replica count twice.
+        """
+        for kind, url in self._targets:
+            parts = urlsplit(url)
+            if parts.scheme == "https":  # its certificate names the host, not an address
+                yield kind, url
+                continue
+            with suppress(OSError):
+                found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+                each = {(family == socket.AF_INET6, str(address[0]), int(address[1])) for family, *_, address in found}
+                for is_ipv6, host, port in sorted(each):
+                    if is_ipv6 == min(each)[0]:
+                        yield kind, f"http://{f'[{host}]' if is_ipv6 else host}:{port}{parts.path}"
+
+    def _counts(self, address: tuple[int, str]) -> tuple[int, str, Counts | None]:
+        kind, url = address
+        with suppress(httpx.HTTPError):
+            answer = self._client.get(f"{url}/metrics")
+            if answer.is_success:
+                return kind, url, read_counts(answer.text)
+        return kind, url, None
+
+
+def read_counts(text: str) -> Counts | None:
+    """Return a replica's counters from the text of its /metrics; None: they are not in it.
+
+    >>> read_counts("xgpt_requests_running 2.0") is None
+    True
+    """
+    found: dict[str, float] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except ValueError:
+        return None
+    if RUNNING not in found or WAITING not in found:
+        return None
+    ended = found.get(ENDED, 0.0)
+    arrived = ended + found[RUNNING] + found[WAITING]
+    return Counts(arrived, found[WAITING], ended, found.get(PROMPT, 0.0), found.get(OUTPUT, 0.0))
+
+
+def _change(before: Counts | None, now: Counts) -> Iterable[float]:
+    if before is None or before.ended > now.ended:
+        return now
+    return (max(0.0, b - a) for a, b in zip(before, now, strict=True))

@@ -1,1 +1,0 @@
-"""Run an autoscaler."""

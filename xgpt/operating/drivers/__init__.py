@@ -1,1 +1,0 @@
-"""Worlds in which replicas run: processes on this machine, Deployments on Kubernetes."""

@@ -1,0 +1,223 @@
+"""Compute how many replicas of each kind a fleet should have now: samples of the load enter, numbers leave.
+
+The recommender reads no clock and starts nothing: `xgpt.autoscaling` publishes its numbers for an autoscaler to act on,
+and `xscheduler.fleet.simulated_day` acts on them on the simulated clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, log, sqrt
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema.fleet import FleetPlan
+from xgpt.core.workload import standard_deviation
+from xscheduler.fleet.day_load import ALIKE
+from xscheduler.fleet.load_forecast import LoadForecast
+from xscheduler.fleet.replica_counts import DeviceLimit, FleetProblem, solve_fleet
+
+Ints = npt.NDArray[np.int64]
+
+STEP_S = 300.0
+"""Longest step of the time that is planned ahead."""
+NUM_STEPS = 6
+DEVIATIONS = 1.0
+"""Standard errors of the forecast that are held in reserve."""
+BACKLOG_SHARE = 0.5
+"""Share of the latency bound in which the fleet works off random backlogs; larger ones are worked off in
+the lead time."""
+HYSTERESIS = 0.03
+"""Share by which the remaining replicas must exceed the need before others leave."""
+LEAST_LENGTHS = 50
+"""Least number of requests from which lengths are observed."""
+
+
+@dataclass(frozen=True)
+class LoadSample:
+    """The load since the previous sample.
+
+    Attributes:
+        now_s: seconds since the planned day began.
+        seconds: time since the previous sample.
+        num_requests: requests that have arrived in that time.
+        waiting: requests that wait now.
+        ready: replicas of each kind that serve now; None: not known, so those recommended long enough ago. # [kinds]
+        input_mean, output_mean: recent mean lengths; None: too few requests.
+        num_lengths: number of requests that these means are of.
+    """
+
+    now_s: float
+    seconds: float
+    num_requests: float
+    waiting: float = 0.0
+    ready: Sequence[int] | None = None
+    input_mean: float | None = None
+    output_mean: float | None = None
+    num_lengths: int = 0
+
+
+class Recommendation(NamedTuple):
+    """The replicas that a fleet should have.
+
+    Attributes:
+        replicas: of each kind. # [kinds]
+        need_per_s: highest load, in requests a second, until replicas ordered now would serve.
+        held_per_s: load that the replicas recommended before hold.
+    """
+
+    replicas: tuple[int, ...]
+    need_per_s: float
+    held_per_s: float
+
+
+class Recommender:
+    """Recommends a fleet's replicas at every sample of the load.
+
+    More are recommended at once; fewer, once fewer have sufficed for as long as starting and ending one takes.
+
+    Args:
+        limits: limits on devices that kinds share.
+        look_s: time between samples.
+    """
+
+    def __init__(self, fleet: FleetPlan, limits: Sequence[DeviceLimit] = (), look_s: float = 15.0) -> None:
+        self._fleet, self._limits = fleet, tuple(limits)
+        self._lead_s = max(kind.start_s for kind in fleet.kinds) + look_s
+        self.forecast = LoadForecast(fleet, self._lead_s)
+        self._step_s = min(fleet.interval_s, STEP_S)
+        both = [[(of.mean, standard_deviation(of)) for of in (one.input, one.output)] for one in fleet.lengths]
+        self._logs = np.asarray([[log(of_mean) for of_mean, _ in one] for one in both])
+        """Logarithms of the mean lengths. # [lengths, 2]"""
+        self._spreads = np.asarray([[deviation / of_mean for of_mean, deviation in one] for one in both])
+        self._fewer_since_s: float | None = None
+        self._change_s = max(kind.start_s + kind.drain_s for kind in fleet.kinds)
+        self._ordered_s: list[list[float]] = []
+        """Times at which the recommended replicas of each kind were first recommended, in ascending order."""
+
+    def as_planned(self, now_s: float) -> Recommendation:
+        """Return the plan's replicas of this time of day, or as many as were recommended last, if these are more."""
+        planned = np.asarray(self._fleet.interval_at(now_s).replicas)
+        if self._ordered_s:
+            planned = np.maximum(planned, self._present())
+        self._order(planned, now_s)
+        held = float(np.asarray(self._rates_of(self._fleet.interval_at(now_s).lengths)) @ planned)
+        return Recommendation(tuple(planned.tolist()), self.forecast.rate, held)
+
+    def recommend(self, sample: LoadSample) -> Recommendation:
+        """Return the replicas that the fleet should have now."""
+        now_s = sample.now_s
+        self.forecast.look(now_s, sample.seconds, sample.num_requests)
+        if not self._ordered_s:
+            first = sample.ready if sample.ready is not None and any(sample.ready) else None
+            self._order(np.asarray(self._fleet.interval_at(now_s).replicas if first is None else first), -np.inf)
+        present = self._present()
+        problem = self._problem(sample, present)
+        wanted = self._wanted(problem)
+        more, fewer = np.maximum(wanted - present, 0), np.maximum(present - wanted, 0)
+        held, need = float(problem.rates[0] @ present), float(problem.needs[0])
+        leaving: list[tuple[int, float]] = []
+        if not fewer.any():
+            self._fewer_since_s = None
+        elif self._fewer_since_s is None:
+            self._fewer_since_s = now_s
+        if self._fewer_since_s is not None:
+            if now_s - self._fewer_since_s >= self._change_s:
+                if not more.any():  # those that take their place must be ready first
+                    leaving = self._leaving(sample, fewer, problem)
+            elif held >= need:  # another fleet would be cheaper, but perhaps only by noise
+                more = np.zeros_like(more)
+        for kind, ordered_s in leaving:
+            self._ordered_s[kind].remove(ordered_s)
+        self._order(self._present() + more, now_s)
+        return Recommendation(tuple(self._present().tolist()), need, held)
+
+    def _present(self) -> Ints:
+        """Return how many replicas of each kind are recommended. # [kinds]"""
+        return np.asarray([len(times) for times in self._ordered_s])
+
+    def _order(self, replicas: Ints, now_s: float) -> None:
+        """Recommend at least so many replicas of each kind from now on."""
+        self._ordered_s = self._ordered_s or [[] for _ in self._fleet.kinds]
+        for times, count in zip(self._ordered_s, replicas.tolist(), strict=True):
+            times += [now_s] * (count - len(times))
+
+    def _problem(self, sample: LoadSample, present: Ints) -> FleetProblem:
+        """Return the fleet problem of the time ahead. Its first step lasts until an order at the next sample
+        would serve: later needs are not ordered now."""
+        fleet, lead_s = self._fleet, self._lead_s
+        edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
+        spans = list(pairwise(edges))
+        needs = np.asarray([self.forecast.most(*span, DEVIATIONS, fleet.load_factor) for span in spans])
+        rates = np.asarray([self._rates(sample, span[0]) for span in spans])
+        bound_s = fleet.constraint.latency_bound_s or fleet.constraint.ttft_s or self._change_s
+        held = float(rates[0] @ present)
+        needs[0] += max(0.0, sample.waiting - BACKLOG_SHARE * bound_s * held) / lead_s
+        return FleetProblem(
+            needs=needs,
+            rates=rates,
+            prices=np.asarray([kind.price_per_hour for kind in fleet.kinds]),
+            start_costs=np.asarray([kind.change_cost for kind in fleet.kinds]),
+            hours=self._step_s / 3600,
+            least_stay=max(1, ceil(fleet.least_stay_s / self._step_s)),
+            least=fleet.least_replicas,
+            limits=self._limits,
+            before=present,
+        )
+
+    def _rates(self, sample: LoadSample, ahead_s: float) -> tuple[float, ...]:
+        """Return the rate that a replica of each kind holds, under the planned lengths unless others are observed."""
+        group = self._fleet.interval_at(sample.now_s + ahead_s).lengths
+        if sample.input_mean is not None and sample.output_mean is not None:
+            apart = np.abs(self._logs - np.log([sample.input_mean, sample.output_mean]))
+            chance = 2 * self._spreads[group] / sqrt(max(sample.num_lengths, 1))
+            if (apart[group] > ALIKE + chance).any():
+                group = int(apart.sum(axis=1).argmin())
+        return self._rates_of(group)
+
+    def _rates_of(self, group: int) -> tuple[float, ...]:
+        """Return the rate that a replica of each kind holds under one of the day's lengths."""
+        return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
+
+    def _wanted(self, problem: FleetProblem) -> Ints:
+        """Return the wanted replicas of each kind; if devices do not suffice, those that hold the most."""
+        while True:
+            try:
+                return solve_fleet(problem).replicas[0]
+            except InfeasibleError:
+                problem = replace(problem, needs=0.95 * problem.needs)
+                if problem.needs.max() < 1e-3:
+                    return np.zeros(len(problem.prices), int)
+
+    def _leaving(self, sample: LoadSample, fewer: Ints, problem: FleetProblem) -> list[tuple[int, float]]:
+        """Return kind and order time of replicas to give up: first those that do not serve yet, then the newest."""
+        starts_s = [kind.start_s for kind in self._fleet.kinds]
+        ready = np.asarray(
+            [
+                sum(sample.now_s - time_s >= start_s for time_s in times)
+                for times, start_s in zip(self._ordered_s, starts_s, strict=True)
+            ]
+            if sample.ready is None
+            else sample.ready
+        )
+        each = sorted(
+            (number < ready[kind], -time_s, kind)
+            for kind, times in enumerate(self._ordered_s)
+            for number, time_s in enumerate(times)
+        )
+        leaving, fewer = [], fewer.copy()
+        for is_ready, negative_s, kind in each:
+            ordered_s = -negative_s
+            stays = is_ready and sample.now_s - ordered_s - starts_s[kind] < self._fleet.least_stay_s
+            without = ready - (np.arange(len(ready)) == kind) * is_ready
+            enough = problem.rates[0] @ without >= (1 + HYSTERESIS) * problem.needs[0]
+            if fewer[kind] and not stays and (enough or not is_ready):
+                ready = without
+                fewer[kind] -= 1
+                leaving.append((kind, ordered_s))
+        return leaving
