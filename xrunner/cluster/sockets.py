@@ -1,12 +1,21 @@
-"""Sockets of the control plane: encrypted with a secret that all sides share, bound to one named interface."""
+"""Sockets of the control plane: encrypted with a secret that all sides share.
+
+Processes of one machine reach each other through Unix sockets, to which the kernel lets no other user. Those of several
+machines bind to one named interface. There a stranger can connect, and is known only after a handshake: until then,
+and later, a message beyond a limit ends its connection.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
+import ipaddress
+import os
+import secrets
 import socket
 import struct
+import sys
 import time
 from dataclasses import dataclass
 
@@ -16,6 +25,12 @@ from zmq.utils import z85
 from xgpt.core.errors import MachineError
 
 NAMED_WITHIN_S = 30.0
+CONTROL_BYTES = 1 << 20
+"""Largest message that a listener accepts from workers and machines that report."""
+DATA_BYTES = 256 << 20
+"""Largest message with a step's requests, or its tokens and their log probabilities."""
+HANDSHAKE_S = 10
+"""Time in which a peer must have proved that it has the secret."""
 SIOCGIFADDR = 0x8915
 """Linux's ioctl for an interface's address."""
 
@@ -58,14 +73,27 @@ class Sockets:
         self._host = host
         self._opened: list[zmq.Socket[bytes]] = []
 
-    def bind(self, kind: int, port: int | None = None) -> tuple[zmq.Socket[bytes], str]:
-        """Return a socket and its endpoint; on any free port where none is given.
+    def bind(self, kind: int, port: int | None = None, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
+        """Return a socket that listens, and its endpoint.
+
+        On loopback without a port it is a Unix socket; elsewhere without a port, any free one is taken.
+
+        Args:
+            max_bytes: largest message that a peer may send.
 
         Raises:
             MachineError: the interface is not here, or the port is taken.
         """
         opened = self._open(kind)
         opened.curve_server = True
+        opened.maxmsgsize = max_bytes
+        opened.handshake_ivl = 1000 * HANDSHAKE_S
+        if port is None and sys.platform == "linux" and ipaddress.ip_address(self._host).is_loopback:
+            # An abstract name is no file: nothing of it is left when a process is killed.
+            opened.set(zmq.IPC_FILTER_UID, os.getuid())
+            endpoint = f"ipc://@xgpt-{secrets.token_hex(16)}"
+            opened.bind(endpoint)
+            return opened, endpoint
         address = f"[{self._host}]" if ":" in self._host else self._host
         try:
             if port is None:

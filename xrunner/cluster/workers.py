@@ -15,7 +15,7 @@ from xgpt.core.errors import MachineError, XgptError
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers
-from xrunner.cluster.sockets import Secret, Sockets
+from xrunner.cluster.sockets import CONTROL_BYTES, Secret, Sockets
 from xrunner.cluster.store import Keys
 from xrunner.executor import WorkerLost
 
@@ -117,7 +117,7 @@ class Workers:
         self._closing = False
         self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
-        self._socket, endpoint = self._sockets.bind(zmq.ROUTER, port)
+        self._socket, endpoint = self._sockets.bind(zmq.ROUTER, port, CONTROL_BYTES)
         self._keys = Keys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
         self._launcher: LauncherProcess | None = LauncherProcess(self._settings)

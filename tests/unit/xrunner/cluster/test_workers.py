@@ -176,8 +176,9 @@ def test_one_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_is_not_there_or_has_another_secret(passphrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "MEET_S", 1.0)
     sockets = Sockets(Secret.from_passphrase("d" * 15 + "e"), HOST)
-    _, endpoint = sockets.bind(zmq.ROUTER)
-    alone = Joined(int(endpoint.rpartition(":")[2]), Secret.from_passphrase(passphrase))
+    port = free_port()
+    sockets.bind(zmq.ROUTER, port)
+    alone = Joined(port, Secret.from_passphrase(passphrase))
     alone.thread.join(20)
     assert "cannot be reached" in str(alone.error)
     sockets.close()
