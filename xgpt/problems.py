@@ -8,6 +8,7 @@ from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
+from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
@@ -75,7 +76,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
         return model, None, None
     spec, checkpoint = load_model(model, request.config)
     if hub.is_id(model) and not Path(model).exists():
-        return spec, checkpoint, hub.PREFIX + model
+        return spec, checkpoint, HUB + model
     return spec, checkpoint, None if checkpoint is None else str(checkpoint)
 
 

@@ -6,19 +6,27 @@ import os
 import re
 from pathlib import Path
 
-PREFIX = "hf://"
-"""Of a plan's checkpoint that is an id, and not a directory."""
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+from xgpt.core.errors import InputError, cut
+from xgpt.core.schema.plan import HUB, is_hub_id
 
 
 def is_id(name: str) -> bool:
     """Whether a model's name reads as ORGANISATION/MODEL."""
-    return _ID.fullmatch(name) is not None and not name.endswith((".yaml", ".yml"))
+    return is_hub_id(name) and not name.endswith((".yaml", ".yml"))
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return the id that a plan's checkpoint is; None: it is a directory, or there is none."""
-    return checkpoint.removeprefix(PREFIX) if checkpoint is not None and checkpoint.startswith(PREFIX) else None
+    """Return the id that a plan's checkpoint is; None: it is a directory, or there is none.
+
+    Raises:
+        InputError: it is no id that the hub allows.
+    """
+    if checkpoint is None or not checkpoint.startswith(HUB):
+        return None
+    model_id = checkpoint.removeprefix(HUB)
+    if not is_hub_id(model_id):
+        raise InputError("plan.checkpoint", cut(checkpoint), "an id on the hub reads as ORGANISATION/MODEL")
+    return model_id
 
 
 def cached(model_id: str) -> Path | None:

@@ -40,9 +40,9 @@ def fleet_files(fleet: FleetPlan) -> dict[str, str]:
     numbers = range(len(fleet.kinds))
     files = {
         "fleet.json": document,
-        "recommender.yaml": _comment(base) + to_yaml(_recommender(fleet, base, document)),
-        "hpa.yaml": HPA_COMMENT + to_yaml([_hpa(fleet, base, number) for number in numbers]),
-        "keda.yaml": KEDA_COMMENT + to_yaml([_scaled_object(fleet, base, number) for number in numbers]),
+        "recommender.yaml": to_yaml(_recommender(fleet, base, document), _comment(base)),
+        "hpa.yaml": to_yaml([_hpa(fleet, base, number) for number in numbers], HPA_COMMENT),
+        "keda.yaml": to_yaml([_scaled_object(fleet, base, number) for number in numbers], KEDA_COMMENT),
     }
     for number, kind in enumerate(fleet.kinds):
         check_deployable(kind.plan, "k8s")

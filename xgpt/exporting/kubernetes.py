@@ -214,7 +214,7 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
         "# xgpt_arrival_rate of the pods as a custom metric, by an adapter for Prometheus. Target: the arrival rate\n"
         f"# at which a replica keeps the plan's bounds, less the {TOLERANCE:.0%} within which nothing is changed.\n"
     )
-    return {"autoscaler.yaml": comment + to_yaml([of])}
+    return {"autoscaler.yaml": to_yaml([of], comment)}
 
 
 def _files(
@@ -226,7 +226,7 @@ def _files(
         f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{told}"
         "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -k .\n"
     )
-    return {"xgpt.yaml": comment + to_yaml(objects), "kustomization.yaml": kustomization(["xgpt.yaml"])}
+    return {"xgpt.yaml": to_yaml(objects, comment), "kustomization.yaml": kustomization(["xgpt.yaml"])}
 
 
 def kustomization(resources: list[str]) -> str:

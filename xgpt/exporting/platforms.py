@@ -98,7 +98,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
         f"# may ask it (NetworkPolicy).{_lanes_note(plan)}\n"
     )
     return {
-        "dynamo.yaml": comment + pods.to_yaml(objects),
+        "dynamo.yaml": pods.to_yaml(objects, comment),
         "kustomization.yaml": kustomization(["dynamo.yaml"]),
         "Dockerfile": vllm_dockerfile(plan, image, pods.USER, f"{DYNAMO_IMAGE}:{DYNAMO}"),
     }
@@ -151,7 +151,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         f"# Start: kubectl apply -k .{_lanes_note(plan)}\n"
     )
     return {
-        "llm-d.yaml": comment + pods.to_yaml(objects),
+        "llm-d.yaml": pods.to_yaml(objects, comment),
         "kustomization.yaml": kustomization(["llm-d.yaml"]),
         "router.values.yaml": pods.to_yaml([values]),
         "Dockerfile": vllm_dockerfile(plan, image, pods.USER),

@@ -285,8 +285,11 @@ def _gib(count: int) -> str:
     return f"{count}Gi"
 
 
-def to_yaml(objects: Sequence[Object]) -> str:
-    """Return objects as YAML documents; a library quotes them, so that no name in a plan can add YAML."""
+def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
+    """Return objects as YAML documents, after a comment.
+
+    A library quotes the objects, and each line of the comment is one, so that no name in a plan can add YAML.
+    """
 
     class Dumper(yaml.SafeDumper):
         """Writes texts of several lines as blocks, and repeats values instead of using aliases."""
@@ -298,4 +301,6 @@ def to_yaml(objects: Sequence[Object]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
     Dumper.add_representer(str, text)
-    return yaml.dump_all(json.loads(json.dumps(objects)), Dumper=Dumper, sort_keys=False)
+    lines = (line if line.startswith("#") else f"# {line}" for line in comment.splitlines())
+    documents = yaml.dump_all(json.loads(json.dumps(objects)), Dumper=Dumper, sort_keys=False)
+    return "".join(f"{line}\n" for line in lines) + documents

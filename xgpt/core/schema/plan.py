@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from typing import Literal
 
@@ -17,6 +18,10 @@ from xgpt.core.schema.policy import ChunkedSettings, PolicySettings, StageLane
 from xgpt.core.schema.step_log import Account
 from xgpt.core.schema.workload import RequestClass, Workload
 
+HUB = "hf://"
+"""Prefix of a plan's checkpoint that is an id on Hugging Face's hub, and not a directory."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
+
 SLICE_TOKENS = 2048
 """Largest number of tokens that pass the layers at once: larger steps run in slices, to bound activations."""
 
@@ -24,6 +29,11 @@ NEVER_NS = 10**15
 """The bound of requests without one, for the rule: eleven days."""
 
 EngineKind = Literal["native", "vllm"]
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name is one that Hugging Face's hub allows: ORGANISATION/MODEL, in letters, digits and - . _"""
+    return _HUB_ID.fullmatch(name) is not None and not ("--" in name or ".." in name or name.endswith(".git"))
 
 
 class Stage(Frozen):
@@ -123,6 +133,8 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
+        if (self.checkpoint or "").startswith(HUB) and not is_hub_id(str(self.checkpoint).removeprefix(HUB)):
+            raise ValueError(f"checkpoint: behind {HUB} there must be an id as Hugging Face has it, ORGANISATION/MODEL")
         lanes = set(self.policy.lanes)
         if {stage.lane for stage in self.stages} != lanes:
             raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")

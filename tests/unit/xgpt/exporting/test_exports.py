@@ -15,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from tests.vllm.plans import exportable, plan_with, waa_plan
 from xgpt.cli import cli
@@ -24,6 +25,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan, RraSettings, Stage
 from xgpt.core.schema.estimate import Capacity
 from xgpt.exporting.export import Target, export
+from xgpt.exporting.pods import to_yaml
 from xgpt.resolve import load_cluster
 from xrunner.vllm import TESTED_VERSION
 
@@ -57,6 +59,8 @@ HOSTILE = [
     "ÄÖÜ 漢字",
     "x" * 300,
     "--host=0.0.0.0",
+    "org/a\nkind: Pod",
+    "org/model --token x",
 ]
 """Names that would be something else in YAML or in a shell."""
 
@@ -439,3 +443,21 @@ def test_weights_of_an_id_are_fetched_where_it_is_deployed(tmp_path: Path) -> No
         assert words[-2:] == ["--checkpoint", "weights"]
     for target in ("dynamo", "llm-d"):
         assert "Qwen/Qwen2.5-0.5B" in export(plan, target)[FILES[target]]  # type: ignore[arg-type,index]
+
+
+@pytest.mark.parametrize(
+    "name", ["org/a\nkind: Pod", "org/a\n---\nkind: Pod", "org/a b", "a", "org/../x", "-x/y", "ÄÖ/x"]
+)
+@pytest.mark.parametrize("target", ["k8s", "script"])
+def test_an_id_that_the_hub_does_not_allow_is_refused(name: str, target: Target) -> None:
+    """A newline in one stood in a comment, and ended it."""
+    plan = fitting(RRA).model_copy(update={"checkpoint": f"hf://{name}"})
+    with pytest.raises(InputError, match="ORGANISATION/MODEL"):
+        export(plan, target)
+    with pytest.raises(ValidationError, match="Hugging Face"):
+        Plan.model_validate_json(plan.model_dump_json())
+
+
+def test_no_line_of_a_comment_is_yaml() -> None:
+    document = to_yaml([{"a": 1}], "# first\nkind: Pod\u2028kind: Secret\x85---\n")
+    assert list(yaml.safe_load_all(document)) == [{"a": 1}]
