@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.attention import BACKENDS, Batch, Sequences, make_batch, usable_backends
+from xrunner.attention import Batch, Sequences, make_batch
+from xrunner.attention.backends import BACKENDS, usable_backends
 from xrunner.attention.reference import ReferenceAttention, causal_mask, gather_kv
 from xrunner.kv_cache import write_kv
 

@@ -30,7 +30,7 @@ from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import write_atomic
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import DType, ModelSpec, RunDType
-from xrunner.attention import BACKENDS, default_backend
+from xrunner.attention.backends import BACKENDS, default_backend
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.build import warm_up, whole_worker
 from xrunner.engine import Engine

@@ -32,9 +32,9 @@ from xgpt.resolve import load_cluster, load_model
 from xprofiler.bench import Bench, timed
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cpu.cores import own_cores
-from xrunner.cpu.packed import fastest
+from xrunner.cores import own_cores
 from xrunner.models.layers import Linear
+from xrunner.packing.measuring import fastest
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker
 from xsimulator.memory import LaneMemory

@@ -25,6 +25,7 @@ from xgpt.core.schema import RESTLESS, Curve, ModelSpec
 from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Batch, Scoring, Sequences, make_batch
+from xrunner.cores import own_cores
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.gpu.graphs import CudaCapture
@@ -410,3 +411,21 @@ def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_coun
 def _wait_for_gpu() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
+    """Return a typical step's seconds with each number of threads that may be the fastest, on cores as in service.
+
+    On a small shared machine one can beat two, and small models gain nothing by more than one.
+
+    Args:
+        part, parts: see `take_cores`.
+    """
+    most = torch.get_num_threads()
+    times = {}
+    for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
+        torch.set_num_threads(threads)
+        bench.meet()
+        with own_cores(part, parts):
+            times[threads] = min(bench.typical_step() for _ in range(3))
+    return times

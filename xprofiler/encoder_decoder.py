@@ -36,6 +36,7 @@ from xrunner.kv_cache import write_kv
 from xrunner.models import EncoderDecoderModel
 from xrunner.models.encoder_decoder import CrossLayer, own_tokens, recalling
 from xrunner.models.layers import UNSCALED
+from xrunner.worker import Worker
 
 DECODER_TOKENS = tuple(n for n in TOKENS if n <= max(BATCHES))
 """Decoder tokens of steps: one for each request."""
@@ -231,3 +232,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
         head=None if degree == 1 else curve(measured, "head", BATCHES),
     )
     return layer, EncoderLayerTimes(tp_degree=degree, rest=curve(encoder, "rest", TOKENS), attention=reading)
+
+
+def bench_of(worker: Worker) -> type[Bench]:
+    """Return the class that measures a worker's model."""
+    return CrossBench if worker.model.spec.is_encoder_decoder else Bench

@@ -7,13 +7,11 @@ Source: ExeGPT sec. 3 (XProfiler).
 
 from __future__ import annotations
 
-import math
 import platform
 import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -33,7 +31,7 @@ from xgpt.core.schema import (
     Surface,
 )
 from xgpt.core.version import __version__
-from xprofiler import native_version
+from xprofiler import libraries, native_version, ranks
 from xprofiler.bench import (
     BATCHES,
     BLOCK_SIZE,
@@ -41,22 +39,19 @@ from xprofiler.bench import (
     JITTER_QUANTILES,
     NUM_BLOCKS,
     TOKENS,
-    Bench,
     Points,
     Progress,
     Timings,
     curve,
+    seconds_by_threads,
 )
-from xprofiler.encoder_decoder import CrossBench, layers_of
-from xrunner import heap
+from xprofiler.encoder_decoder import bench_of, layers_of
+from xrunner import memory
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cpu.cores import own_cores
-from xrunner.cpu.highest import fastest_screen
-from xrunner.cpu.packed import fastest
-from xrunner.cpu.pieces import fastest_pieces
+from xrunner.cores import own_cores
+from xrunner.packing.measuring import fastest, fastest_head
 from xrunner.parallel import Part, build
-from xrunner.weights import Checkpoint, kept_dtype, load_prepacked
-from xrunner.worker import Worker
+from xrunner.weights import Checkpoint, load_prepacked
 
 LOADED_LAYERS, LOADS = 4, 4
 """Layers that are loaded to measure how fast weights load, and how often."""
@@ -138,18 +133,13 @@ def loading_rate(
     return num_bytes / statistics.fmean(seconds[1:])
 
 
-def bench_of(worker: Worker) -> type[Bench]:
-    """Return the class that measures a worker's model."""
-    return CrossBench if worker.model.spec.is_encoder_decoder else Bench
-
-
 def fastest_layouts(
     spec: ModelSpec, dtype: DType, degrees: Sequence[int], kv_dtype: DType | None = None
 ) -> dict[str, str]:
     """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree, and the
     fastest numbers of keys for its attention.
     """
-    heap.keep_freed_memory()  # as a worker does: what products need on the way is not taken anew in each call
+    memory.keep_freed_memory()  # as a worker does: what products need on the way is not taken anew in each call
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees
@@ -158,8 +148,8 @@ def fastest_layouts(
     weights = [projection.weight for part in parts for projection in build(part).projections()]
     layouts = fastest([(len(weight), weight.shape[1]) for weight in weights if weight is not None], dtype)
     if dtype == "float32" and spec.tie_embeddings:  # the head's weight stays in memory as it is
-        layouts |= fastest_screen((spec.vocab_size, spec.hidden_size), layouts)
-    return layouts | fastest_pieces(spec, kept_dtype(dtype, "cpu", kv_dtype))
+        layouts |= fastest_head((spec.vocab_size, spec.hidden_size), layouts)
+    return layouts
 
 
 def _together(
@@ -172,8 +162,6 @@ def _together(
     progress: Progress,
 ) -> Profile:
     """Measure each tensor-parallel degree, hops and transfers, with a process for each device."""
-    from xprofiler import ranks
-
     threads: int | None = None
     layouts: dict[str, str] = {}
     if device == "cpu":
@@ -283,24 +271,6 @@ def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
     return Curve(points=head.points, seconds=tuple(seconds))
 
 
-def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
-    """Return a typical step's seconds with each number of threads that may be the fastest, on cores as in service.
-
-    On a small shared machine one can beat two, and small models gain nothing by more than one.
-
-    Args:
-        part, parts: see `take_cores`.
-    """
-    most = torch.get_num_threads()
-    times = {}
-    for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
-        torch.set_num_threads(threads)
-        bench.meet()
-        with own_cores(part, parts):
-            times[threads] = min(bench.typical_step() for _ in range(3))
-    return times
-
-
 def _environment() -> dict[str, str]:
     own = {"python": platform.python_version(), "machine": platform.machine(), "xgpt": __version__}
-    return own | {name: version(name) for name in ("torch", "numba", "numpy")}
+    return own | libraries()

@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Curve, ModelSpec
-from xprofiler.bench import BLOCK_SIZE, Progress, Timings
-from xprofiler.measure import bench_of, seconds_by_threads
+from xprofiler.bench import BLOCK_SIZE, Progress, Timings, seconds_by_threads
+from xprofiler.encoder_decoder import bench_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
-from xrunner.cpu.cores import take_cores
+from xrunner.cores import take_cores
 from xrunner.parallel import Part
 from xrunner.transfer import Moving, Piece
 from xrunner.weights import state_dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 from xgpt.arguments import ProfileArguments
@@ -14,7 +13,7 @@ from xgpt.core.io import cache_dir, dump_json, load_json, sha256, write_atomic
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xgpt.resolve import load_cluster, load_engine, load_model
-from xprofiler import analytic, imported, native_version
+from xprofiler import analytic, imported, libraries, native_version
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
 """Types that models run in on a CPU, the default first; float16 would be emulated."""
@@ -303,7 +302,7 @@ def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DT
     shape = spec.shape.model_copy(update={"name": ""}).model_dump_json()
     versions = [
         native_version(cluster.device.type),
-        *(f"{name}={version(name)}" for name in ("torch", "numba", "numpy")),
+        *(f"{name}={number}" for name, number in libraries().items()),
     ]
     device = f"{cluster.devices_per_node} x {cluster.device.model_dump_json()}"
     key = "\n".join([shape, dtype, kv_dtype or "", device, *versions])

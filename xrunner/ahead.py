@@ -65,28 +65,28 @@ class AheadWorker(Worker):
             self._ahead = None
             self._decoded = False
             return super()._execute(step)
-        rows = self._rows(step.decode)
+        rows = self._rows.of(step.decode)
         tokens = self._take(step.decode)
         if tokens is None:
             tokens = self._launch(self._decodes(step, rows))
         else:
-            self._context[rows] += 1
+            self._rows.context[rows] += 1
         arriving = _Arriving(tokens)
         if self._decoded:
             self._run_ahead(step, rows, tokens)
         self._decoded = True
         sampled = arriving.wait()
-        self._last_token[rows] = fed(sampled)
+        self._rows.last_token[rows] = fed(sampled)
         return dict(zip(step.decode, sampled.tolist(), strict=True))
 
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
         """Launch this step once more, one token further, where there is room for it."""
-        context = self._context[rows]
-        has_room = context // self.cache.block_size < self._num_blocks[rows]
+        context = self._rows.context[rows]
+        has_room = context // self.cache.block_size < self._rows.num_blocks[rows]
         if not has_room.all() or int(context.max()) >= self.model.spec.max_context:
             return
         batch = self._decodes(step, rows)
-        self._context[rows] -= 1  # until it is asked for
+        self._rows.context[rows] -= 1  # until it is asked for
         self._ahead = _Launched(
             index={id_: index for index, id_ in enumerate(step.decode)},
             tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),

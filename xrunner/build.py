@@ -12,15 +12,16 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import BlockTable, Chunk, Step
 from xgpt.core.policies.tcb import Batching
 from xgpt.core.schema import DType, ModelSpec
-from xrunner import heap
+from xrunner import memory
 from xrunner.ahead import AheadWorker
-from xrunner.attention import BACKENDS, AttentionBackend, default_backend, usable_backends
-from xrunner.cpu.packed import layouts_of
+from xrunner.attention import AttentionBackend
+from xrunner.attention.backends import BACKENDS, default_backend, usable_backends
 from xrunner.generation import Generation
 from xrunner.gpu.graphs import GraphedModel
 from xrunner.grammar import Grammars, grammars_of
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel, Model
+from xrunner.packing.choice import layouts_of
 from xrunner.parallel import Group, Part, Vocabulary, join
 from xrunner.sampling import Sampler
 from xrunner.stage import Pipe, StageModel
@@ -39,7 +40,7 @@ class WorkerSettings:
         num_blocks: of the K/V cache.
         backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
         threads: CPU threads of this process; None: leave as they are.
-        layouts: how a CPU keeps weights of each shape (see `xrunner.cpu.packed.pack`).
+        layouts: how a CPU keeps weights of each shape (see `xrunner.packing.choice.pack`).
     """
 
     spec: ModelSpec
@@ -80,7 +81,7 @@ def build_worker(
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     try:
         model = _load(settings, part)
-        backend = BACKENDS[name].with_layouts(settings.layouts or {})
+        backend = BACKENDS[name]()
         if part is None:
             grammars = grammars_of(settings.checkpoint, settings.spec)
             sizes = settings.num_blocks, settings.block_size
@@ -141,7 +142,7 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise MachineError(f"device {settings.device} was asked for, but torch finds no GPU")
     if place.type == "cpu":
-        heap.keep_freed_memory()
+        memory.keep_freed_memory()
         if settings.dtype != "float16" and not layouts_of(settings.dtype):
             raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
     if settings.threads is not None:

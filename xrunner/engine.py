@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable
-from queue import SimpleQueue
 
 from xgpt.core import policies
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import Pool, Request, Schedule, Step
 from xgpt.core.schema import Plan
-from xgpt.core.schema.step_log import Arrival, Chain, StepRecord
+from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.executor import Deployer, Executor, Use, Vacant, WorkerLost
-from xrunner.generation import NO_TOKEN, FinishReason, Generation, Token
+from xrunner.generation import NO_TOKEN, Generation, Token
+from xrunner.inbox import HandedIn, Inbox
 from xrunner.prefixes import Prefixes
 from xrunner.recorder import Recorder
 from xrunner.recovery import Ledger
@@ -27,12 +26,11 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Runs a schedule: requests in from any thread, tokens out of `step`.
 
-    `submit`, `cancel` and `apply` may be called from other threads; everything else belongs to the one thread that
-    calls `step`.
+    Other threads may call `submit`, `cancel` and `apply`; everything else belongs to the thread that calls `step`.
 
-    Where a worker is lost, or a step fails, all workers are started anew, and requests are encoded again with what they
-    had generated: their tokens go on where they were. What had been taken in then arrives again in the step log, whose
-    numbers start anew. A request at fault, or one that does not fit another plan's memory, ends with finish "error".
+    If a worker is lost, or a step fails, all workers are restarted, and requests are encoded again with what they had
+    generated: their tokens go on where they were. These requests arrive again in the step log, whose numbers start
+    anew. A request at fault, or one that does not fit another plan's memory, ends with finish "error".
 
     Args:
         deploy: None: no other plan than one with the same placement can be applied.
@@ -40,8 +38,7 @@ class Engine:
 
     Attributes:
         scores_prompts: whether log probabilities of prompts are given.
-        on_refused: called with the reason, in the thread that calls `step`, where another plan could not be deployed;
-            the one before goes on.
+        on_refused: called with the reason, in `step`'s thread, if another plan cannot be deployed; this one goes on.
     """
 
     def __init__(
@@ -66,8 +63,7 @@ class Engine:
         self._clock = clock
         self._prefixes = Prefixes() if reuse else None
         self._recorder = Recorder([] if on_step is None else [on_step])
-        self._inbox: SimpleQueue[Generation | int | Schedule] = SimpleQueue()
-        self._wake = threading.Event()
+        self._inbox = Inbox()
         self._now_ns = 0
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -91,18 +87,15 @@ class Engine:
         self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule before the next step: at once where the placement stays, else when all running
-        requests have ended; those that arrive meanwhile wait.
-        """
+        """Adopt another plan's schedule: before the next step if the placement stays, else when no request runs."""
         self._hand_in(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
         """Have the plan's schedule applied."""
         self.apply(policies.build(plan))
 
-    def _hand_in(self, what: Generation | int | Schedule) -> None:
+    def _hand_in(self, what: HandedIn) -> None:
         self._inbox.put(what)
-        self._wake.set()
         self._executor.interrupt()
 
     takes_seeds = True
@@ -114,13 +107,13 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Block until something is handed in, or the time is over. To be called when `step` returned None."""
-        self._wake.wait(timeout_s)
+        self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Send every step on its way that can be, then wait for one to end; an arrival meanwhile may begin one more.
+        """Begin every step that can begin, then wait for one to end; an arrival meanwhile may begin one more.
 
         Returns:
-            That step's tokens, and the ends of requests that have been lost; or None where nothing could run.
+            That step's tokens, and the ends of requests that have been lost; None if nothing could run.
 
         Raises:
             MachineError: workers that were lost do not come back.
@@ -151,18 +144,13 @@ class Engine:
             except WorkerLost as lost:
                 self._recover(str(lost))
                 return []
-        step, sampled = ended
-        tokens, outputs = self._settle(step, sampled)
-        finished = [token.id for token in tokens if token.finish]
-        self._recorder.end(step, self._clock, finished, outputs, _failed(tokens))
-        return tokens
+        return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
         """Put requests handed in since the last step into the pool with the step's own time; drop those too late."""
         self._now_ns = now_ns
-        self._wake.clear()
-        while not self._inbox.empty():
-            match self._inbox.get():
+        for handed_in in self._inbox.drain():
+            match handed_in:
                 case Generation() as generation if self.is_emptying:
                     self._redeployment.park(generation)
                 case Generation() as generation:
@@ -185,18 +173,17 @@ class Engine:
 
     def _enter(self, generation: Generation) -> None:
         """Let a request wait; one that can never be executed ends."""
-        size = len(generation.prompt), generation.max_output
         handed_in_ns = self._now_ns if generation.arrival_ns is None else min(generation.arrival_ns, self._now_ns)
-        arrival = Arrival(
+        request = Request(
             generation.id,
-            *size,
+            len(generation.prompt),
+            generation.max_output,
             handed_in_ns,
             generation.deadline_ns,
             generation.promised_output,
             generation.account,
             self._chain(generation),
         )
-        request = Request(*arrival)
         if not self.pool.can_ever_fit(request):
             self._give_up(generation.id, "it does not fit the K/V memory of the plan that runs now")
             return
@@ -207,10 +194,10 @@ class Engine:
             return
         self._progress.generations[generation.id] = generation
         self._schedule.submit(request)
-        self._recorder.arrivals.append(arrival)
+        self._recorder.arrive(request)
 
     def _chain(self, generation: Generation) -> Chain:
-        """The keys of a prompt's blocks; none where nothing is shared, as where an encoder reads prompts whole."""
+        """Return the keys of a prompt's blocks; none if nothing is shared, for example if an encoder reads prompts."""
         is_scored = generation.sampling.prompt_logprobs is not None  # every one of its tokens is to be computed
         if self._prefixes is None or not self._executor.resumes or is_scored:
             return ()
@@ -254,39 +241,34 @@ class Engine:
         self._executor.begin(step)
         self._recorder.begin(step, self._now_ns)
 
-    def _settle(self, step: Step, sampled: dict[int, int]) -> tuple[list[Token], dict[int, Chain]]:
-        """Account for the step's tokens; requests held by a static batch compute on, but hand out no more.
-
-        Returns:
-            The tokens, and for each request that has ended well the keys of the blocks behind those of its prompt.
-        """
+    def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
+        """Account for the step's tokens; requests held by a static batch compute on, but hand out no more."""
         logprobs, failed, pool = self._executor.logprobs, self._executor.failed, self._schedule.pool
-        tokens = [
-            Token(id_, token, self._finish(id_, token), logprobs.get(id_), failed.get(id_, ""))
-            for id_, token in sampled.items()
-            if not pool.is_silent(id_)
-        ]
+        tokens = []
+        for id_, chosen in sampled.items():
+            if not pool.is_silent(id_):
+                finish = self._progress.generations[id_].finish(chosen, 1 + pool.running[id_].generated)
+                tokens.append(Token(id_, chosen, finish, logprobs.get(id_), failed.get(id_, "")))
         tokens = self._progress.without_repeated(tokens)
         finished = [token.id for token in tokens if token.finish]
-        ended_in_error = _failed(tokens)
-        outputs = {}
-        if self._prefixes is not None:
-            outputs = self._outputs(self._prefixes, [id_ for id_ in finished if id_ not in ended_in_error])
+        ended_in_error = [token.id for token in tokens if token.finish == "error"]
+        outputs = self._outputs(id_ for id_ in finished if id_ not in ended_in_error)
         freed = self._schedule.settle(step, finished, outputs, ended_in_error)
         for token in tokens:
             self._progress.note(token)
         self._suspects.clear(sampled)
         self._forget(freed)
-        return tokens, outputs
+        self._recorder.end(step, self._clock, finished, outputs, ended_in_error)
+        return tokens
 
-    def _outputs(self, prefixes: Prefixes, finished: Iterable[int]) -> dict[int, Chain]:
-        """Return the keys of the blocks that requests leave behind those of their prompts."""
+    def _outputs(self, finished: Iterable[int]) -> dict[int, Chain]:
+        """Return the keys of the blocks that requests leave after those of their prompts."""
+        if self._prefixes is None or not self._executor.resumes:
+            return {}
         outputs = {}
         for id_ in finished:
-            request = self.pool.running[id_]
-            if self._executor.resumes:
-                sequence = self._progress.sequence(id_)  # the token that ends it has not been noted, nor ever fed
-                outputs[id_] = prefixes.extend(request.chain, sequence, self.pool.block_size, request.account)
+            request, sequence = self.pool.running[id_], self._progress.sequence(id_)  # without the last token
+            outputs[id_] = self._prefixes.extend(request.chain, sequence, self.pool.block_size, request.account)
         return outputs
 
     def _go_on_after(self, error: Exception) -> None:
@@ -324,21 +306,7 @@ class Engine:
     def _take_in_again(self, request: Request) -> None:
         again = self._progress.anew(request, lambda r: self._executor.resumes and self.pool.can_ever_fit(r))
         self._schedule.submit(again)
-        size = again.input_length, again.max_output
-        self._recorder.arrivals.append(
-            Arrival(
-                again.id, *size, again.arrival_ns, again.deadline_ns, again.promised_output, again.account, again.chain
-            )
-        )
-
-    def _finish(self, id_: int, token: int) -> FinishReason | None:
-        if token == NO_TOKEN:
-            return "error"
-        generation = self._progress.generations[id_]
-        count = 1 + self._schedule.pool.running[id_].generated
-        if token in generation.stop_token_ids or count == generation.output_length:
-            return "stop"
-        return "length" if count == generation.max_output else None
+        self._recorder.arrive(again)
 
     def _forget(self, ids: Iterable[int]) -> None:
         freed = list(ids)
@@ -354,8 +322,3 @@ class Engine:
     def close(self) -> None:
         """Give up the workers."""
         self._executor.close()
-
-
-def _failed(tokens: Iterable[Token]) -> list[int]:
-    """Return the requests that these tokens end in an error."""
-    return [token.id for token in tokens if token.finish == "error"]

@@ -115,6 +115,14 @@ class Generation:
     account: Account = ANYONE
     arrival_ns: int | None = None
 
+    def finish(self, token: int, count: int) -> FinishReason | None:
+        """Return why this output token, the `count`-th, is the last; None if it is not."""
+        if token == NO_TOKEN:
+            return "error"
+        if token in self.stop_token_ids or count == self.output_length:
+            return "stop"
+        return "length" if count == self.max_output else None
+
 
 class Token(NamedTuple):
     """One output token of one request; the last carries why it is the last."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from xgpt.core.schema import SCALE_BYTES, ModelSpec
-from xrunner import huge_pages
-from xrunner.cpu.quantised import quantise
+from xrunner import memory
+from xrunner.eight_bits import quantise
 
 
 class KvCache:
@@ -38,7 +38,7 @@ class KvCache:
         if dtype == torch.int8:
             shape = (*shape[:-1], shape[-1] + SCALE_BYTES)
         if device.type == "cpu":
-            self.layers = [huge_pages.zeros(shape, dtype, huge=False) for _ in range(spec.num_layers)]
+            self.layers = [memory.zeros(shape, dtype, huge=False) for _ in range(spec.num_layers)]
         else:
             self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers)]
 

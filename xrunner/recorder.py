@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
-from xgpt.core.policies import Step
+from xgpt.core.policies import Request, Step
 from xgpt.core.policies.blocks import NO_CHAINS
 from xgpt.core.schema.step_log import Arrival, Chain, LaneName, StepRecord
 
@@ -28,11 +28,7 @@ class _Begun(NamedTuple):
 
 
 class Recorder:
-    """Makes the record of each step, and hands it to the listener.
-
-    Attributes:
-        arrivals: requests taken in since the last step began.
-    """
+    """Makes the record of each step, and hands it to the listeners."""
 
     def __init__(self, listeners: Collection[OnStep]) -> None:
         self._listeners = list(listeners)
@@ -44,7 +40,8 @@ class Recorder:
 
     def clear(self) -> None:
         """Begin a new log."""
-        self.arrivals: list[Arrival] = []
+        self._arrivals: list[Arrival] = []
+        """Requests taken in since the last step began."""
         self._cancelled: list[tuple[int, int]] = []
         """Requests taken out since then, and how many steps had been settled."""
         self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
@@ -56,20 +53,35 @@ class Recorder:
         """Whether no step is under way."""
         return self._num_begun == self._num_settled
 
+    def arrive(self, request: Request) -> None:
+        """Note that a request is taken in."""
+        size = request.input_length, request.max_output
+        self._arrivals.append(
+            Arrival(
+                request.id,
+                *size,
+                request.arrival_ns,
+                request.deadline_ns,
+                request.promised_output,
+                request.account,
+                request.chain,
+            )
+        )
+
     def cancel(self, id_: int) -> None:
         """Note that a request is taken out."""
         self._cancelled.append((id_, self._num_settled))
 
     def begin(self, step: Step, start_ns: int) -> None:
         """Note that a step begins that was scheduled at that time."""
-        arrived, settled = {arrival.id for arrival in self.arrivals}, self._num_settled
+        arrived, settled = {arrival.id for arrival in self._arrivals}, self._num_settled
         # One that has only just arrived cannot be taken out of a log before it stands there.
         cancelled = [(id_, settled if id_ in arrived else after) for id_, after in self._cancelled]
         in_order = tuple(sorted(cancelled, key=itemgetter(1)))
-        begun = _Begun(self._num_begun, start_ns, settled, tuple(self.arrivals), in_order)
+        begun = _Begun(self._num_begun, start_ns, settled, tuple(self._arrivals), in_order)
         self._under_way[step.lane, step.microbatch].append(begun)
         self._num_begun += 1
-        self.arrivals.clear()
+        self._arrivals.clear()
         self._cancelled.clear()
 
     def end(

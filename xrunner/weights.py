@@ -16,11 +16,11 @@ from torch import Tensor
 from xgpt.checkpoints.files import STORED_DTYPES, weight_files
 from xgpt.core.errors import InputError
 from xgpt.core.schema import DType, ModelSpec, Precision
-from xrunner import heap
+from xrunner import memory
+from xrunner.eight_bits import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 from xrunner.models import Model
 from xrunner.models.layers import Linear
 from xrunner.parallel import Cut, Part, build, cuts, materialise, places_of
-from xrunner.scales import BLOCK, EIGHT_BITS, fits, name_of_scales, scaled
 
 DTYPES: dict[DType, torch.dtype] = {
     "float32": torch.float32,
@@ -281,7 +281,7 @@ def load_prepacked(
     So a model in eight bits never takes four times its size: one matrix at a time is there in float32.
 
     Args:
-        layouts: as `xrunner.cpu.packed.pack` takes them.
+        layouts: as `xrunner.packing.choice.pack` takes them.
     """
 
     def prepack(projection: Linear) -> None:
@@ -304,7 +304,7 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
     cut = cuts(model, part)
     for name, places in places_of(model).items():
         if torch.device(device).type == "cpu":
-            heap.ask_for_heap()
+            memory.ask_for_heap()
         materialise(places, state_dtype(dtype, device), device)
         for weight in _pieces(model, part, name, cut.get(name)):
             source.read(weight)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,11 +13,13 @@ from xgpt.core.policies import BlockTable, Chunk, Step
 from xgpt.core.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch, Sequences, make_batch
 from xrunner.executor import OneAtATime
-from xrunner.generation import Generation, Logprobs
+from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models import Model
 from xrunner.parallel import Part, Vocabulary
-from xrunner.sampling import Sampler, highest, logprobs_of
+from xrunner.prompt_scores import PromptScores, ScoredPlaces
+from xrunner.request_rows import RequestRows
+from xrunner.sampling import Sampler, highest
 from xrunner.stage import StageModel
 from xrunner.transfer import CachePart, Cargo, EncoderOutputs
 
@@ -33,9 +35,6 @@ class Worker(OneAtATime):
 
     It holds the whole model, or a stage of a pipeline. All stages execute the same steps; since only the last one
     chooses tokens, the others get them through `set_last_tokens`.
-
-    The state of running requests is in arrays indexed by a request's row, so that a step over hundreds of requests
-    costs a few numpy calls.
 
     Attributes:
         encoder_outputs: an encoder's output for prompts that another lane decodes, by request: kept in the encode lane
@@ -69,19 +68,9 @@ class Worker(OneAtATime):
         self._stage = stage
         self._vocabulary = vocabulary
         self._device = cache.device
-        self._row: dict[int, int] = {}
-        self._free_rows: list[int] = []
+        self._rows = RequestRows()
         self._prompts: dict[int, np.ndarray] = {}
-        self._scores: dict[int, list[Logprobs]] = {}
-        """Log probabilities of prompt tokens computed so far, by request that asks for them."""
-        self._num_top: dict[int, int] = {}
-        """Most probable tokens to report for each of these requests' prompt tokens."""
-        self._last_token = np.zeros(0, dtype=np.int64)
-        self._context = np.zeros(0, dtype=np.int32)
-        """Tokens whose K/V is in the cache."""
-        self._prompt_len = np.zeros(0, dtype=np.int32)
-        self._num_blocks = np.zeros(0, dtype=np.int32)
-        self._tables = np.zeros((0, 1), dtype=np.int32)
+        self._scores = PromptScores()
         self._sampler = sampler or Sampler(model.spec.vocab_size, self._device)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
@@ -98,9 +87,7 @@ class Worker(OneAtATime):
         assert not (self.model.decoder_start and generation.num_resumed), "outputs are no encoder's prompt"
         self._take_row(generation, table)
         self._prompts[generation.id] = np.array(prompt, dtype=np.int64)
-        num_top = generation.sampling.prompt_logprobs
-        if num_top is not None and not generation.num_resumed:
-            self._scores[generation.id], self._num_top[generation.id] = [], num_top
+        self._scores.start(generation)
 
     def adopt(self, generation: Generation, table: BlockTable, cached: int) -> None:
         """Reserve a row for a request whose first `cached` tokens another worker has encoded.
@@ -113,20 +100,11 @@ class Worker(OneAtATime):
             return
         row = self._take_row(generation, table)
         self._prompts[generation.id] = np.array(generation.prompt, dtype=np.int64)
-        self._context[row] = cached
+        self._rows.context[row] = cached
 
     def _take_row(self, generation: Generation, table: BlockTable) -> int:
         """Reserve a row, with these blocks; return its index."""
-        assert generation.id not in self._row, f"request {generation.id} has started already"
-        blocks = table.blocks
-        if not self._free_rows:
-            self._add_rows()
-        row = self._free_rows.pop()
-        self._widen(len(blocks) + 1)  # an encoder's step looks up, but does not write, the block after the prompt
-        self._tables[row, : len(blocks)] = blocks
-        self._num_blocks[row] = len(blocks)
-        self._row[generation.id] = row
-        self._prompt_len[row] = len(generation.prompt)
+        row = self._rows.take(generation.id, table.blocks, len(generation.prompt))
         if self.model.has_head and self.model.runs_decoder:
             cut = len(generation.prompt) - generation.num_resumed
             prompt = () if self.model.decoder_start else generation.prompt[:cut]
@@ -146,42 +124,39 @@ class Worker(OneAtATime):
 
     def release(self, ids: Collection[int]) -> None:
         """Forget these requests; ignore those that never started, and repeated ids."""
-        started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._row]
+        started = [id_ for id_ in dict.fromkeys(ids) if id_ in self._rows]
         for id_ in started:
             self.encoder_outputs.pop(id_, None)
-            row = self._row.pop(id_)
-            self._sampler.release(row)
-            self._free_rows.append(row)
+            self._sampler.release(self._rows.release(id_))
             del self._prompts[id_]
-            self._scores.pop(id_, None)
-            self._num_top.pop(id_, None)
+            self._scores.forget(id_)
 
     def restart(self) -> None:
         super().restart()
-        self.release(list(self._row))
+        self.release(list(self._rows))
 
     def set_last_tokens(self, ids: Collection[int], tokens: Collection[int]) -> None:
         """Set the last generated token of requests whose tokens another stage has chosen."""
-        self._last_token[self._rows(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
+        self._rows.last_token[self._rows.of(ids)] = fed(np.fromiter(tokens, dtype=np.int64, count=len(tokens)))
 
     def run_encoder(self, step: Step) -> None:
         """Give requests the step's blocks; run its prompts through the encoder, if prompts pass the pipeline twice.
 
         They are cut into the same slices as in the second pass, which depend on what the step decodes.
         """
-        self._grow(step.grown)
+        self._rows.grow(step.grown)
         if self._stage is None or not self._stage.runs_encoder_first:
             return
         for part in self._parts(step):
             if part.encode:
                 prompts = Step(part.encode, ())
                 ids = [chunk.id for chunk in part.encode]
-                rows = self._rows(ids)
+                rows = self._rows.of(ids)
                 with torch.inference_mode():
                     batch = self._batch(prompts, rows, np.ones(len(rows), dtype=bool))
                     output = self._stage.run_encoder(batch, self.backend)
                 if output is not None:
-                    lengths = self._prompt_len[rows].tolist()
+                    lengths = self._rows.prompt_len[rows].tolist()
                     self.encoder_outputs |= zip(ids, output.split(lengths), strict=True)
 
     def execute(self, step: Step, *, encoder_ran: bool = False) -> dict[int, int]:
@@ -208,7 +183,7 @@ class Worker(OneAtATime):
         joining = [id_ for id_ in step.decode if id_ in self.encoder_outputs]
         if not joining:
             return step
-        prompts = (Chunk(id_, 0, int(self._prompt_len[self._row[id_]])) for id_ in joining)
+        prompts = (Chunk(id_, 0, int(self._rows.prompt_len[self._rows[id_]])) for id_ in joining)
         return Step(tuple(prompts), tuple(id_ for id_ in step.decode if id_ not in self.encoder_outputs))
 
     def _pass_encoder_outputs(self, part: Step) -> None:
@@ -220,34 +195,33 @@ class Worker(OneAtATime):
 
     def _parts(self, step: Step) -> Iterator[Step]:
         """Yield the step in parts that are run at once."""
-        is_scored = any(chunk.id in self._scores for chunk in step.encode)
-        for part in slices(step, SCORED_TOKENS if is_scored else SLICE_TOKENS):
+        for part in slices(step, SCORED_TOKENS if self._scores.concern(step) else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
             if whole.encode or whole.decode:
                 yield whole
 
     def _uncut(self, step: Step) -> Step:
         """Return the step of a model that cannot cut prompts: each runs whole when its last piece comes."""
-        ended = [id_ for id_, start, length in step.encode if start + length == self._prompt_len[self._row[id_]]]
+        ended = [id_ for id_, start, length in step.encode if start + length == self._rows.prompt_len[self._rows[id_]]]
         return Step(tuple(Chunk(id_, 0, len(self._prompts[id_])) for id_ in ended), step.decode)
 
     def _execute(self, step: Step) -> dict[int, int]:
         ends = [chunk.start + chunk.length == len(self._prompts[chunk.id]) for chunk in step.encode]
-        rows = self._rows((*step.decode, *(chunk.id for chunk in step.encode)))
+        rows = self._rows.of((*step.decode, *(chunk.id for chunk in step.encode)))
         batch = self._batch(step, rows, np.array([True] * len(step.decode) + ends))
         sampled = [*step.decode, *(chunk.id for chunk, end in zip(step.encode, ends, strict=True) if end)]
-        sampled_rows = self._rows(sampled)
-        scored = _Scored.at(step, self._prompts, self._num_top)
+        sampled_rows = self._rows.of(sampled)
+        scored = self._scores.places(step, self._prompts)
         if scored is not None:
             batch = replace(batch, logit_rows=torch.cat([batch.logit_rows, scored.rows.to(self._device)]))
         takes_highest = scored is None and self._vocabulary is None and self._sampler.takes_highest(sampled_rows)
         if takes_highest:
-            batch = replace(batch, added=self._sampler.clocks(sampled_rows, self._context[sampled_rows]))
+            batch = replace(batch, added=self._sampler.clocks(sampled_rows, self._rows.context[sampled_rows]))
         is_plain = takes_highest or self._sampler.is_idle
         tokens = self.next_tokens(batch) if is_plain else self._chosen(batch, sampled, sampled_rows, scored)
         if tokens is None:
             return {}
-        self._last_token[sampled_rows] = fed(tokens)
+        self._rows.last_token[sampled_rows] = fed(tokens)
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
@@ -267,7 +241,7 @@ class Worker(OneAtATime):
         """Return the greedy choices. # [sampled, vocab or this rank's share of it] -> int64 [sampled]"""
         return highest(logits) if self._vocabulary is None else self._vocabulary.argmax(logits)
 
-    def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray, scored: _Scored | None) -> np.ndarray:
+    def _chosen(self, batch: Batch, ids: list[int], rows: np.ndarray, scored: ScoredPlaces | None) -> np.ndarray:
         """Run the model, and choose by each request's sampling parameters. # int64 [sampled]
 
         Args:
@@ -279,13 +253,12 @@ class Worker(OneAtATime):
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
             if scored is not None:
-                for id_, scores in scored.scores(logits[len(rows) :]):
-                    self._scores[id_] += scores
+                self._scores.add(scored, logits[len(rows) :])
                 logits = logits[: len(rows)]
-            tokens, logprobs = self._sampler(logits, rows, self._context[rows])
+            tokens, logprobs = self._sampler(logits, rows, self._rows.context[rows])
         self.failed |= {ids[index]: why for index, why in self._sampler.failed.items()}
         for index, value in logprobs.items():
-            self.logprobs[ids[index]] = value._replace(prompt=tuple(self._scores.pop(ids[index], ())))
+            self.logprobs[ids[index]] = value._replace(prompt=self._scores.take(ids[index]))
         return tokens
 
     def _batch(self, step: Step, rows: np.ndarray, wants_logits: np.ndarray) -> Batch:
@@ -293,89 +266,19 @@ class Worker(OneAtATime):
         num_decodes = len(step.decode)
         query_len = np.ones(len(rows), dtype=np.int32)
         query_len[num_decodes:] = [chunk.length for chunk in step.encode]
-        self._context[rows[num_decodes:]] = [chunk.start for chunk in step.encode]
-        self._context[rows] += query_len
+        kept = self._rows
+        kept.context[rows[num_decodes:]] = [chunk.start for chunk in step.encode]
+        kept.context[rows] += query_len
         pieces = [self._prompts[id_][start : start + length] for id_, start, length in step.encode]
-        prompt_len = self._prompt_len[rows] if self.model.decoder_start else None
+        prompt_len = kept.prompt_len[rows] if self.model.decoder_start else None
         return make_batch(
-            np.concatenate([self._last_token[rows[:num_decodes]], *pieces]),
-            Sequences(query_len, self._context[rows], self._tables[rows], prompt_len),
+            np.concatenate([kept.last_token[rows[:num_decodes]], *pieces]),
+            Sequences(query_len, kept.context[rows], kept.tables[rows], prompt_len),
             block_size=self.cache.block_size,
             num_decodes=num_decodes,
             wants_logits=wants_logits,
             device=self._device,
         )
-
-    def _grow(self, grown: Collection[tuple[int, int]]) -> None:
-        """Append blocks to the block tables of requests."""
-        for id_, block in grown:
-            row = self._row[id_]
-            end = int(self._num_blocks[row])
-            self._widen(end + 1)
-            self._tables[row, end] = block
-            self._num_blocks[row] = end + 1
-
-    def _rows(self, ids: Collection[int]) -> np.ndarray:
-        return np.fromiter(map(self._row.__getitem__, ids), dtype=np.int64, count=len(ids))
-
-    def _add_rows(self) -> None:
-        old = len(self._context)
-        new = max(64, 2 * old)
-        self._free_rows.extend(range(old, new))
-        self._last_token = np.resize(self._last_token, new)
-        self._context = np.resize(self._context, new)
-        self._prompt_len = np.resize(self._prompt_len, new)
-        self._num_blocks = np.resize(self._num_blocks, new)
-        self._tables = np.resize(self._tables, (new, self._tables.shape[1]))
-
-    def _widen(self, num_blocks: int) -> None:
-        missing = num_blocks - self._tables.shape[1]
-        if missing > 0:
-            self._tables = np.pad(self._tables, ((0, 0), (0, missing)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """The places of a step after which a prompt token is to be scored.
-
-    Attributes:
-        rows: their rows in a batch in which the step's decodes come first. # int64 [scored]
-        targets: the prompt tokens that follow them, which are scored. # int64 [scored]
-        of: each request, the number of its places, and the number of most probable tokens to report for each.
-    """
-
-    rows: Tensor
-    targets: Tensor
-    of: list[tuple[int, int, int]]
-
-    @classmethod
-    def at(cls, step: Step, prompts: Mapping[int, np.ndarray], num_top: Mapping[int, int]) -> _Scored | None:
-        """Return the places of a step; None if it has none.
-
-        Args:
-            num_top: most probable tokens to report, by request whose prompt is scored.
-        """
-        if not num_top:
-            return None
-        begin, rows, targets, of = len(step.decode), [], [], []
-        for id_, start, length in step.encode:
-            if id_ in num_top:
-                following = prompts[id_][start + 1 : start + length + 1]
-                rows.append(np.arange(begin, begin + len(following)))
-                targets.append(following)
-                of.append((id_, len(following), num_top[id_]))
-            begin += length
-        if not of:
-            return None
-        return cls(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)), of)
-
-    def scores(self, logits: Tensor) -> Iterator[tuple[int, list[Logprobs]]]:
-        """Yield each request's scores of its prompt tokens, from the logits at the places. # [scored, vocab]"""
-        targets, begin = self.targets.to(logits.device), 0
-        for id_, count, num_top in self.of:
-            end = begin + count
-            yield id_, logprobs_of(logits[begin:end], targets[begin:end], np.full(count, num_top))
-            begin = end
 
 
 def fed(tokens: np.ndarray) -> np.ndarray:

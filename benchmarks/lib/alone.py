@@ -17,7 +17,7 @@ def run_alone(plan: Plan, load: Load, seed: int) -> list[StepRecord]:
     import torch
 
     from xrunner.build import WorkerSettings, build_worker
-    from xrunner.cpu.cores import own_cores
+    from xrunner.cores import own_cores
     from xrunner.engine import Engine
     from xrunner.generation import Generation
 

@@ -11,7 +11,7 @@ from xgpt.core.policies.admission import make_queue
 from xgpt.core.schema import DType
 from xprofiler.measure import fastest_layouts
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cpu.cores import take_cores
+from xrunner.cores import take_cores
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 

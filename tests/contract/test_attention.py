@@ -1,19 +1,16 @@
 """Every attention backend agrees with the reference on ragged batches, and writes the same cache."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
 
 from tests.numerics.steps import random_batch, random_bias
-from xgpt.core.schema import DECODES, PROMPTS, SCALE_BYTES
-from xgpt.resolve import load_model
-from xrunner.attention import BACKENDS, PositionBias, Scoring, default_backend, usable_backends
+from xgpt.core.schema import SCALE_BYTES
+from xrunner.attention import PositionBias, Scoring
+from xrunner.attention.backends import BACKENDS, default_backend, usable_backends
 from xrunner.cpu import amx
-from xrunner.cpu.attention import PIECE_NAMES, NumbaAttention, suits_matrices
-from xrunner.cpu.pieces import fastest_pieces
-from xrunner.cpu.quantised import quantise
+from xrunner.cpu.attention import suits_matrices
+from xrunner.eight_bits import quantise
 from xrunner.kv_cache import numbers_of
 
 HEADS = [(4, 4, 16), (6, 2, 8), (5, 1, 64), (3, 3, 20)]  # heads, kv heads, head dim
@@ -87,34 +84,6 @@ def test_long_ones_agree_with_reference(backend, heads, shape, block_size, kept_
     expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch, scoring)
     actual = BACKENDS[backend]().forward(q, k, v, cache, batch, scoring)
     assert_near(actual, expected, cache, rtol=1e-4, atol=5e-6)
-
-
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize("piece", PIECE_NAMES)
-def test_as_many_keys_at_a_time_as_a_profile_says(piece, block_size, kept_as):
-    heads, rng = (14, 2, 64), np.random.default_rng(0)
-    (q, k, v), cache, batch = random_batch([700, 5, 129], [(64, 64), (0, 300)], heads, block_size, rng)
-    cache = kept_in(cache, kept_as)
-    expected = BACKENDS["reference"]().forward(q, k, v, cache.clone(), batch)
-    actual = BACKENDS["numba"].with_layouts({PROMPTS: piece, DECODES: piece}).forward(q, k, v, cache, batch)
-    assert_near(actual, expected, cache, rtol=1e-4, atol=5e-6)
-
-
-def test_the_fastest_numbers_of_keys_are_measured(monkeypatch):
-    """The usual ones are not named; another one is where it is faster."""
-    spec, _ = load_model("qwen2.5-0.5b")
-    known = {name: set(PIECE_NAMES) for name in (PROMPTS, DECODES)}
-    assert all(found in known[name] for name, found in fastest_pieces(spec, torch.float32).items())
-    slow = {PROMPTS: 64, DECODES: 32}
-    forward = NumbaAttention.forward
-
-    def slowed(self, *arguments):
-        time.sleep(0.003 * any(self._pieces.get(name) == piece for name, piece in slow.items()))
-        return forward(self, *arguments)
-
-    monkeypatch.setattr(NumbaAttention, "forward", slowed)
-    assert set(fastest_pieces(spec, torch.float32)) == set(slow)
 
 
 def test_without_matrix_registers_bfloat16_is_multiplied_in_float32(monkeypatch):

@@ -1,7 +1,5 @@
 """Every family computes what `transformers` computes: logits, and greedy tokens under every policy."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -12,15 +10,18 @@ from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_E
 from tests.numerics.steps import start
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
-from xrunner.attention import BACKENDS, usable_backends
+from xrunner.activations import ACTIVATIONS, GATES
+from xrunner.attention.backends import BACKENDS, usable_backends
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cpu.packed import ACTIVATIONS, GATES, LAYOUTS, fastest, layouts_of, pack, shape_name
 from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.kv_cache import KvCache
 from xrunner.models.layers import Rotary
+from xrunner.packing.choice import LAYOUTS, layouts_of, pack, shape_name
+from xrunner.packing.measuring import fastest
 from xrunner.worker import Worker
 
+HERE = [name for name, layout in LAYOUTS.items() if layout.is_available()]
 TOLERANCE = 1e-4
 HALF_TOLERANCE = 2e-2
 """Of bfloat16, relative to the norm of the logits: 8 bits of mantissa, a few layers deep."""
@@ -140,21 +141,17 @@ def but_for_other_experts(name, figures, *, reverse=False):
     return sorted(figures, reverse=reverse)[skipped:]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", HERE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(96, 70), (33, 2101), (200, 2102)], ids=shape_name)
 def test_every_layout_multiplies_and_adds_and_activates(layout, activation, shape):
     dtype = LAYOUTS[layout].dtype
-    if not LAYOUTS[layout].is_available():
-        pytest.skip("not on this processor")
     torch.manual_seed(0)
     is_gate = activation in GATES.values()
     weight, bias = outputs_for(activation, torch.randn(shape), torch.randn(shape[0]))
     product = pack(weight, activation, dtype, {shape_name(weight.shape): layout})
     tolerance = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 3e-2}[dtype]
-    # Rows are rounded one by one, and oneDNN's eight bits, kept from matrix registers, take seconds for many wide ones.
-    many = () if layout == "onednn-int8" and shape[1] > 1000 else (513,)
-    for rows in (0, 1, 3, 64, *many):
+    for rows in (0, 1, 3, 64, 513):
         x = torch.randn(rows, shape[1]) * torch.logspace(-3, 3, rows)[:, None]  # each row has a scale of its own
         for b in (bias, None):
             sums = linear(x, weight, b)
@@ -171,12 +168,10 @@ def outputs_for(activation, *of_outputs):
     return tuple(torch.cat((each, each.flip(-1))) if activation in GATES.values() else each for each in of_outputs)
 
 
-@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.dtype == "float32"])
+@pytest.mark.parametrize("layout", layouts_of("float32"))
 @pytest.mark.parametrize("rows", [3, 50, 300])
 def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
     """However a layout makes them; sums over 3,000 numbers of several sizes."""
-    if not LAYOUTS[layout].is_available():
-        pytest.skip("not on this processor")
     torch.manual_seed(0)
     weight, bias = torch.randn(70, 3000) * torch.logspace(-6, 6, 70)[:, None], torch.randn(70)
     x = torch.randn(rows, 3000) * torch.logspace(-2, 2, 3000)
@@ -185,18 +180,13 @@ def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
     assert ((found - expected).norm(dim=0) < 5e-6 * expected.norm(dim=0)).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", HERE)
 @pytest.mark.parametrize("threads", [2, 4])
 @pytest.mark.parametrize("activation", ["none", GATES["silu"]])
 def test_products_of_several_threads_are_those_of_one(layout, activation, threads):
     """Again and again: a thread may find rows that another one has not rounded yet only now and then."""
-    if not LAYOUTS[layout].is_available():
-        pytest.skip("not on this processor")
     torch.manual_seed(0)
-    # Of oneDNN's eight bits our threads round and scale whole rows. The product is its own, and a slow one where it
-    # is kept from matrix registers.
-    outputs = 32 if layout == "onednn-int8" else 600
-    weight, before = torch.randn(outputs, 500) / 500**0.5, torch.get_num_threads()
+    weight, before = torch.randn(600, 500) / 500**0.5, torch.get_num_threads()
     product = pack(weight, activation, LAYOUTS[layout].dtype, {shape_name(weight.shape): layout})
     try:
         for rows in (*range(1, 40), 70, 150):
@@ -210,11 +200,9 @@ def test_products_of_several_threads_are_those_of_one(layout, activation, thread
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", HERE)
 @pytest.mark.parametrize("rows", [3, 100])
 def test_a_row_that_is_no_number_stays_none_and_touches_no_other(layout, rows):
-    if not LAYOUTS[layout].is_available():
-        pytest.skip("not on this processor")
     product = pack(torch.randn(8, 16), "none", LAYOUTS[layout].dtype, {"8x16": layout})
     x = torch.randn(rows, 16)
     x[1, 4] = float("nan")
@@ -226,42 +214,8 @@ def test_the_fastest_layouts_are_measured_by_shape():
     assert set(found) == {"64x128", "96x70"} and set(found.values()) <= set(layouts_of("float32"))
 
 
-@pytest.mark.parametrize(
-    ("shape", "with_more_rows", "expected"),
-    [((96, 70), 0.99, "strassen"), ((96, 70), 1.01, "panels"), ((2**12, 2**4), 0.5, "panels")],
-)
-def test_a_layout_that_differs_with_more_rows_alone_is_compared_by_them(shape, with_more_rows, expected, monkeypatch):
-    """A head over a large vocabulary is timed with few rows, where the two are one."""
-    if "panels" not in layouts_of("float32"):
-        pytest.skip("not on this processor")
-    seconds = {"panels": 1.0, "strassen": 1.0}
-
-    def timed(products, x, others, repeats=0):
-        more = {"strassen": with_more_rows} if len(x) >= 96 else {}
-        return {name: (seconds | more)[name] for name in products}
-
-    monkeypatch.setattr("xrunner.cpu.packed.MOST_PRODUCT", 4 * 10**6)
-    monkeypatch.setattr("xrunner.cpu.packed._timed", timed)
-    monkeypatch.setattr("xrunner.cpu.packed.layouts_of", lambda dtype: list(seconds))
-    for name in seconds:
-        monkeypatch.setitem(LAYOUTS, name, LAYOUTS[name]._replace(pack=lambda weight, activation: None))
-    assert fastest([shape], "float32") == {shape_name(shape): expected}
-
-
-def test_a_layout_that_is_far_slower_is_not_timed_with_more_rows(monkeypatch):
-    """As oneDNN's eight bits where it is kept from matrix registers: a product of 512 rows takes seconds."""
-    seen = []
-
-    def slow(weight, activation):
-        return lambda x, bias: (time.sleep(0.02), seen.append(len(x)), linear(x, weight))[-1]
-
-    monkeypatch.setitem(LAYOUTS, "slow", LAYOUTS["mkl"]._replace(is_available=lambda: True, pack=slow))
-    assert fastest([(96, 70)], "float32")["96x70"] != "slow"
-    assert set(seen) == {1}
-
-
 def test_where_there_is_one_layout_alone_none_is_chosen(monkeypatch):
-    monkeypatch.setattr("xrunner.cpu.packed.layouts_of", lambda dtype: ["onednn-int8"])
+    monkeypatch.setattr("xrunner.packing.measuring.layouts_of", lambda dtype: ["onednn-int8"])
     assert fastest([(96, 70)], "int8") == {}
 
 

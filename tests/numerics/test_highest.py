@@ -12,15 +12,20 @@ from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run, served_here,
 from tests.planned import placements_of, planned, problem_of
 from xgpt.core.schema import HEAD
 from xgpt.serving.engines import build_engine
-from xrunner.cpu import highest
-from xrunner.cpu.highest import MOST_REST, Screen, fastest_screen
-from xrunner.cpu.packed import layouts_of
+from xrunner.cpu.highest import MOST_REST, Screen
 from xrunner.generation import Generation, SamplingParams
+from xrunner.packing import choice, measuring
+from xrunner.packing.measuring import fastest_head
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import StageShape, whole
 
-LAYOUTS = layouts_of("int8")
-pytestmark = pytest.mark.skipif(not LAYOUTS, reason="no products in eight bits on this processor")
+LAYOUTS = [name for name in choice.layouts_of("int8") if choice.LAYOUTS[name].pack_highest is not None]
+if not LAYOUTS:
+    pytest.skip("this processor has none of our products in eight bits", allow_module_level=True)
+
+
+def screen_of(weight, whole, layout=LAYOUTS[0]):
+    return choice.pack_highest(weight, whole, {HEAD: layout})
 
 
 class Counting:
@@ -40,7 +45,7 @@ def test_the_highest_is_that_of_float32(layout, shape):
     torch.manual_seed(0)
     weight = torch.randn(shape) * torch.rand(shape[0], 1)
     whole = Counting(weight)
-    screen = Screen(weight, layout, whole)
+    screen = screen_of(weight, whole, layout)
     for rows in (1, 2, 17, 130):
         x = torch.randn(rows, shape[1]) * torch.logspace(-6, 6, rows)[:, None]
         exact, found = linear(x.double(), weight.double()), screen(x)
@@ -69,7 +74,7 @@ def test_the_highest_of_any_weights(seed, num_outputs, depth, rows, spread, alik
     weight, x = numbers(num_outputs, depth), numbers(rows, depth)
     if alike:
         weight[num_outputs // 2 :] = weight[: num_outputs - num_outputs // 2] * (1 + 1e-4)
-    screen = Screen(weight, LAYOUTS[0], lambda x, bias: linear(x, weight, bias))
+    screen = screen_of(weight, lambda x, bias: linear(x, weight, bias))
     exact = linear(x.double(), weight.double())
     added = None if more is None else more * torch.randn(rows, num_outputs, generator=generator)
     if added is not None:
@@ -83,7 +88,7 @@ def test_where_too_many_can_be_the_highest_the_whole_product_is_made_and_screeni
     torch.manual_seed(0)
     weight = torch.randn(1, 40) + torch.randn(2000, 40) * 1e-4
     whole = Counting(weight)
-    screen, x, tries = Screen(weight, LAYOUTS[0], whole), torch.randn(3, 40), []
+    screen, x, tries = screen_of(weight, whole), torch.randn(3, 40), []
     product = screen._product
     screen._product = lambda x, bias: (tries.append(len(x)), product(x, bias))[1]
     for _ in range(400):
@@ -97,7 +102,7 @@ def test_where_too_many_can_be_the_highest_the_whole_product_is_made_and_screeni
 def test_rows_that_are_not_finite_are_those_of_float32_and_touch_no_other(value):
     torch.manual_seed(0)
     weight, x = torch.randn(3000, 32), torch.randn(3, 32)
-    screen = Screen(weight, LAYOUTS[0], lambda x, bias: linear(x, weight, bias))
+    screen = screen_of(weight, lambda x, bias: linear(x, weight, bias))
     x[1, 3] = value
     found, expected = screen(x), linear(x, weight)
     torch.testing.assert_close(found[1], expected[1], equal_nan=True)
@@ -107,18 +112,18 @@ def test_rows_that_are_not_finite_are_those_of_float32_and_touch_no_other(value)
 def test_a_weight_that_is_not_finite_is_not_screened():
     weight, x = torch.randn(300, 32), torch.randn(3, 32)
     weight[5, 5] = float("inf")
-    screen = Screen(weight, LAYOUTS[0], lambda x, bias: linear(x, weight, bias))
+    screen = screen_of(weight, lambda x, bias: linear(x, weight, bias))
     torch.testing.assert_close(screen(x), linear(x, weight), equal_nan=True)
 
 
 def test_the_fastest_is_measured(monkeypatch):
     """A large head is found sooner in eight bits; where that takes longer, it is done without."""
-    assert fastest_screen((64, 64), {}) in ({}, *({HEAD: name} for name in LAYOUTS))
-    monkeypatch.setattr(highest, "mean_times", lambda ways, _: {name: 1.5 if name else 1.0 for name in ways})
-    assert fastest_screen((64, 64), {}) == {}
+    assert fastest_head((64, 64), {}) in ({}, *({HEAD: name} for name in LAYOUTS))
+    monkeypatch.setattr(measuring, "mean_times", lambda ways, _: {name: 1.5 if name else 1.0 for name in ways})
+    assert fastest_head((64, 64), {}) == {}
     found = {"": 3.0, LAYOUTS[-1]: 1.0}
-    monkeypatch.setattr(highest, "mean_times", lambda ways, _: {name: found.get(name, 1.2) for name in ways})
-    assert fastest_screen((64, 64), {}) == {HEAD: LAYOUTS[-1]}
+    monkeypatch.setattr(measuring, "mean_times", lambda ways, _: {name: found.get(name, 1.2) for name in ways})
+    assert fastest_head((64, 64), {}) == {HEAD: LAYOUTS[-1]}
 
 
 def screening(directory, num_devices):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xgpt.resolve import load_model
-from xrunner import heap, huge_pages
+from xrunner import memory
 from xrunner.kv_cache import KvCache
 
 TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -33,7 +33,7 @@ def mapping(address: int) -> tuple[str, list[str]]:
 
 
 def test_large_zeros_are_private_and_ask_for_huge_pages() -> None:
-    zeros = huge_pages.zeros((2 * huge_pages.HUGE_PAGE,), torch.float32)
+    zeros = memory.zeros((2 * memory.HUGE_PAGE,), torch.float32)
     assert not zeros.any()
     permissions, flags = mapping(zeros.data_ptr())
     assert permissions == "rw-p", "systems give none for memory that processes could share"
@@ -49,9 +49,9 @@ def test_keys_and_values_ask_for_none() -> None:
 
 
 def test_so_does_what_the_heap_has_grown_by() -> None:
-    heap.keep_freed_memory()
-    heap.ask_for_heap()
-    begin = heap._heap_begin()
+    memory.keep_freed_memory()
+    memory.ask_for_heap()
+    begin = memory._heap_begin()
     assert begin is not None
     assert "hg" in mapping(begin)[1]
 
@@ -59,9 +59,9 @@ def test_so_does_what_the_heap_has_grown_by() -> None:
 IN_A_THREAD = """
 import threading
 from pathlib import Path
-from xrunner import heap
+from xrunner import memory
 
-heap.keep_freed_memory()
+memory.keep_freed_memory()
 taken = []
 
 def take():

@@ -77,10 +77,11 @@ def check_blocks(worker, pool):
     """Each block is free, kept, or in use; the worker's tables are the pool's, less what is yet to be told."""
     used = {block for request in pool.running.values() for block in request.table.blocks}
     assert len(used) == pool.blocks.num_used <= pool.reserved_blocks <= NUM_BLOCKS
-    for id_, row in worker._row.items():
+    rows = worker._rows
+    for id_ in rows:
         if id_ in pool.running:
-            count = worker._num_blocks[row]
-            assert worker._tables[row, :count].tolist() == pool.running[id_].table.blocks[:count]
+            count = rows.num_blocks[rows[id_]]
+            assert rows.tables[rows[id_], :count].tolist() == pool.running[id_].table.blocks[:count]
 
 
 @settings(

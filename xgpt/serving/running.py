@@ -46,9 +46,9 @@ def running(
     """
     from xrunner import server
     from xrunner.core_waits import CoreWaits
-    from xrunner.cpu.cores import take_cores
+    from xrunner.cores import take_cores
     from xrunner.grammar import grammars_of
-    from xrunner.heap import keep_freed_memory
+    from xrunner.memory import keep_freed_memory
 
     engine = request.engine
     in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -197,11 +196,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether it runs there."""
-
-    @classmethod
-    def with_layouts(cls, layouts: Mapping[str, str]) -> Self:
-        """Return a backend as a profile has measured it to be the fastest (`Profile.layouts`)."""
-        return cls()
 
     @abstractmethod
     def forward(

@@ -26,7 +26,7 @@ from xrunner.cluster.movers import Move, Mover
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore
 from xrunner.cluster.tensors import RankPipe, Traffic, stage_groups
-from xrunner.cpu.cores import take_cores
+from xrunner.cores import take_cores
 from xrunner.transfer import Cargo, Moving
 from xrunner.weights import state_dtype
 from xrunner.worker import Worker

@@ -18,7 +18,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from xrunner.cpu.lanes import turned
 from xrunner.cpu.simd import Emit, inlined, int64, pointers
 
 DEPTH = 32
@@ -55,10 +54,9 @@ def is_available(numbers: str = "bf16") -> bool:
 class Registers:
     """Appends instructions on matrix registers to a function."""
 
-    def __init__(self, builder: ir.IRBuilder, lanes: int, row_halves: int = 2) -> None:
+    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder
         self.halves = range(lanes // SQUARE)
-        self.row_halves = range(row_halves)
 
     def call(self, name: str, *arguments: ir.Value) -> None:
         kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
@@ -77,7 +75,7 @@ class Registers:
 
     def multiply_all(self) -> None:
         """Add the products of all rows and all lanes to the sums."""
-        for i in self.row_halves:
+        for i in range(2):
             for half in self.halves:
                 self.call("tdpbf16ps", _byte(SUMS[i][half]), _byte(ROWS[i]), _byte(LANES[half]))
 
@@ -245,7 +243,7 @@ def turn_values(
             shift = ir.Constant(words, [16] * SQUARE)
             pairs = [builder.or_(a, builder.shl(b, shift)) for a, b in zip(loaded[::2], loaded[1::2], strict=True)]
             tile = builder.gep(out, [builder.mul(part.index, int64(SQUARE * DEPTH))])
-            for i, column in enumerate(turned(builder, pairs)):
+            for i, column in enumerate(_turned(builder, pairs)):
                 place = builder.gep(tile, [int64(DEPTH * i)])
                 builder.store(column, builder.bitcast(place, words.as_pointer()), align=4)
         return context.get_dummy_value()
@@ -298,6 +296,42 @@ def soften(
         return context.get_dummy_value()
 
     return types.void(scores, pairs, highest, total, shrink, types.intp, types.intp, lanes), generate
+
+
+def _quarters(*ends: int) -> list[int]:
+    """In each quarter of two registers, these elements of the first (0 to 3) and of the second (4 to 7)."""
+    return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
+
+
+def _runs(*quarters: int) -> list[int]:
+    """These quarters of the first (0 to 3) and of the second register (4 to 7), whole."""
+    return [4 * quarter + i for quarter in quarters for i in range(4)]
+
+
+_EVEN, _ODD = _runs(0, 2, 4, 6), _runs(1, 3, 5, 7)
+
+
+def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Columns of 16 vectors of 16 elements of 32 bits."""
+
+    def exchange(a: ir.Value, b: ir.Value, mask: list[int]) -> ir.Value:
+        return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), SQUARE), mask))
+
+    pairs = []
+    for a, b in zip(rows[::2], rows[1::2], strict=True):
+        pairs += [exchange(a, b, _quarters(0, 4, 1, 5)), exchange(a, b, _quarters(2, 6, 3, 7))]
+    fours = []  # of four rows, in each quarter one column
+    for first in range(0, SQUARE, 4):
+        for a, b in zip(pairs[first : first + 2], pairs[first + 2 : first + 4], strict=True):
+            fours += [exchange(a, b, _quarters(0, 1, 4, 5)), exchange(a, b, _quarters(2, 3, 6, 7))]
+    columns: list[Any] = [None] * SQUARE
+    for column in range(4):
+        for odd, mask in enumerate((_EVEN, _ODD)):
+            upper = exchange(fours[column], fours[4 + column], mask)
+            lower = exchange(fours[8 + column], fours[12 + column], mask)
+            columns[4 * odd + column] = exchange(upper, lower, _EVEN)
+            columns[4 * odd + column + 8] = exchange(upper, lower, _ODD)
+    return columns
 
 
 def _halves(builder: ir.IRBuilder, array: ir.Value) -> ir.Value:

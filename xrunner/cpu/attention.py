@@ -7,8 +7,7 @@ to fill a tile go one by one (`numba_decode`; see benchmarks/attention.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,7 +16,7 @@ from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
-from xgpt.core.schema import DECODES, PROMPTS, SCALE_BYTES
+from xgpt.core.schema import SCALE_BYTES
 from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.cpu import amx
 from xrunner.cpu.decodes import LINE, LOG2_E, Keys, Scored, decode
@@ -37,7 +36,7 @@ from xrunner.cpu.prompts import (
     tile_floats,
     with_piece,
 )
-from xrunner.cpu.quantised import INFINITE, LARGEST, MAGNITUDE, TINIEST
+from xrunner.cpu.scalars import INFINITE, LARGEST, MAGNITUDE, TINIEST
 from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
@@ -49,14 +48,8 @@ SPAN_FLOATS = 1 << 16
 """Of tiles that pass the same keys: they stay in the second-level cache."""
 
 
-PIECES: dict[type[Way], dict[str, tuple[int, ...]]] = {
-    Vectors: {PROMPTS: (64, 32, 128), DECODES: (32, 16, 64)},
-    Matrices: {PROMPTS: (128, 64, 256), DECODES: (128, 32, 64)},
-}
-"""Keys that a span of a prompt, or of a decode whose heads share K/V heads, passes at a time: the first unless another
-one is measured to be faster."""
-PIECE_NAMES = {f"{piece} keys": piece for piece in (16, 32, 64, 128, 256)}
-"""As profiles and plans name them."""
+PIECES: dict[type[Way], tuple[int, int]] = {Vectors: (64, 32), Matrices: (128, 128)}
+"""Keys that a span of a prompt, and of a decode whose heads share K/V heads, passes at a time."""
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
@@ -91,23 +84,13 @@ class NumbaAttention(AttentionBackend):
     """Online softmax over paged blocks, on a CPU only: float32, with keys and values in float32, bfloat16 or int8.
 
     Runs on as many threads as torch does.
-
-    Args:
-        pieces: how many keys are passed at a time, by `PROMPTS` and `DECODES`: one of `PIECES`, or the first is taken.
     """
 
-    def __init__(self, pieces: Mapping[str, int] | None = None) -> None:
-        self._pieces = pieces or {}
+    def __init__(self) -> None:
         # Numba and torch share one OpenMP: starting numba's threads resets the count that torch was given.
         threads = torch.get_num_threads()
         numba.set_num_threads(1)
         torch.set_num_threads(threads)
-
-    @classmethod
-    def with_layouts(cls, layouts: Mapping[str, str]) -> Self:
-        return cls(
-            {name: PIECE_NAMES[found] for name in PIECES[Vectors] if (found := layouts.get(name)) in PIECE_NAMES}
-        )
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
@@ -145,14 +128,10 @@ class NumbaAttention(AttentionBackend):
         kept = (cache.view(torch.uint16) if cache.dtype == torch.bfloat16 else cache).numpy()
         scales = cache.view(-1).view(torch.float32).numpy() if cache.dtype == torch.int8 else _NO_SCALES
         kind = Matrices if suits_matrices(cache) else Vectors
-        of_prompts, of_decodes = (self._piece(name, known) for name, known in PIECES[kind].items())
+        of_prompts, of_decodes = PIECES[kind]
         _write(_rows(k), _rows(v), kept, scales, batch.cache_slots.numpy(), q.shape[2])
         _attend(_rows(q), kept, scales, places, scored, kind(of_prompts), of_decodes, count, q.shape[2], out.numpy())
         return out.flatten(1)
-
-    def _piece(self, name: str, known: tuple[int, ...]) -> int:
-        piece = self._pieces.get(name)
-        return piece if piece in known else known[0]
 
 
 def suits_matrices(cache: Tensor) -> bool:

@@ -12,6 +12,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from xgpt.core.schema import SCALE_BYTES
+from xrunner.cpu.scalars import exp
 from xrunner.cpu.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
@@ -49,23 +50,6 @@ class Scored(NamedTuple):
     center: int
     window: int
     sinks: np.ndarray
-
-
-@njit(inline="always")
-def exp(x):
-    """e^x for x <= 0, to 1e-7 relative; a polynomial, because the library's is not vectorised."""
-    x = max(x, np.float32(-87.0))
-    t = x * np.float32(1.4426950408889634)
-    whole = np.floor(t + np.float32(0.5))
-    f = t - whole
-    p = np.float32(1.535336188319500e-4)
-    p = p * f + np.float32(1.339887440266574e-3)
-    p = p * f + np.float32(9.618437357674640e-3)
-    p = p * f + np.float32(5.550332471162809e-2)
-    p = p * f + np.float32(2.402264791363012e-1)
-    p = p * f + np.float32(6.931472028550421e-1)
-    p = p * f + np.float32(1.0)
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy")

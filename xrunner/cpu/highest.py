@@ -10,7 +10,6 @@ Source: the bound is Cauchy and Schwarz's; screening before exact products, Tefl
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from xgpt.core.schema import HEAD
-from xrunner.cpu.packed import LAYOUTS, TIE, PackedLinear, Shape, in_eight_bits, layouts_of, mean_times, pack
-from xrunner.cpu.quantised import OPTIONS, quantise
+from xrunner.cpu.scalars import OPTIONS
 from xrunner.cpu.threads import compiled, run
+from xrunner.eight_bits import quantise
+from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
 """One output in as many may be multiplied in float32; with more, reading them one by one takes as long as all."""
@@ -42,13 +41,13 @@ class Screen:
 
     Args:
         weight: float32 [out, in].
-        layout: of the copy in eight bits, one of `packed.LAYOUTS`.
+        rounded: the product with a copy of the weight in eight bits, its rows rounded by `quantise`.
         whole: the product in float32, for rows of which too many outputs can be the highest.
     """
 
-    def __init__(self, weight: Tensor, layout: str, whole: PackedLinear) -> None:
+    def __init__(self, weight: Tensor, rounded: PackedLinear, whole: PackedLinear) -> None:
         self._weight, self._whole = weight, whole
-        self._product = LAYOUTS[layout].pack(weight, "none")
+        self._product = rounded
         errors, norms = zip(*map(_errors, weight.split(_AT_ONCE)), strict=True)
         self._errors, self._norms = torch.cat(errors), torch.cat(norms)
         self._is_bounded = bool(torch.isfinite(self._errors + self._norms).all())
@@ -90,27 +89,9 @@ class Screen:
         return sums if added is None else sums.add_(added)
 
 
-def fastest_screen(shape: Shape, layouts: dict[str, str]) -> dict[str, str]:
-    """The layout in eight bits with which the highest sum is found soonest, as `HEAD`; {} where float32 is as fast.
-
-    Args:
-        layouts: of the products in float32, as `packed.pack` takes them.
-    """
-    weight = torch.randn(shape)
-    whole = pack(weight, "none", "float32", layouts)
-    if whole is None:
-        return {}
-    ways: dict[str, Any] = {"": whole}
-    for name in layouts_of("int8"):
-        ways[name] = Screen(weight, name, whole)
-    mean = mean_times(ways, shape)
-    best = min(mean, key=mean.__getitem__)
-    return {HEAD: best} if TIE * mean[best] < mean.get("", math.inf) else {}
-
-
 def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Of each output: the norm of what eight bits lose of its weights, and that of what they keep. # float32 [out]"""
-    rounded, scales = in_eight_bits(weight)
+    rounded, scales = quantise(weight)
     kept = rounded * scales[:, None]
     norms = kept.norm(dim=1)
     return (weight - kept).norm(dim=1) + _ROUNDING * norms, norms

@@ -1,11 +1,11 @@
-"""Products in eight bits and in bfloat16 by a processor's matrix registers (AMX).
+"""Products in eight bits by a processor's matrix registers (AMX).
 
 oneDNN's products of few rows read a weight at half of what memory gives, and round the inputs and scale the sums in
 passes of their own. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the weights of
 the next panel are asked for between the multiplications of this one.
 
-A weight lies in panels of WIDTH outputs, a panel line by line: a line holds, of each output, the four bytes that belong
-to consecutive inputs, four in eight bits and two in bfloat16. Sixteen lines of sixteen outputs fill a register; sums of
+A weight lies in panels of WIDTH outputs, a panel line by line: a line holds, of each output, the numbers of four
+consecutive inputs. Sixteen lines of sixteen outputs fill a register; sums of
 up to GROUP rows by WIDTH outputs stay in registers while all inputs pass. Rows are rounded to a buffer whose lines are
 whole STEPs wide, filled up with zeros. Shares torch's OpenMP threads, as attention does.
 
@@ -26,12 +26,12 @@ from numba import njit, prange, types
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner import huge_pages
+from xrunner import memory
 from xrunner.cpu import amx, assembly
 from xrunner.cpu.assembly import argument
-from xrunner.cpu.quantised import OPTIONS, rounded
+from xrunner.cpu.scalars import OPTIONS, round_row
 from xrunner.cpu.simd import address, inlined, pointers
-from xrunner.cpu.threads import num_threads
+from xrunner.cpu.threads import compiled, num_threads, run
 
 WIDTH = 32
 """Outputs of a panel: two registers."""
@@ -59,94 +59,105 @@ asks for SOON_LINES cache lines of what lies at SOON; ROWS of the sums are scale
 value lies that a result may have."""
 
 
-def is_available(dtype: str) -> bool:
-    """Whether the processor has the registers, and the system lends them to this process.
-
-    Args:
-        dtype: "int8" or "bfloat16".
-    """
-    return amx.is_available("int8" if dtype == "int8" else "bf16")
+def is_available() -> bool:
+    """Whether the processor has the registers, and the system lends them to this process."""
+    return amx.is_available("int8")
 
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def pack_int8(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
-    """The product x W^T + b of x and b, without what is negative on demand; x is rounded to eight bits row by row.
+def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
+    """Return the product x W^T + b of x and b, clipped at zero on demand; x is rounded to eight bits row by row.
 
     Args:
         weight: int8 [out, in].
         scales: of each output, float32 [out].
     """
-    return _packed(weight, scales, relu=relu)
-
-
-def pack_bfloat16(weight: Tensor, *, relu: bool = False) -> Product:
-    """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
-    return _packed(weight, torch.ones(len(weight)), relu=relu)
-
-
-def _packed(weight: Tensor, scales: Tensor, *, relu: bool) -> Product:
-    size, (num_outputs, depth) = weight.dtype.itemsize, weight.shape
-    assert is_available("int8" if size == 1 else "bfloat16"), "without the system's leave the process would be ended"
+    num_outputs, depth = weight.shape
+    assert is_available(), "without the system's leave the process would be ended"
     assembly.enable()
     missing = -num_outputs % WIDTH
-    inputs = -(-depth * size // STEP) * STEP // size
+    inputs = -(-depth // STEP) * STEP
     padded = F.pad(weight, (0, inputs - depth, 0, missing))
-    panels = huge_pages.zeros((padded.numel() * size,), torch.uint8)
-    lines = padded.view(torch.uint8).view(-1, WIDTH, inputs * size // 4, 4).transpose(1, 2)
+    panels = memory.zeros((padded.numel(),), torch.uint8)
+    lines = padded.view(torch.uint8).view(-1, WIDTH, inputs // 4, 4).transpose(1, 2)
     panels.view(lines.shape).copy_(lines)
     packed, of_output = panels.numpy(), F.pad(scales, (0, missing)).numpy()
-    no_bias, stride = np.zeros(num_outputs + missing, dtype=np.float32), inputs * size
+    no_bias = np.zeros(num_outputs + missing, dtype=np.float32)
 
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.empty(len(x), num_outputs + missing)
         if not len(x):  # the processor refuses registers of no rows
             return y[:, :num_outputs]
         added = no_bias if bias is None else (F.pad(bias, (0, missing)) if missing else bias).numpy()
-        rows, of_rows = rounded(x, size, stride, -(-len(x) // HEIGHT) * HEIGHT)
-        _run(rows, packed, (of_rows, of_output, added), y.numpy(), size, relu)
+        rows, of_rows = _rounded(x, inputs, -(-len(x) // HEIGHT) * HEIGHT)
+        _run(rows, packed, (of_rows, of_output, added), y.numpy(), relu)
         return y[:, :num_outputs].contiguous() if missing else y
 
     return product
 
 
-def _run(rows: np.ndarray, panels: np.ndarray, of: Any, y: np.ndarray, size: int, relu: bool) -> None:
+def _rounded(x: Tensor, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Round rows to eight bits, as `eight_bits.quantise` does.
+
+    Args:
+        x: float32 [rows, in].
+        width: of the result; zeros follow the numbers.
+        num_rows: of the result; those after x's rows hold anything.
+
+    Returns:
+        uint8 [num_rows, width], and each row's scale, float32 [num_rows].
+    """
+    x = x.contiguous()
+    result, scale = np.empty((num_rows, width), dtype=np.uint8), np.empty(num_rows, dtype=np.float32)
+    run(_ROUND, x.numel(), x.numpy(), x.view(torch.int32).numpy(), result, scale)
+    return result, scale
+
+
+def _round(x: Any, bits: Any, rounded: Any, scale: Any) -> None:
+    for i in prange(x.shape[0]):
+        scale[i] = round_row(x[i], bits[i], rounded[i], 1)
+
+
+_ROUND = compiled(_round, fastmath={"contract"})
+
+
+def _run(rows: np.ndarray, panels: np.ndarray, of: Any, y: np.ndarray, relu: bool) -> None:
     """# of: scales of rows and of outputs, bias"""
     count = num_threads()
     # Not of the compiled code's own: it would free an array when it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
     if count == 1:
-        _multiply_all(rows, panels, of, y, (size, relu), scratch)
+        _multiply_all(rows, panels, of, y, relu, scratch)
         return
     numba.set_num_threads(count)
-    _multiply_shared(rows, panels, of, y, (size, relu), scratch)
+    _multiply_shared(rows, panels, of, y, relu, scratch)
 
 
 @njit(cache=True, **OPTIONS)
-def _multiply_all(rows: Any, panels: Any, of: Any, y: Any, how: Any, scratch: Any) -> None:
-    _multiply((rows, panels, y), of, how, scratch[0], 0, y.shape[1] // WIDTH)
+def _multiply_all(rows: Any, panels: Any, of: Any, y: Any, relu: Any, scratch: Any) -> None:
+    _multiply((rows, panels, y), of, relu, scratch[0], 0, y.shape[1] // WIDTH)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)
-def _multiply_shared(rows: Any, panels: Any, of: Any, y: Any, how: Any, scratch: Any) -> None:
+def _multiply_shared(rows: Any, panels: Any, of: Any, y: Any, relu: Any, scratch: Any) -> None:
     count, num_threads = y.shape[1] // WIDTH, len(scratch)
     for thread in prange(num_threads):
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
-        _multiply((rows, panels, y), of, how, scratch[thread], first, last)
+        _multiply((rows, panels, y), of, relu, scratch[thread], first, last)
 
 
 @njit(**OPTIONS)
-def _multiply(arrays: Any, of: Any, how: Any, scratch: Any, first: Any, last: Any) -> None:
+def _multiply(arrays: Any, of: Any, relu: Any, scratch: Any, first: Any, last: Any) -> None:
     """Those outputs that lie in panels from `first` to `last`.
 
     Args:
         of: scales of rows and of outputs, bias.
-        how: bytes of a number, and whether to leave out what is negative.
+        relu: whether to clip results at zero.
     """
     rows, panels, y = arrays
     of_rows, of_outputs, bias = of
-    size, relu = how
     num_rows, stride = rows.shape
     steps, panel_bytes = stride // STEP, stride * WIDTH
     num_groups = (num_rows + GROUP - 1) // GROUP
@@ -174,10 +185,7 @@ def _multiply(arrays: Any, of: Any, how: Any, scratch: Any, first: Any, last: An
                 arguments[ROWS] = min(GROUP, len(y) - row)
                 arguments[OF_ROWS] = address(of_rows) + 4 * row
                 arguments[Y] = address(y) + row * 4 * y.shape[1] + LINE * panel
-                if size == 1:
-                    _multiply_int8(arguments, num_rows - row > HEIGHT)
-                else:
-                    _multiply_bfloat16(arguments, num_rows - row > HEIGHT)
+                _multiply_rows(arguments, num_rows - row > HEIGHT)
     _end(arguments)
 
 
@@ -216,63 +224,54 @@ _OVERWRITTEN = (
 )
 
 
-def _multiplying(instruction: str) -> Callable[[bool], list[str]]:
-    """The inner loop. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7: weights"""
-
-    def code(two: bool) -> list[str]:
-        rows = (0, 1) if two else (0,)
-        sums = [(f"%tmm{2 * row + half}", row, half) for row in rows for half in (0, 1)]
-        starts = ("%rsi", "%r8")
-        return [
-            f"mov {argument(INPUTS)}, %rsi",
-            f"mov {argument(INPUTS_STRIDE)}, %rax",
-            *("mov %rax, %r8", f"shl $${HEIGHT.bit_length() - 1}, %r8", "add %rsi, %r8"),
-            f"mov {argument(WEIGHT)}, %rdx",
-            f"mov $${LINE}, %rcx",
-            f"mov {argument(STEPS)}, %r13",
-            f"mov {argument(SOON)}, %r11",
-            *(f"tilezero {total}" for total, _, _ in sums),
-            "2:",
-            *(f"tileloadd ({starts[row]},%rax,1), %tmm{4 + row}" for row in rows),
-            *("tileloadd (%rdx,%rcx,1), %tmm6", "tileloadd 64(%rdx,%rcx,1), %tmm7"),
-            *(f"{instruction} %tmm{6 + half}, %tmm{4 + row}, {total}" for total, row, half in sums),
-            *(f"mov {argument(SOON_LINES)}, %r12", "test %r12, %r12", "jz 4f"),
-            *("3:", "prefetcht1 (%r11)", "add $$64, %r11", "dec %r12", "jnz 3b", "4:"),
-            *(f"add $${STEP}, {starts[row]}" for row in rows),
-            *(f"add $${HEIGHT * LINE}, %rdx", "dec %r13", "jnz 2b"),
-            f"mov {argument(SUMS)}, %rsi",
-            f"lea {HEIGHT * LINE}(%rsi), %r8",
-            *(f"tilestored {total}, {64 * half}({starts[row]},%rcx,1)" for total, row, half in sums),
-            *_finishing(scaled=instruction == "tdpbssd"),
-        ]
-
-    return code
+def _multiplication(two: bool) -> list[str]:
+    """Return the inner loop. # %rdi: the arguments; tmm0 to tmm3: sums; tmm4, tmm5: inputs; tmm6, tmm7: weights"""
+    rows = (0, 1) if two else (0,)
+    sums = [(f"%tmm{2 * row + half}", row, half) for row in rows for half in (0, 1)]
+    starts = ("%rsi", "%r8")
+    return [
+        f"mov {argument(INPUTS)}, %rsi",
+        f"mov {argument(INPUTS_STRIDE)}, %rax",
+        *("mov %rax, %r8", f"shl $${HEIGHT.bit_length() - 1}, %r8", "add %rsi, %r8"),
+        f"mov {argument(WEIGHT)}, %rdx",
+        f"mov $${LINE}, %rcx",
+        f"mov {argument(STEPS)}, %r13",
+        f"mov {argument(SOON)}, %r11",
+        *(f"tilezero {total}" for total, _, _ in sums),
+        "2:",
+        *(f"tileloadd ({starts[row]},%rax,1), %tmm{4 + row}" for row in rows),
+        *("tileloadd (%rdx,%rcx,1), %tmm6", "tileloadd 64(%rdx,%rcx,1), %tmm7"),
+        *(f"tdpbssd %tmm{6 + half}, %tmm{4 + row}, {total}" for total, row, half in sums),
+        *(f"mov {argument(SOON_LINES)}, %r12", "test %r12, %r12", "jz 4f"),
+        *("3:", "prefetcht1 (%r11)", "add $$64, %r11", "dec %r12", "jnz 3b", "4:"),
+        *(f"add $${STEP}, {starts[row]}" for row in rows),
+        *(f"add $${HEIGHT * LINE}, %rdx", "dec %r13", "jnz 2b"),
+        f"mov {argument(SUMS)}, %rsi",
+        f"lea {HEIGHT * LINE}(%rsi), %r8",
+        *(f"tilestored {total}, {64 * half}({starts[row]},%rcx,1)" for total, row, half in sums),
+        *_finishing(),
+    ]
 
 
-def _finishing(*, scaled: bool) -> list[str]:
-    """Scale the sums at %rsi, whole numbers then, add the bias, and write them out."""
+def _finishing() -> list[str]:
+    """Scale the sums at %rsi, whole numbers until then, add the bias, and write them out."""
     total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
     code = [f"mov {argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {argument(BIAS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]
-    if scaled:
-        code += [f"mov {argument(OF_OUTPUTS)}, %rax"]
-        code += [f"vmovups {64 * half}(%rax), {factor[half]}" for half in (0, 1)]
+    code += [f"mov {argument(OF_OUTPUTS)}, %rax"]
+    code += [f"vmovups {64 * half}(%rax), {factor[half]}" for half in (0, 1)]
     code += [f"mov {argument(OF_ROWS)}, %rdx", f"mov {argument(Y)}, %r11", f"mov {argument(Y_STRIDE)}, %r12"]
     code += [f"mov {argument(ROWS)}, %r13", "5:"]
-    if scaled:
-        code += ["vbroadcastss (%rdx), %zmm7", "add $$4, %rdx"]
-        code += [f"vcvtdq2ps {64 * half}(%rsi), {total[half]}" for half in (0, 1)]
-        code += [f"vmulps {factor[half]}, {total[half]}, {total[half]}" for half in (0, 1)]
-        code += [f"vfmadd213ps {bias[half]}, %zmm7, {total[half]}" for half in (0, 1)]
-    else:
-        code += [f"vaddps {64 * half}(%rsi), {bias[half]}, {total[half]}" for half in (0, 1)]
+    code += ["vbroadcastss (%rdx), %zmm7", "add $$4, %rdx"]
+    code += [f"vcvtdq2ps {64 * half}(%rsi), {total[half]}" for half in (0, 1)]
+    code += [f"vmulps {factor[half]}, {total[half]}, {total[half]}" for half in (0, 1)]
+    code += [f"vfmadd213ps {bias[half]}, %zmm7, {total[half]}" for half in (0, 1)]
     code += [f"vmaxps {total[half]}, %zmm6, {total[half]}" for half in (0, 1)]  # NaN stays
     code += [f"vmovups {total[half]}, {64 * half}(%r11)" for half in (0, 1)]
     return [*code, f"add $${LINE}, %rsi", "add %r12, %r11", "dec %r13", "jnz 5b"]
 
 
-_multiply_int8 = _assembled(_multiplying("tdpbssd"))
-_multiply_bfloat16 = _assembled(_multiplying("tdpbf16ps"))
+_multiply_rows = _assembled(_multiplication)
 
 
 @inlined

@@ -31,12 +31,11 @@ from numba import njit, prange, types
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner import huge_pages
+from xrunner import memory
 from xrunner.cpu import assembly
 from xrunner.cpu.assembly import argument
-from xrunner.cpu.quantised import OPTIONS, round_row
+from xrunner.cpu.scalars import OPTIONS, gated, round_row
 from xrunner.cpu.simd import address, at, inlined, pointers
-from xrunner.cpu.small import gated
 from xrunner.cpu.threads import num_threads
 
 WIDTH = 32
@@ -88,7 +87,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 class Finish(IntEnum):
     """What becomes of finished sums: they stay; what is negative is left out; or the first half of the outputs gates
-    the second (see `small.gate`), so that half as many are left."""
+    the second (see `scalars.gated`), so that half as many are left."""
 
     NOTHING = 0
     RELU = 1
@@ -201,7 +200,7 @@ def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
     weight = F.pad(weight, (0, -weight.shape[1] % together)).contiguous().view(torch.float32)
     padded, depth = weight.shape
     block = _block_depth(depth)
-    panels = huge_pages.zeros((padded * depth,), torch.float32)
+    panels = memory.zeros((padded * depth,), torch.float32)
     for begin in range(0, depth, block):
         end = min(depth, begin + block)
         part = weight[:, begin:end].view(-1, WIDTH, end - begin)

@@ -19,7 +19,6 @@ from numba.extending import overload, register_jitable
 from xgpt.core.schema import SCALE_BYTES
 from xrunner.cpu import amx
 from xrunner.cpu.decodes import LINE, LINE_BYTES, LOG2_E, NEVER, limit
-from xrunner.cpu.lanes import SQUARE, lanes_to_rows, rows_to_lanes
 from xrunner.cpu.simd import at, fetch, widen
 from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
@@ -289,12 +288,11 @@ def _tile(space, tile, head_dim, lanes):
 def _begin_tile(way, rows, head_dim, scale, space, tile, lanes):
     literally(lanes)
     queries, sums, highest, total = _tile(space, tile, head_dim, lanes)
-    places, whole = at(space.places, tile * WIDE), head_dim // SQUARE
-    for half in range(0, lanes, SQUARE):
-        rows_to_lanes(rows, places, queries, half, half, whole, lanes, scale)
-    for d in range(whole * SQUARE, head_dim):
-        for r in range(lanes):
-            queries[d * lanes + r] = rows[places[r] + d] * scale
+    places = at(space.places, tile * WIDE)
+    for r in range(lanes):
+        row = at(rows, places[r])
+        for d in range(head_dim):
+            queries[d * lanes + r] = row[d] * scale
     _pair_queries(way, queries, sums, head_dim, lanes)
     for i in range(head_dim * lanes):
         sums[i] = np.float32(0.0)
@@ -307,17 +305,16 @@ def _begin_tile(way, rows, head_dim, scale, space, tile, lanes):
 def _end_tile(way, span, head_dim, rules, space, tile, lanes):
     literally(lanes)
     _, sums, highest, total = _tile(space, tile, head_dim, lanes)
-    rows, places, whole = span.results, at(space.places, (space.num_tiles + tile) * WIDE), head_dim // SQUARE
+    rows, places = span.results, at(space.places, (space.num_tiles + tile) * WIDE)
     for r in range(lanes):
         if rules.has_sinks:
             head = (span.first + min(tile * WIDE + r, span.num_rows - 1)) % span.group
             total[r] += np.float32(2.0) ** (rules.sinks[head] * LOG2_E - highest[r])  # infinite where it takes all
         total[r] = np.float32(1.0) / total[r]
-    for half in range(0, lanes, SQUARE):
-        lanes_to_rows(sums, total, rows, places, half, half, half, whole, lanes)
-    for d in range(whole * SQUARE, head_dim):
-        for r in range(lanes):
-            rows[places[r] + d] = sums[d * lanes + r] * total[r]
+    for r in range(lanes):
+        row = at(rows, places[r])
+        for d in range(head_dim):
+            row[d] = sums[d * lanes + r] * total[r]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -484,7 +481,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, held:
         queries, places = _tile(space, tile, context.head_dim, num_lanes)[0], space.key_places
         asks_for, asked = held[1], 0
         for t in range(begin // amx.DEPTH * amx.DEPTH, end, amx.DEPTH):
-            first, later = places[t], places[t + SQUARE]
+            first, later = places[t], places[t + amx.SQUARE]
             scores = at(space.scores, t * num_lanes)
             amx.score_keys(queries, context.cache, scores, first, later, context.head_dim, num_lanes)
             ask(context, space.soon, asked, min(t + amx.DEPTH, asks_for), 0)

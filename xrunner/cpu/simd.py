@@ -349,11 +349,6 @@ class Emit:
         low = self.builder.lshr(self._raised(even), ir.Constant(self.integers, [16] * self.lanes))
         return self.builder.bitcast(self.builder.or_(low, self._cut(self._raised(odd))), self.type)
 
-    def upper_halves(self, x: ir.Value) -> ir.Value:
-        """Rounded to bfloat16, as numbers of 16 bits."""
-        upper = self.builder.lshr(self._raised(x), ir.Constant(self.integers, [16] * self.lanes))
-        return self.builder.trunc(upper, ir.VectorType(ir.IntType(16), self.lanes))
-
     def _raised(self, x: ir.Value) -> ir.Value:
         """Bits plus half of what bfloat16 leaves out."""
         return self.builder.add(

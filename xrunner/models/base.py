@@ -146,7 +146,7 @@ class Model(nn.Module):
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        """Lay all projections out for the device (`xrunner.cpu.packed.pack`). Weights cannot be loaded after this."""
+        """Pack all projections for the device (`xrunner.packing`). Weights cannot be loaded after this."""
         for projection in self.projections():
             projection.prepack(dtype, layouts)
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import HEAD, DType, LinearRope, ModelSpec, RopeScaling, YarnRope
+from xgpt.core.schema import DType, LinearRope, ModelSpec, RopeScaling, YarnRope
+from xrunner.activations import ACTIVATIONS, GATES
 from xrunner.attention.base import PLAIN, PositionBias, Scoring
-from xrunner.cpu import small
-from xrunner.cpu.highest import Screen
-from xrunner.cpu.packed import ACTIVATIONS, GATES, PackedLinear, layouts_of, pack
 from xrunner.gpu import fused
+from xrunner.packing.base import HighestLinear, PackedLinear
+from xrunner.packing.choice import pack, pack_highest
 
 Empty = Callable[..., Tensor]
 """Allocates a parameter of the given shape."""
@@ -41,7 +41,7 @@ class Linear(nn.Module):
 
     Args:
         out_features: output size of each fused part; a checkpoint stores them apart.
-        activation: one of `packed.ACTIVATIONS`; with gates half of the outputs are left.
+        activation: one of `ACTIVATIONS`; gates halve the outputs.
         weight: use this one (a tied head) instead of an own one.
     """
 
@@ -65,7 +65,7 @@ class Linear(nn.Module):
         self._packed: PackedLinear | None = None
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.cpu.packed.pack`).
+        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.packing.choice.pack`).
 
         A weight that is not shared is given up; a tied one stays with the embedding, so this costs its size.
         """
@@ -85,23 +85,23 @@ class Head(Linear):
 
     def __init__(self, empty: Empty, in_features: int, vocab_size: int, *, weight: nn.Parameter | None = None) -> None:
         super().__init__(empty, in_features, vocab_size, bias=False, weight=weight)
-        self._screen: Screen | None = None
+        self._highest: HighestLinear | None = None
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        weight, layout = self.weight, (layouts or {}).get(HEAD)
+        weight = self.weight
         super().prepack(dtype, layouts)
-        if weight is not None and self._packed is not None and dtype == "float32" and layout in layouts_of("int8"):
-            self._screen = Screen(weight.data, layout, self._packed)
+        if weight is not None and self._packed is not None and dtype == "float32":
+            self._highest = pack_highest(weight.data, self._packed, layouts)
 
     def forward(self, x: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
         """# [rows, in] -> [rows, vocab]
 
         Args:
-            highest_only: of each row the highest sum alone need be right, and no other one is above it.
+            highest_only: only the highest sum of each row is needed; no other one may be above it.
             added: to logits. # [rows, vocab]
         """
-        if highest_only and self._screen is not None:
-            return self._screen(x, added)
+        if highest_only and self._highest is not None:
+            return self._highest(x, added)
         logits = super().forward(x)
         return logits if added is None else logits + added
 
@@ -126,18 +126,14 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class OffsetRmsNorm(RmsNorm):
     """x / rms(x) * (1 + weight): weights are kept less one (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, 1.0 + self.weight, self.eps)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return small.rms_norm(x, weight, eps) if small.runs_on(x) else F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
 
 
 class Embedding(nn.Module):
@@ -182,8 +178,6 @@ class Rotary(nn.Module):
         if turns_whole and fused.runs_on(positions.device.type):
             return [fused.rotate(x, positions, self.frequencies) for x in heads]
         cos, sin = self._turns(positions)
-        if turns_whole and small.runs_on(heads[0]):
-            return [small.rotate(x, cos, sin) for x in heads]
         cos, sin = cos[:, None], sin[:, None]
         turned = []
         for x in heads:

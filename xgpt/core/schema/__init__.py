@@ -7,9 +7,7 @@ from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
 from xgpt.core.schema.model import (
     BYTES_PER_ELEMENT,
-    DECODES,
     HEAD,
-    PROMPTS,
     SCALE_BYTES,
     DType,
     ModelShape,
@@ -69,10 +67,8 @@ from xgpt.core.schema.workload import (
 __all__ = [
     "ANYONE",
     "BYTES_PER_ELEMENT",
-    "DECODES",
     "HEAD",
     "LEAST_HEADROOM",
-    "PROMPTS",
     "RESTLESS",
     "SCALE_BYTES",
     "SLICE_TOKENS",

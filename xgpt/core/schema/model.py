@@ -49,9 +49,6 @@ BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, 
 
 HEAD = "head"
 """What profiles and plans call the layout of a head that also lies in eight bits, to find the highest logits."""
-PROMPTS, DECODES = "prompts", "decodes"
-"""What they call the number of keys that attention on a CPU passes at a time: of prompts, and of decodes whose heads
-share K/V heads."""
 
 
 SCALE_BYTES = 4

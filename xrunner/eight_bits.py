@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores in eight bits, with the scales to multiply them by."""
+"""Numbers in eight bits and their scales: rows rounded to them, and weights that a checkpoint stores so."""
 
 from __future__ import annotations
 
@@ -11,15 +11,33 @@ from torch import Tensor
 EIGHT_BITS = ("F8_E4M3", "I8")
 """As safetensors names them."""
 SCALES = ("_scale", "_scale_inv")
-"""What a weight's name is followed by; numbers are multiplied by either."""
+"""What follows a weight's name in the name of its scales."""
 OFFSETS = "_zero_point"
-"""What it is followed by where numbers do not count from zero."""
+"""What it is followed by if numbers do not count from zero."""
 BLOCK = 128
-"""Weights that share a scale in both directions, where scales are of blocks."""
+"""Rows and columns of a block of weights that share a scale."""
+
+
+LARGEST = 127.0
+TINIEST = torch.finfo(torch.float32).tiny
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to eight bits, symmetrically. # float32 [..., n]
+
+    Returns:
+        int8 [..., n], and each row's scale, float32 [...]. A row that is not finite is zero, and its scale NaN.
+    """
+    highest = x.abs().amax(dim=-1)
+    is_finite = highest.isfinite()
+    scale = (highest / LARGEST).clamp_(min=TINIEST).masked_fill_(~is_finite, float("nan"))
+    factor = scale.reciprocal().masked_fill_(~is_finite, 0.0)
+    rounded = (x * factor[..., None]).round_().nan_to_num_(0.0)
+    return rounded.to(torch.int8), scale
 
 
 def name_of_scales(names: Container[str], weight: str) -> str | None:
-    """Return what a checkpoint calls a weight's scales; None: there are none, or more than scales is needed."""
+    """Return what a checkpoint calls a weight's scales; None if it has none, or if it has offsets as well."""
     if weight + OFFSETS in names:
         return None
     return next((weight + ending for ending in SCALES if weight + ending in names), None)

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.lib.served_plans import PLANS, one_lane, plan, served
 from xgpt.core.schema import Plan
-from xrunner.cpu.cores import own_cores, take_cores
+from xrunner.cores import own_cores, take_cores
 
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 pytestmark = pytest.mark.skipif(len(HERE) < 2, reason="there is one core, or the system does not say which")

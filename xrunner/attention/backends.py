@@ -1,0 +1,27 @@
+"""The backends by name, and the fastest that runs on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from xrunner import cpu
+from xrunner.attention.base import AttentionBackend
+from xrunner.attention.reference import ReferenceAttention
+from xrunner.gpu.attention import TritonAttention
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    **cpu.BACKENDS,
+    "triton": TritonAttention,
+    "reference": ReferenceAttention,
+}
+"""The fastest first."""
+
+
+def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return the backends that run on a device, the fastest first."""
+    return [name for name, backend in BACKENDS.items() if backend.supports(device, dtype)]
+
+
+def default_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the fastest backend that runs on a device."""
+    return usable_backends(device, dtype)[0]

@@ -1,0 +1,79 @@
+"""A core of its own for each thread that computes steps.
+
+Linux moves a thread off a core on which another one wakes up. If every core computes, it comes to the core of a thread
+that waits for it, and the two take turns of some milliseconds there, in which the one that waits spins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_MAPS = Path("/proc/self/maps")
+_OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/]*\.so\S*$", re.MULTILINE)
+_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+"""What each thread of a team runs."""
+
+
+def take_cores(part: int = 0, parts: int = 1) -> bool:
+    """Keep each OpenMP thread of the caller on its own core, if all teams together have as many threads as this process
+    may use cores. Otherwise nothing changes, because a thread may have to make way for other work.
+
+    Threads and processes that the caller starts from now on inherit its core.
+
+    Args:
+        part: number of this team: the OpenMP threads that compute for the calling thread.
+        parts: teams of equally many threads that compute on this machine, each in its own process.
+
+    Returns:
+        Whether each thread has its own core now.
+    """
+    cores, count = _usable_cores(), torch.get_num_threads()
+    if len(cores) < 2 or count * parts != len(cores):
+        return False
+    return _keep_to([[core] for core in cores[part * count : (part + 1) * count]])
+
+
+@contextmanager
+def own_cores(part: int = 0, parts: int = 1) -> Iterator[None]:
+    """Take cores for as long as the block lasts, in the thread that computes."""
+    cores, count = _usable_cores(), torch.get_num_threads()
+    taken = take_cores(part, parts)
+    try:
+        yield
+    finally:
+        if taken:
+            _keep_to([cores] * count)
+
+
+def _usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
+    """Let each thread of the team run on the cores given for it; False if several threads do not share an OpenMP."""
+    if len(cores) == 1:
+        os.sched_setaffinity(0, cores[0])
+        return True
+    library = _openmp()
+    if library is None:
+        return False
+    body = _BODY(lambda _: os.sched_setaffinity(0, cores[library.omp_get_thread_num()]))
+    library.GOMP_parallel(body, None, len(cores), 0)
+    return True
+
+
+@cache
+def _openmp() -> Any:
+    """Return the OpenMP library whose threads torch computes on; None if it is not one with GNU's interface."""
+    names = sorted(set(_OPENMP.findall(_MAPS.read_text())), key=lambda name: "/torch" not in name)
+    libraries = map(ctypes.CDLL, names)
+    return next((library for library in libraries if hasattr(library, "GOMP_parallel")), None)

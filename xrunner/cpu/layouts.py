@@ -1,0 +1,58 @@
+"""The layouts of a weight that our own kernels multiply by, by name, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from xrunner.activations import GATES, IN_PLACE
+from xrunner.cpu import matrix_panels, panels
+from xrunner.cpu.highest import Screen
+from xrunner.cpu.panels import Finish
+from xrunner.eight_bits import quantise
+from xrunner.packing.base import PackedLinear, WeightLayout
+
+_FINISHES = {"none": Finish.NOTHING, "relu": Finish.RELU, GATES["silu"]: Finish.GATE}
+"""Activations that panels apply themselves."""
+
+
+def _in_panels(pack: Callable[[Finish], PackedLinear], activation: str) -> PackedLinear:
+    if activation in _FINISHES:
+        return pack(_FINISHES[activation])
+    product, activate = pack(Finish.NOTHING), IN_PLACE[activation]
+    return lambda x, bias: activate(product(x, bias))
+
+
+def _panels(weight: Tensor, activation: str) -> PackedLinear:
+    return _in_panels(partial(panels.pack, weight), activation)
+
+
+def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
+    """Weight and activations rounded to bfloat16; sums, bias and activation function in float32."""
+    return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
+
+
+def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
+    """Weight and activations in eight bits, a scale for each output and each row; sums in 32 bits."""
+    return _in_panels(partial(panels.pack_int8, *quantise(weight)), activation)
+
+
+def _int8_matrix_panels(weight: Tensor, activation: str) -> PackedLinear:
+    product, activate = matrix_panels.pack(*quantise(weight), relu=activation == "relu"), IN_PLACE[activation]
+    return product if activation == "relu" else lambda x, bias: activate(product(x, bias))
+
+
+def _highest(pack: Callable[[Tensor, str], PackedLinear]) -> Callable[[Tensor, PackedLinear], Screen]:
+    return lambda weight, whole: Screen(weight, pack(weight, "none"), whole)
+
+
+LAYOUTS: dict[str, WeightLayout] = {
+    "panels": WeightLayout("float32", panels.is_available, _panels),
+    "panels-bfloat16": WeightLayout("bfloat16", partial(panels.is_available, "bfloat16"), _bfloat16_panels),
+    "matrix-panels-int8": WeightLayout(
+        "int8", matrix_panels.is_available, _int8_matrix_panels, _highest(_int8_matrix_panels)
+    ),
+    "panels-int8": WeightLayout("int8", partial(panels.is_available, "int8"), _int8_panels, _highest(_int8_panels)),
+}

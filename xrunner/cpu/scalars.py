@@ -1,0 +1,93 @@
+"""Functions of single numbers and rows that kernels call: exponentials and gates, and rows rounded to fewer bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+LARGEST = np.float32(127.0)
+TINIEST = np.float32(np.finfo(np.float32).tiny)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+"""Bits of a float32 without its sign: as whole numbers they are in the order of the magnitudes, NaN above all."""
+INFINITE = np.int32(0x7F800000)
+"""Those of infinity."""
+
+
+OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+
+
+@njit(inline="always")
+def exp(x):
+    """e^x for x <= 0, to 1e-7 relative; a polynomial, because the library's is not vectorised."""
+    x = max(x, np.float32(-87.0))
+    t = x * np.float32(1.4426950408889634)
+    whole = np.floor(t + np.float32(0.5))
+    f = t - whole
+    p = np.float32(1.535336188319500e-4)
+    p = p * f + np.float32(1.339887440266574e-3)
+    p = p * f + np.float32(9.618437357674640e-3)
+    p = p * f + np.float32(5.550332471162809e-2)
+    p = p * f + np.float32(2.402264791363012e-1)
+    p = p * f + np.float32(6.931472028550421e-1)
+    p = p * f + np.float32(1.0)
+    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(error_model="numpy", fastmath={"contract", "reassoc"})
+def gated(a: Any, b: Any) -> Any:
+    """Return silu(a) * b."""
+    small = exp(-abs(a))
+    return a * (np.float32(1.0) if a >= 0 else small) / (np.float32(1.0) + small) * b
+
+
+@njit(**OPTIONS)
+def largest_bits(bits: Any) -> Any:
+    """Those of the largest magnitude, without its sign. # int32 [n]"""
+    highest = np.int32(0)
+    for d in range(len(bits)):
+        highest = max(highest, np.int32(bits[d] & MAGNITUDE))
+    return np.int32(highest)
+
+
+@njit(**OPTIONS)
+def number(bits: Any) -> Any:
+    """The float32 of some bits."""
+    return np.int32(bits).view(np.float32)
+
+
+@njit(**OPTIONS)
+def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
+    """Round a row; return its scale."""
+    highest = largest_bits(bits)
+    if highest >= INFINITE:
+        rounded[:] = 0
+        return np.float32(np.nan)
+    scale = max(number(highest) / LARGEST, TINIEST)
+    factor = np.float32(1.0) / scale
+    for d in range(len(x)):
+        rounded[d] = np.int8(np.int32(np.rint(x[d] * factor)))
+    return scale
+
+
+@njit(**OPTIONS)
+def _round_row(bits: Any, rounded: Any) -> None:
+    """To the nearest bfloat16, of two as near to the even one; NaN stays."""
+    for d in range(len(bits)):
+        pattern = np.uint32(bits[d])
+        up = np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))
+        nearest = np.uint16((pattern + up) >> np.uint32(16))
+        is_nan = (pattern & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        rounded[d] = np.uint16(0x7FC0) if is_nan else nearest
+
+
+@njit(**OPTIONS)
+def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
+    """Round a row to numbers of `size` bytes, and fill it up with zeros; return its scale. # float32, int32, uint8"""
+    depth = len(x)
+    rounded[depth * size :] = 0
+    if size == 1:
+        return quantise_row(x, bits, rounded.view(np.int8)[:depth])
+    _round_row(bits, rounded.view(np.uint16))
+    return np.float32(1.0)

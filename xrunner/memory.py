@@ -1,0 +1,83 @@
+"""A CPU's memory for weights and keys and values: it stays when it is freed, and weights come in huge pages.
+
+A core of a virtual machine reads weights a fifth faster from huge pages: page tables are not walked every 4 KiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+"""Parameters of glibc's mallopt."""
+GROWTH = 2**28
+"""Bytes by which the heap grows at least; they take no memory before they are written to."""
+MADV_HUGEPAGE = 14
+HUGE_PAGE = 2**21
+"""Bytes; less than one is left to the allocator."""
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep freed memory and share it between threads, if it is glibc.
+
+    Otherwise it hands every large tensor back to the system, and taking it again costs a page fault for each 4 KiB: 5
+    to 13% of a step of 500 tokens or more.
+
+    Call it before the process has other threads: one that has taken memory keeps its own arena, which is no part of
+    the heap, and which `ask_for_heap` does not reach.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, value in (
+            (M_MMAP_THRESHOLD, 2**30),
+            (M_TRIM_THRESHOLD, 2**31 - 1),
+            (M_ARENA_MAX, 1),
+            (M_TOP_PAD, GROWTH),
+        ):
+            mallopt(parameter, value)
+
+
+def ask_for_heap() -> None:
+    """Ask for huge pages where the heap has grown and was not written to: there libraries keep their weights."""
+    begin = _heap_begin()
+    if begin is None:
+        return
+    library = ctypes.CDLL(None)
+    library.sbrk.restype, library.sbrk.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t,)
+    library.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.madvise(begin, library.sbrk(0) - begin, MADV_HUGEPAGE)
+
+
+@cache
+def _heap_begin() -> int | None:
+    """Return the address of the heap's first page; None if the system does not say."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    return next((int(line.split("-")[0], 16) for line in maps.read_text().split("\n") if line.endswith("[heap]")), None)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> Tensor:
+    """Return zeros that take memory only when they are written to, in huge pages if the system has them.
+
+    Args:
+        huge: use pages of the usual size if not. Keys and values do: written to block by block, they made steps of a
+            server 13% longer in huge pages on a virtual machine, while weights, read whole, are read faster.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < HUGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, size)
+    else:
+        # Systems give no huge pages for memory that processes could share.
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,0 +1,84 @@
+"""The fastest layout for each shape of weight, measured on this processor with the threads that torch has."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xgpt.core.schema import HEAD, DType
+from xrunner.packing.base import Shape
+from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
+
+ROWS = (1, 8, 32, 128, 512)
+"""Numbers of rows at which layouts are compared; each counts alike, relative to the fastest."""
+MOST_PRODUCT = 2**33
+"""Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
+REPEATS = 5
+TIE = 1.05
+"""Times the least mean that count as equal: two measurements of one product may differ by 5%."""
+EVICTING = 2**24
+"""Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
+
+
+def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
+    """Return the fastest layout for each shape of weight; {} if only one is available.
+
+    A weight lies in memory once, so one layout serves all numbers of rows: that of the least mean time over ROWS,
+    relative to the fastest at each. If several tie, the first of LAYOUTS is chosen, so that the choice does not change
+    from one measurement to the next.
+    """
+    names = layouts_of(dtype)
+    if len(names) < 2:
+        return {}
+    chosen = {}
+    for shape in sorted(set(shapes)):
+        weight = torch.randn(shape)
+        mean = mean_times({name: LAYOUTS[name].pack(weight, "none") for name in names}, shape)
+        chosen[shape_name(shape)] = next(name for name in mean if mean[name] <= TIE * min(mean.values()))
+    return chosen
+
+
+def fastest_head(shape: Shape, layouts: Mapping[str, str]) -> dict[str, str]:
+    """Return the layout in eight bits that finds the highest sum soonest, as `HEAD`; {} if float32 is as fast.
+
+    Args:
+        layouts: of the products in float32, as `pack` takes them.
+    """
+    weight = torch.randn(shape)
+    whole = pack(weight, "none", "float32", layouts)
+    if whole is None:
+        return {}
+    ways: dict[str, Any] = {"": whole}
+    for name in layouts_of("int8"):
+        highest = pack_highest(weight, whole, {HEAD: name})
+        if highest is not None:
+            ways[name] = highest
+    mean = mean_times(ways, shape)
+    best = min(mean, key=mean.__getitem__)
+    return {HEAD: best} if TIE * mean[best] < mean.get("", math.inf) else {}
+
+
+def mean_times(products: Mapping[str, Callable[..., Tensor]], shape: Shape) -> dict[str, float]:
+    """Return the mean over ROWS of each product's seconds relative to the fastest."""
+    others = torch.ones(EVICTING)
+    rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
+    seconds = [_timed(products, torch.randn(n, shape[1]), others) for n in rows]
+    return {name: sum(each[name] / min(each.values()) for each in seconds) / len(seconds) for name in products}
+
+
+def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor) -> dict[str, float]:
+    """Return the least seconds of each product with x, by turns, each after `others` have been read."""
+    best = dict.fromkeys(products, float("inf"))
+    for repeat in range(1 + REPEATS):
+        for name, product in products.items():
+            others.sum()
+            started = time.perf_counter()
+            product(x, None)
+            if repeat:  # the first makes what the others find
+                best[name] = min(best[name], time.perf_counter() - started)
+    return best
