@@ -31,8 +31,8 @@ from xgpt.core.schema import EngineSpec, Plan
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xgpt.resolve import load_engine
-from xscheduler.objectives.arrivals import rate_of
 from xscheduler.objectives.best_plans import plan_each, plan_uniform
+from xscheduler.objectives.rates import rate_of
 from xscheduler.problem import Problem
 
 PAIRS = (

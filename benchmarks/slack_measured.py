@@ -31,7 +31,7 @@ from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
 from xprofiler.store import measured_profile, profile_of
-from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.rates import rate_of
 from xsimulator.costs.step_times import with_step_times
 
 STEP = 0.06

@@ -19,7 +19,7 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from xgpt.core.schema import Plan
-from xscheduler.objectives.arrivals import rate_of as rate
+from xscheduler.objectives.rates import rate_of as rate
 
 rcParams["svg.hashsalt"] = "xgpt"  # a picture of the same figures is the same file
 OUT = Path(__file__).parents[1] / "docs/gallery"

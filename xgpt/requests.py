@@ -83,7 +83,7 @@ def plan_request(**asked: Any) -> PlanRequest:
 
 
 def _objective(given: dict[str, Any]) -> str:
-    of_saturated = "sla" in given or "search" in given
+    of_saturated = "sla" in given or given.get("search") == "exhaustive"
     return "saturated" if of_saturated and "arrival_rate_per_s" not in given else "arrivals"
 
 
@@ -94,9 +94,12 @@ def _check_objective(given: dict[str, Any]) -> None:
     by_rate = "arrival_rate_per_s" in given and not saturated
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
     of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
-    for name in of_arrivals if saturated else ("sla", "search"):
+    for name in of_arrivals if saturated else ("sla",):
         if name in given:
             raise InputError(name, given[name], f"it goes with `objective={other}`: with `{under}` leave it out")
+    if not saturated and given.get("search") == "exhaustive":
+        accepted = f"it goes with `objective=saturated`: with `{under}` take branch-and-bound or optuna"
+        raise InputError("search", "exhaustive", accepted)
     for name in ("ttft", "tpot"):
         if f"{name}_quantile" in given and f"{name}_s" not in given:
             accepted = f"it is the share of requests that keep `{name}_s`: give that, too"

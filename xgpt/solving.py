@@ -14,9 +14,9 @@ from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
-from xscheduler.objectives.arrivals import predicted_rate, with_capacities
 from xscheduler.objectives.best_plans import Task, check_held, is_uniform, plan_uniform
 from xscheduler.objectives.mixing import with_mixing_edge
+from xscheduler.objectives.rates import predicted_rate, with_capacities
 from xscheduler.objectives.reusing import with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem

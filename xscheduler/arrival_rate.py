@@ -2,7 +2,8 @@
 
 Every placement is searched along curves: settings that differ in nothing but the batch. One call predicts the curves of
 a placement at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps.
-What the best of them really keep is simulated (xsimulator.capacity). No bound on what is left out is proven.
+What the best of them really keep is simulated (xsimulator.capacity), and what the others may keep is bounded
+(xscheduler.arrival_bounds).
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ class Rated(NamedTuple):
     settings: PolicySettings
 
 
-def by_rate(spaces: Sequence[Space], constraint: Constraint) -> list[Rated]:
+def by_rate(
+    spaces: Sequence[Space], constraint: Constraint, known: dict[Space, Rated | None] | None = None
+) -> list[Rated]:
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
         spaces: one policy's; their `bound` is what they serve at most under the constraint.
+        known: is filled with the result of each placement that is searched.
     """
     found: list[Rated] = []
     at_least = 0.0
@@ -47,6 +51,8 @@ def by_rate(spaces: Sequence[Space], constraint: Constraint) -> list[Rated]:
         if space.bound < at_least:
             break
         best = best_of(space, constraint, at_least)
+        if known is not None:
+            known[space] = best
         if best is not None:
             found.append(best)
             at_least = max(at_least, 0.9 * best.rate)

@@ -16,6 +16,7 @@ search takes over that needs no bounds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -80,8 +81,11 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
         return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)
     bound_s, slack = space.constraint.latency_bound_s or np.inf, 1 + space.constraint.headroom
     micro = np.full(len(most.throughput[high]), float(space.placement.microbatches))
+    largest = most.take(high)
+    if space.between:
+        largest = replace(largest, encode_batch=largest.encode_batch + 1)
     per_replica = space.forecast.box_throughput(
-        space.models.floor, most.take(low), most.take(high), least.take(low), micro, bound_s / slack
+        space.models.floor, most.take(low), largest, least.take(low), micro, bound_s / slack
     )
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
 
@@ -109,7 +113,8 @@ def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
     boxes = {name: np.repeat(column, len(corners)) for name, column in columns.items()}
     for i, (name, values) in enumerate(ends.items()):
         boxes[name] = values[:, [corner[i] for corner in corners]].ravel()
-    inside = space.evaluate(columns | {name: values[:, 1] for name, values in ends.items()})
+    plain = space.under(space.constraint, space.bound)
+    inside = plain.evaluate(columns | {name: values[:, 1] for name, values in ends.items()})
     evaluation = space.evaluate(boxes)
     floor = space.evaluate_floor(boxes, evaluation)
     slow, fast = ends_of(space)

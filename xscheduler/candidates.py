@@ -83,12 +83,16 @@ class Candidates:
         """Return a lower bound on the latency of a request of the quantile's length in each space, in seconds."""
         return self._screen.least_latency([space.placement for space in spaces])
 
-    def spaces(self, kind: str, constraint: Constraint | None = None) -> list[Space]:
-        """Return the spaces of one policy: every placement that holds the model and may keep the constraint."""
+    def spaces(self, kind: str, constraint: Constraint | None = None, *, between: bool = False) -> list[Space]:
+        """Return the spaces of one policy: every placement that holds the model and may keep the constraint.
+
+        Args:
+            between: see `Space.under`.
+        """
         constraint = constraint or self.problem.constraint
         of = self._spaces_of(kind)
         bounds = [] if of.bounds is None else of.bounds.under(constraint).tolist()
-        return [space.under(constraint, bound) for space, bound in zip(of.spaces, bounds, strict=True)]
+        return [space.under(constraint, bound, between=between) for space, bound in zip(of.spaces, bounds, strict=True)]
 
     def _spaces_of(self, kind: str) -> _Spaces:
         """Return what does not depend on bounds of the spaces of one policy."""

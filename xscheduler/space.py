@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
@@ -131,15 +131,18 @@ class Space:
         self._make_models = models
         self._looked_at: list[Ints] = []
         """Numbers of the predicted points, call by call."""
+        self.between = False
 
-    def under(self, constraint: Constraint, bound: float) -> Space:
+    def under(self, constraint: Constraint, bound: float, *, between: bool = False) -> Space:
         """Return a new space of the same settings under another constraint.
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
+            between: a point stands for all real batches from one less than its own on: its throughput is the
+                largest one's, and its times are the smallest one's.
         """
         other = copy(self)
-        other.constraint, other.bound, other._looked_at = constraint, bound, []
+        other.constraint, other.bound, other._looked_at, other.between = constraint, bound, [], between
         return other
 
     @cached_property
@@ -309,7 +312,17 @@ class Space:
     def _evaluate(self, model: Any, columns: dict[str, Ints]) -> Evaluation:
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
-        return Evaluation(self.forecast.evaluate(model, **columns, **fixed), self)
+        found = self.forecast.evaluate(model, **columns, **fixed)
+        if self.between:
+            names = (self.forecast.load, *self.forecast.follows)
+            less = {name: np.maximum(columns[name] - 1, self._least(name)) for name in names}
+            of = self.forecast.evaluate(model, **{**columns, **less}, **fixed)
+            times = {name: getattr(of, name) for name in ("latency", "ttft", "tpot", "encode_batch", "decode_batch")}
+            found = replace(found, **times)
+        return Evaluation(found, self)
+
+    def _least(self, name: str) -> int:
+        return next(int(axis.values[0]) for axis in self.axes if axis.variable.name == name)
 
     def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
         values = {name: int(column[index]) for name, column in columns.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -44,13 +44,35 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
         )
     if not nearest:
         return _no_memory(candidates) if not candidates.problem.fixed else _not_held(candidates, kinds)
-    bounds = {name: getattr(constraint, name) for name in nearest}
-    broken = [name for name, bound in bounds.items() if bound is not None and bound < nearest[name]]
-    binding = broken[0] if broken else "latency_bound_s"
+    given = {name: bound for name in nearest if (bound := getattr(constraint, name)) is not None}
+    broken = [name for name, bound in given.items() if bound < nearest[name]]
+    if not broken:
+        return _not_together(candidates, kinds, given)
+    binding = broken[0]
     return InfeasibleError(
-        f"{binding}: no schedule of {', '.join(kinds)} keeps {bounds[binding]:g} s on "
+        f"{binding}: no schedule of {', '.join(kinds)} keeps {given[binding]:g} s on "
         f"{candidates.problem.cluster.name}; the nearest bound that one keeps is {round_up(nearest[binding])} s",
-        nearest_bound_s=nearest["latency_bound_s"],
+        nearest_bound_s=nearest[binding],
+        binding=binding,
+    )
+
+
+def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
+    """Return an error that says by how much all bounds must be loosened together, if each can be kept by itself."""
+    free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
+    slack, least = 1 + free.headroom, np.inf
+    figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
+    for space in (space for kind in kinds for space in candidates.spaces(kind, free)):
+        evaluation = space.evaluate(space.slowest_points())
+        over = [getattr(evaluation.performance, figures[name]) / bound for name, bound in given.items()]
+        least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
+    kept = {name: float(round_up(slack * least * bound)) for name, bound in given.items()}
+    binding = next(iter(given))
+    asked, nearest = (" and ".join(f"{name} {bound:g} s" for name, bound in of.items()) for of in (given, kept))
+    return InfeasibleError(
+        f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
+        f"{candidates.problem.cluster.name}; the nearest bounds that one keeps are {nearest}",
+        nearest_bound_s=kept[binding],
         binding=binding,
     )
 

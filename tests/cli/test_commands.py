@@ -336,7 +336,7 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
 def test_options_of_one_objective_are_refused_beside_the_other(xgpt: Xgpt) -> None:
     plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca")
     assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--sla", "request")
-    assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--search", "optuna")
+    assert "--objective saturated" in xgpt.fails(2, *plan, "--objective", "arrivals", "--search", "exhaustive")
     assert "--objective arrivals" in xgpt.fails(2, *plan, "--objective", "saturated", "--arrival-rate", "1")
     assert "with --arrival-rate" in xgpt.fails(2, *plan, "--sla", "request", "--arrival-rate", "1")
     asked = json.loads(xgpt(*plan, "--sla", "length", "--json").out)

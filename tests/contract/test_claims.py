@@ -18,10 +18,12 @@ from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.core.schema.constraint import Objective, Sla
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.resolve import load_cluster, load_model
-from xscheduler.objectives.arrivals import COARSE, rate_of, with_capacity
+from xscheduler.objectives.arrivals import COARSE
+from xscheduler.objectives.base import TOGETHER
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.ladder import request_law
-from xscheduler.objectives.saturation import AGREES, PASSED_OVER, TOGETHER
+from xscheduler.objectives.rates import rate_of, with_capacity
+from xscheduler.objectives.saturation import AGREES, PASSED_OVER
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES

@@ -149,7 +149,7 @@ def constraint_options(command: F) -> F:
                 type=click.Choice(["arrivals", "saturated"]),
                 help="What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting "
                 "included. saturated: throughput while requests are always waiting, latency counted from admission, as "
-                "in ExeGPT.  [default: arrivals; saturated with --sla or --search]",
+                "in ExeGPT.  [default: arrivals; saturated with --sla or --search exhaustive]",
             ),
             click.option(
                 "--quantile",
@@ -265,7 +265,7 @@ def search_options(command: F) -> F:
             click.option(
                 "--search",
                 type=click.Choice(["branch-and-bound", "exhaustive", "optuna"]),
-                help="Method of search, with --objective saturated.  [default: branch-and-bound]",
+                help="Method of search; exhaustive goes with --objective saturated.  [default: branch-and-bound]",
             ),
             click.option(
                 "--kv",

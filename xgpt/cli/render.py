@@ -88,7 +88,7 @@ def at_work(what: str) -> Iterator[None]:
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
     from xgpt.reporting.plan_text import settings_text
-    from xscheduler.objectives.arrivals import rate_of
+    from xscheduler.objectives.rates import rate_of
 
     rows = []
     for kind, plan in plans.items():
@@ -152,7 +152,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     """Return a table of what looser latency bounds would gain over the chosen plan."""
     from xgpt.reporting.plan_text import settings_text
-    from xscheduler.objectives.arrivals import maximised
+    from xscheduler.objectives.rates import maximised
 
     rows = [
         [

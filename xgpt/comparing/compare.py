@@ -17,8 +17,8 @@ from xgpt.core.schema import BenchReport, ChunkedSettings, Plan, Profile
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_engine
-from xscheduler.objectives.arrivals import predicted_rate, rate_of, with_capacities, with_capacity
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.rates import predicted_rate, rate_of, with_capacities, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.search import Method

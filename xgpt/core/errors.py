@@ -25,7 +25,7 @@ class InfeasibleError(XgptError):
 
     Args:
         message: one line, naming the constraint that binds.
-        nearest_bound_s: the smallest latency bound that some schedule meets; None when no bound helps.
+        nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps; None: no value helps.
         binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
     """
 

@@ -26,8 +26,9 @@ from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives.arrivals import Arrivals, rate_of
+from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.best_plans import kinds_of
+from xscheduler.objectives.rates import rate_of
 from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.clock import Span
 from xsimulator.run import simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xgpt.core.schema import Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
-from xscheduler.objectives.arrivals import maximised
+from xscheduler.objectives.rates import maximised
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
 
@@ -278,14 +278,28 @@ def schedule_in_words(plan: Plan) -> str:
     )
 
 
+def limit_in_words(plan: Plan) -> str:
+    """Return what no other schedule exceeds, in one sentence, for a plan whose search has a gap."""
+    constraint = plan.constraint
+    most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
+    if not constraint.bounds_latency:
+        return f"no other schedule in the searched space serves more than {most}"
+    several = sum(bound is not None for bound in (constraint.latency_bound_s, constraint.ttft_s, constraint.tpot_s)) > 1
+    kept = "bounds" if several else "bound"
+    if constraint.maximises_arrivals:
+        return f"no other schedule in the searched space keeps the {kept} at more than {most}"
+    return f"no other schedule in the searched space serves more than {most} within the {kept}"
+
+
 def proof_in_words(plan: Plan) -> str:
-    """Return how close the plan is to the optimum, and the evidence for it."""
+    """Return what no other schedule exceeds, and the evidence for it."""
     search = plan.search
-    proof = (
-        f"no proof of optimality ({search.bound.removeprefix('none: ')})"
-        if search.gap is None
-        else f"the optimum is at most {100 * search.gap:.1f}% higher (bound: {search.bound})"
-    )
+    proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
+    if search.gap is not None:
+        more = f"{100 * search.gap:.1f}% more than this one" if search.gap >= 0.0005 else "no more than this one"
+        proof = f"{limit_in_words(plan)}: {more} (bound: {search.bound})"
+    if search.rival is not None:
+        proof += f"; {search.rival}, which simulation does not tell from this one"
     simulated = f", {_count(search.simulations, 'plan')} simulated," if search.simulations else ""
     if plan.estimate.simulated:
         rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()

@@ -21,7 +21,7 @@ from xgpt.reporting.plan_text import (
     schedule_in_words,
     settings_text,
 )
-from xscheduler.objectives.arrivals import predicted_rate, rate_of, with_capacity
+from xscheduler.objectives.rates import maximised, predicted_rate, rate_of, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
@@ -111,7 +111,10 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
-        cards.append(("optimum at most higher by", f"{100 * plan.search.gap:.1f}%"))
+        what = (
+            "arrivals a second that no schedule exceeds" if plan.constraint.maximises_arrivals else "at most possible"
+        )
+        cards.append((what, f"{maximised(plan) * (1 + plan.search.gap):.2f}"))
     return [{"label": label, "value": value} for label, value in cards]
 
 

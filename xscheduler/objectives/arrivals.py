@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Capacity, Constraint, Plan, Profile, SearchCertificate
-from xscheduler.arrival_rate import best_under_tighter, by_rate, closed_rate, one_step_from
-from xscheduler.candidates import Candidates
-from xscheduler.objectives.base import Objective, Ranked, simulating
-from xscheduler.placement import Placement
-from xscheduler.problem import Problem
+from xgpt.core.schema import Capacity, Constraint, Plan, SearchCertificate
+from xscheduler.arrival_rate import (
+    MOST_PLACEMENTS,
+    Rated,
+    best_of,
+    best_under_tighter,
+    by_rate,
+    closed_rate,
+    one_step_from,
+)
+from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
+from xscheduler.objectives.branches import BOUND, Branch, Branches
+from xscheduler.objectives.nearest_bound import never_kept
+from xscheduler.objectives.rates import rate_of
+from xscheduler.objectives.sampling import BOUND as SAMPLED
+from xscheduler.objectives.sampling import sampled
 from xscheduler.schedule import Scheduler
-from xsimulator.capacity import CapacitySearch, capacity
+from xscheduler.space import Space
+from xsimulator.capacity import PRECISION, CapacitySearch
 from xsimulator.forecast import choice_of
 
 SHARP = 0.005
@@ -29,51 +43,17 @@ DOUBT = 0.06
 """Share by which the rate in closed form of a simulated plan may fall below the best one."""
 DOUBT_NEARBY = 0.15
 """The same for plans of the best one's placement: the closed form may be off by as much, and they are few."""
-LOOSER = 1.04
-"""Factor by which a bound that no plan keeps is loosened, again and again until one does."""
-MOST_LOOSENED = 60
-BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
-STABLE = "the highest throughput that any schedule reaches, whatever its latency"
-
-
-def rate_of(plan: Plan) -> float:
-    """Return the arrival rate up to which a plan keeps its bounds, as simulated; without bounds, its throughput."""
-    found = plan.estimate.capacity
-    return plan.estimate.throughput_rps if found is None else found.rate_per_s
-
-
-def maximised(plan: Plan) -> float:
-    """Return the figure that the plan's own objective maximises, in requests a second."""
-    return rate_of(plan) if plan.constraint.maximises_arrivals else plan.estimate.throughput_rps
-
-
-def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans with simulated capacities where they have none; the first also under slightly other bounds."""
-    found = {}
-    for i, (kind, plan) in enumerate(plans.items()):
-        known = plan.estimate.capacity
-        found[kind] = (
-            plan if known is not None else with_capacity(plan, profile, predicted_rate(plan, profile), edges=not i)
-        )
-    return found
-
-
-def predicted_rate(plan: Plan, profile: Profile) -> float | None:
-    """Return the highest arrival rate of a plan in closed form; None where it has no bounds."""
-    if not plan.constraint.bounds_latency:
-        return None
-    space = Candidates(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))
-    return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
-
-
-def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
-    """Return the plan with its simulated capacity; unchanged if it has no bounds.
-
-    Args:
-        predicted: the closed form's rate.
-        edges: also simulate bounds that are a little tighter and looser.
-    """
-    return _with(plan, capacity(plan, profile, predicted, edges=edges))
+MOST_SETTLED = 12
+"""Largest number of further placements whose best plan is simulated."""
+MOST_SECONDS = 25.0
+"""After this time no further placement is settled: the gap says what is left."""
+DRAWS = (1, 2)
+"""Seeds of further draws of lengths and arrivals, from which the best rate's error is estimated."""
+DEVIATIONS = 2.0
+"""Standard deviations by which rates must differ for simulation to tell them apart."""
+NOISE = 0.05
+"""Share by which a simulated rate may be above its bound: chance in a run of `LEAST_REQUESTS`."""
+UNBOUND = "none: a simulated rate is above what bounds it, since closed forms do not tell what these lengths do"
 
 
 class Arrivals(Objective):
@@ -93,12 +73,17 @@ class Arrivals(Objective):
     ) -> None:
         super().__init__(scheduler, finish, progress)
         self._only_best = only_best
+        self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
         """Of the search of each policy's plan."""
+        self._rated: dict[Space, Rated | None] = {}
+        """The best settings in closed form of each placement that was searched."""
+        self._simulations, self._sampled = 0, False
 
     def rank(self, kinds: Sequence[str]) -> Ranked:
-        started = time.perf_counter()
-        ranked = {kind: self.of_kind(kind, MOST_TRIED) for kind in kinds}
+        self._started = started = time.perf_counter()
+        self._branches = Branches(self.scheduler.candidates, kinds, self._in_loop)
+        ranked = {kind: self._ranked(self._branches.spaces(kind), kind, MOST_TRIED) for kind in kinds}
         spent, searched = time.perf_counter() - started, [kind for kind in kinds if ranked[kind]]
         self._seconds = {kind: spent / len(searched) for kind in searched}
         return ranked
@@ -109,13 +94,15 @@ class Arrivals(Objective):
         Args:
             most: the number of plans, of as many placements.
         """
-        started, candidates = time.perf_counter(), self.scheduler.candidates
-        spaces = candidates.spaces(kind)
-        rated = by_rate(spaces, self._in_loop(self.scheduler.problem.constraint))
+        return self._ranked(self.scheduler.candidates.spaces(kind), kind, most)
+
+    def _ranked(self, spaces: list[Space], kind: str, most: int) -> list[tuple[Plan, float]]:
+        started = time.perf_counter()
+        rated = by_rate(spaces, self._in_loop, self._rated)
         certificate = SearchCertificate(
             method="grid",
             evaluations=sum(space.evaluations for space in spaces),
-            space_size=candidates.num_points(kind),
+            space_size=self.scheduler.candidates.num_points(kind),
             seconds=round(time.perf_counter() - started, 4),
             gap=None,
             bound="none: the arrival rate of settings along curves, in closed form",
@@ -142,50 +129,75 @@ class Arrivals(Objective):
             self._seconds[kind] += time.perf_counter() - started
         if best is None:
             raise self._never_kept(tuple(ranked))
-        self._say(len(order), len(order), "its neighbours")
         started = time.perf_counter()
+        self._say(len(order), len(order), "its neighbours")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
-        best = self._best_rival(self._best_nearby(best), near)
+        best = self._settled(self._best_rival(self._best_nearby(best), near))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
-        self._seconds[kind] += time.perf_counter() - started
+        rate = capacities[kind].rate_per_s  # which simulations under other bounds do not change
+        capacities[kind] = capacities[kind].model_copy(update={"error": self._error(best.plan, rate)})
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s
-        if asked is not None and best.rate < asked:
-            raise self._rate_not_kept(tuple(ranked), best.rate)
+        if asked is not None and rate < asked:
+            raise self._rate_not_kept(tuple(ranked), rate)
         kept = {name: _with(found[name].plan, capacity) for name, capacity in capacities.items()}
         return {kind: kept[kind]} if self._only_best else kept
 
     def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
         asked = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0
-        ordered = sorted(plans.items(), key=lambda item: -rate_of(item[1]))
-        return {kind: self._certified(plan, kind) for kind, plan in ordered if rate_of(plan) >= asked}
+        ordered = dict(sorted(plans.items(), key=lambda item: -rate_of(item[1])))
+        best, *others = ordered
+        ordered[best] = _with_rival(ordered[best], [ordered[kind] for kind in others])
+        breach = {kind: self._branch(plan).breach(rate_of(plan)) for kind, plan in ordered.items()}
+        return {
+            kind: self._certified(plan, kind, breach[kind], best=kind == best)
+            for kind, plan in ordered.items()
+            if rate_of(plan) >= asked
+        }
 
-    def _certified(self, plan: Plan, kind: str) -> Plan:
-        """Return the plan with the upper bound of its rate, which is the highest throughput of any schedule."""
-        constraint = self.scheduler.problem.constraint
-        spaces = self.scheduler.candidates.spaces(kind, constraint.model_copy(update=dict.fromkeys(BOUNDS)))
-        most = max((space.bound for space in spaces), default=0.0)
-        gap, seconds = max(0.0, most / rate_of(plan) - 1), round(self._seconds[kind], 4)
-        return plan.model_copy(
-            update={"search": plan.search.model_copy(update={"gap": gap, "bound": STABLE, "seconds": seconds})}
-        )
+    def _certified(self, plan: Plan, kind: str, breach: float, *, best: bool) -> Plan:
+        """Return the plan with the rate that no other one keeps: of its policy, or of all if it is the best."""
+        rate, together = rate_of(plan), "throughput_rps" in plan.estimate.simulated
+        branches = [branch for branch in self._branches.all if best or branch.kind == kind]
+        search: dict[str, object] = {
+            "method": "branch-and-bound",
+            "evaluations": sum(branch.evaluations for branch in branches),
+            "space_size": sum(branch.space.num_points for branch in branches),
+            "simulations": self._simulations if best else plan.search.simulations,
+            "seconds": round(self._seconds[kind], 4),
+            "gap": None,
+        }
+        if self._sampled:
+            search |= {"method": "optuna", "bound": SAMPLED}
+        elif together or breach > NOISE:
+            search["bound"] = TOGETHER if together else UNBOUND
+        else:
+            most = self._branches.most(rate) if best else self._branches.most_of(kind, rate)
+            search |= {"gap": (1 + breach) * most / rate - 1, "bound": BOUND}
+        return plan.model_copy(update={"search": plan.search.model_copy(update=search)})
+
+    def _branch(self, plan: Plan) -> Branch:
+        return self._branches.of(self.scheduler.space_of(plan))
 
     def _say(self, done: int, parts: int, what: str) -> None:
         if self.progress is not None:
             self.progress(done, parts, simulating(what))
 
-    def _in_loop(self, constraint: Constraint) -> Constraint:
-        """Return what the engine's loop must keep of a constraint on requests that arrive."""
-        engine, lengths = self.scheduler.problem.engine, self.scheduler.candidates.lengths
-        return constraint if engine is None else constraint.less(engine.request_path_s(lengths.mean_whole_input))
+    @cached_property
+    def _in_loop(self) -> Constraint:
+        """What the engine's loop must keep of the constraint on requests that arrive."""
+        constraint, engine = self.scheduler.problem.constraint, self.scheduler.problem.engine
+        prompt = self.scheduler.candidates.lengths.mean_whole_input
+        return constraint if engine is None else constraint.less(engine.request_path_s(prompt))
 
     def _predicted(self, plan: Plan) -> float:
         """Return the arrival rate that the closed form gives a plan of the scheduler."""
-        return closed_rate(self.scheduler.space_of(plan), plan.policy, self._in_loop(plan.constraint))
+        return closed_rate(self.scheduler.space_of(plan), plan.policy, self._in_loop)
 
     def _best_of(
-        self, candidates: list[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
+        self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
         """Return the candidate with the highest simulated rate, if that is above the rival's; else None."""
         best = rival
@@ -193,6 +205,7 @@ class Arrivals(Objective):
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
                 break
             search = CapacitySearch(self.finish(plan), self.scheduler.problem.profile, predicted)
+            self._simulations += 1
             if best is None or not best.rate or search.keeps((1 + best.precision) * best.rate):
                 best = search
         return None if best is rival else best
@@ -212,7 +225,7 @@ class Arrivals(Objective):
         """Return plans for the same placement, each with its rate in closed form: those that differ in one variable by
         some, and the best under tighter bounds.
         """
-        space, constraint = self.scheduler.space_of(plan), self._in_loop(plan.constraint)
+        space, constraint = self.scheduler.space_of(plan), self._in_loop
         near = one_step_from(space, plan.policy)
         near += [one for one in best_under_tighter(space, constraint) if one not in (plan.policy, *near)]
         plans = [(settings, self.scheduler.plan_at(space, settings, plan.search)) for settings in near]
@@ -232,6 +245,65 @@ class Arrivals(Objective):
         found.precision = SHARP
         return found
 
+    def _settled(self, best: CapacitySearch) -> CapacitySearch:
+        """Return the best plan after each branch that may hold a better one was settled."""
+        if self.scheduler.method == "optuna" or self._branch(best.plan).breach(best.rate) > NOISE:
+            return self._sampled_by_optuna(best)
+        settled, self._branches.best_rate = 0, best.rate
+        for branch in self._branches.open():
+            if settled == MOST_SETTLED or time.perf_counter() - self._started > MOST_SECONDS:
+                break
+            if branch.space not in self._rated:
+                self._rated[branch.space] = best_of(branch.space, self._in_loop, 0.0)
+            one = self._rated[branch.space]
+            plan = None if one is None else self.scheduler.plan_at(branch.space, one.settings, best.plan.search)
+            if one is None or plan is None or one.rate < (1 - DOUBT) * min(best.rate, best.predicted or best.rate):
+                continue
+            settled += 1
+            self._say(settled, MOST_SETTLED, f"placement {settled} of those that may keep more")
+            better = self._best_of([(plan, one.rate)], best)
+            if better is not None:
+                better.precision = SHARP
+                best = self._best_nearby(better)
+                best.precision = SHARP
+                self._branches.best_rate = best.rate
+        return best
+
+    def _sampled_by_optuna(self, best: CapacitySearch) -> CapacitySearch:
+        """Return the best plan, or a better one among settings that Optuna proposes."""
+        self._sampled = True
+        ordered = sorted((branch.space for branch in self._branches.all), key=lambda space: -space.bound)
+        proposed = sampled(ordered[:MOST_PLACEMENTS], self._in_loop)
+        plans = [(self.scheduler.plan_at(one.space, one.settings, best.plan.search), one.rate) for one in proposed]
+        found = self._best_of([(plan, rate) for plan, rate in plans if plan is not None], best, DOUBT_NEARBY) or best
+        found.precision = SHARP
+        return found
+
+    def _error(self, plan: Plan, rate: float) -> float | None:
+        """Return the relative standard deviation of the best rate over further draws; None: only it is asked for."""
+        if self._only_best:
+            return None
+        rates = [rate]
+        for seed in DRAWS:
+            other = CapacitySearch(plan, self.scheduler.problem.profile, rate, seed=seed)
+            other.precision = PRECISION / 2
+            rates.append(other.rate)
+        return round(float(np.std(rates, ddof=1) / rate), 4)
+
+    def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
+        """Return the error that no plan keeps the bounds at any rate, with the nearest that a plan of these keeps."""
+
+        def keeps(constraint: Constraint) -> bool:
+            if not constraint.bounds_latency:
+                return True
+            under = Arrivals(self.scheduler.under(constraint), self.finish)
+            plans = (pair for kind in kinds for pair in under.of_kind(kind, 1))
+            profile = self.scheduler.problem.profile
+            ranked = sorted(plans, key=lambda pair: -pair[1])
+            return any(CapacitySearch(self.finish(plan), profile, rate).rate > 0 for plan, rate in ranked)
+
+        return never_kept(self.scheduler, kinds, keeps, self.progress)
+
     def _rate_not_kept(self, kinds: tuple[str, ...], highest: float) -> InfeasibleError:
         problem = self.scheduler.problem
         return InfeasibleError(
@@ -243,38 +315,15 @@ class Arrivals(Objective):
             binding="arrival_rate_per_s",
         )
 
-    def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error that no plan keeps the bounds at any rate, with the nearest bound that can be kept."""
-        problem = self.scheduler.problem
-        bounds = {name: bound for name in BOUNDS if (bound := getattr(problem.constraint, name)) is not None}
-        name = next(iter(bounds))
-        base = bounds[name]
-        try:
-            self.scheduler.best_of_each(kinds)
-        except InfeasibleError as error:  # requests that do not wait keep it neither
-            if error.binding != name or error.nearest_bound_s is None:
-                return error
-            base = max(base, error.nearest_bound_s)
-        for looser in (float(f"{LOOSER**n * base:.4g}") for n in range(1, MOST_LOOSENED)):
-            under = Arrivals(self.scheduler.under(problem.constraint.model_copy(update={name: looser})))
-            if any(
-                rate_of(with_capacity(plan, problem.profile, rate, edges=False)) > 0
-                for kind in kinds
-                for plan, rate in under.of_kind(kind, 1)
-            ):
-                return InfeasibleError(
-                    f"{name}: no schedule of {', '.join(kinds)} keeps {bounds[name]:g} s with waiting counted on "
-                    f"{problem.cluster.name}, at however low an arrival rate; the nearest bound that one keeps is "
-                    f"{looser:.4g} s",
-                    nearest_bound_s=looser,
-                    binding=name,
-                )
-        text = ", ".join(f"{name} {bound:g}" for name, bound in bounds.items())
-        return InfeasibleError(
-            f"{name}: no schedule of {', '.join(kinds)} keeps {text} with waiting counted",
-            nearest_bound_s=None,
-            binding=name,
-        )
+
+def _with_rival(plan: Plan, others: Sequence[Plan]) -> Plan:
+    """Return the plan with the best other one, if simulation does not tell their rates apart."""
+    found = plan.estimate.capacity
+    noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
+    if not others or rate_of(others[0]) < (1 - noise) * rate_of(plan):
+        return plan
+    rival = f"{others[0].policy.kind} keeps the bounds up to {rate_of(others[0]):.4g} requests/s"
+    return plan.model_copy(update={"search": plan.search.model_copy(update={"rival": rival})})
 
 
 def _with(plan: Plan, capacity: Capacity | None) -> Plan:

@@ -13,6 +13,12 @@ Ranked = dict[str, list[tuple[Plan, float]]]
 """Each policy's plans with their value in closed form, in requests a second, the highest first."""
 
 
+BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
+"""The bounds of a constraint, by name."""
+TOGETHER = "none: requests that began together stay together, which closed forms do not know"
+"""Why there is no proof where a simulation at saturation contradicts the closed form."""
+
+
 class Objective(ABC):
     """What a plan maximises. An objective ranks candidates in closed form, verifies the best of them by simulation, and
     certifies the rest: it says how much better any other candidate could be.

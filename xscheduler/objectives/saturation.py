@@ -20,9 +20,9 @@ import numpy.typing as npt
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Plan, Profile
 from xgpt.core.workload import Ints, quantile, sample
-from xscheduler.objectives.arrivals import BOUNDS, rate_of
-from xscheduler.objectives.base import Objective, Ranked, simulating
+from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, with_law
+from xscheduler.objectives.rates import rate_of
 from xscheduler.why_not import round_up
 from xsimulator.capacity import in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
@@ -44,7 +44,6 @@ SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
 
-TOGETHER = "none: requests that began together stay together, which closed forms do not know"
 PASSED_OVER = f"{TOGETHER}; plans that promise more there serve less in simulation, or break a bound"
 
 

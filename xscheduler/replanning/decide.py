@@ -58,7 +58,7 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
     try:
         return _decide_feasible(judge, terms)
     except InfeasibleError as error:
-        reason, nearest_s = str(error), error.nearest_bound_s
+        reason, nearest_s = str(error), error.nearest_bound_s if error.binding == "latency_bound_s" else None
     near = None if nearest_s is None else judge.near(nearest_s)
     if near is not None:
         with suppress(InfeasibleError):  # not only the latency binds

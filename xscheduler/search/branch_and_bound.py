@@ -121,10 +121,10 @@ def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]
 
 
 class _Search:
-    def __init__(self, spaces: Sequence[Space]) -> None:
+    def __init__(self, spaces: Sequence[Space], at_least: float = 0.0) -> None:
         self.spaces = spaces
         self.best: Found | None = None
-        self.best_throughput = 0.0
+        self.best_throughput = at_least
         self.unexplored = 0.0
         """The highest bound of the blocks that were dropped."""
         self.predictions = 0
@@ -201,3 +201,10 @@ class _Search:
 def search(spaces: Sequence[Space]) -> Found:
     """Find the best allowed point of all spaces, and the gap to the bound of the open blocks."""
     return _Search(spaces).run()
+
+
+def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> float:
+    """Return a throughput that no allowed point of all spaces exceeds, or `at_least` if that is higher."""
+    of = _Search(spaces, at_least)
+    of.run()
+    return max(of.best_throughput, of.unexplored)

@@ -145,8 +145,9 @@ class Estimate(Frozen):
 class SearchCertificate(Frozen):
     """How the plan was found, and its proof: no plan of the space is better by more than `gap`.
 
-    Method "given": the settings were given and only scored. Method "grid": settings along curves of every placement
-    were ranked by their arrival rate in closed form, and the best were simulated.
+    Under objective "arrivals" the plan's own rate is simulated, with an error (`estimate.capacity.error`), and the gap
+    is that to a bound in closed form: these are two uncertainties. Method "given": the settings were given and only
+    scored. Method "grid": closed forms along curves were ranked, which proves nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
@@ -163,3 +164,5 @@ class SearchCertificate(Frozen):
     """Share by which the best plan of the space can exceed this one at most; None: not proven."""
     bound: str
     """The upper bound that the gap refers to, in words."""
+    rival: str | None = None
+    """Another policy's plan whose arrival rate differs by less than the error of simulation; None: there is none."""

@@ -15,7 +15,7 @@ from xgpt.core.schema import Plan
 from xgpt.reporting.report import report
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives.arrivals import rate_of
+from xscheduler.objectives.rates import rate_of
 from xsimulator.events import replay
 from xsimulator.measures import request_times
 from xsimulator.run import accounts_of, run_simulation

@@ -1,0 +1,243 @@
+"""Upper bounds on the arrival rate: no setting beats them, in closed form or in simulation, and plans state them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.contract.scenarios import problem
+from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
+from tests.contract.test_claims import Case
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schema import Constraint, Histogram, Plan, Workload
+from xgpt.requests import plan_request
+from xscheduler.arrival_bounds import loosened
+from xscheduler.arrival_rate import closed_rate
+from xscheduler.box_bounds import breach
+from xscheduler.objectives.best_plans import Task, plan_each
+from xscheduler.objectives.rates import rate_of
+from xscheduler.objectives.saturation import with_simulated_figures
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.search.branch_and_bound import upper_bound
+from xsimulator.capacity import CapacitySearch
+from xsimulator.lengths import Lengths
+
+MANY = 16_000
+"""Simulated requests where a rate is above its bound: of a few, chance decides."""
+LONG_RUN_ERROR = 0.01
+OF_A_PROBLEM = 5
+"""Settings of a problem that are simulated."""
+
+
+def lengths(outputs: dict[int, float], inputs: dict[int, float] | None = None) -> Lengths:
+    def histogram(shares: dict[int, float]) -> Histogram:
+        return Histogram(lengths=tuple(shares), probabilities=tuple(shares.values()))
+
+    return Lengths(Workload(name="few", input=histogram(inputs or {100: 1.0}), output=histogram(outputs)))
+
+
+def test_a_bound_is_loosened_where_few_lengths_let_fortunate_requests_keep_it() -> None:
+    bound = Constraint(latency_bound_s=10.0)
+    assert loosened(bound, lengths({50: 1.0})).latency_bound_s == pytest.approx(10.0)
+    even = lengths(dict.fromkeys(range(1, 401), 1 / 400))
+    assert loosened(bound, even).latency_bound_s == pytest.approx(10.0, rel=0.02)
+    # Hardly more requests are long than may break the bound: at quiet times a few of them keep it.
+    assert loosened(bound, lengths({10: 0.9895, 1000: 0.0105})).latency_bound_s > 11.0
+    assert loosened(bound, lengths({10: 0.5, 1000: 0.5})).latency_bound_s == pytest.approx(10.0)
+    # Half of the requests keep the median's bound, whatever the mean prompt takes.
+    skewed = lengths({2: 1.0}, {1: 0.6, 5000: 0.4})
+    assert loosened(Constraint(latency_bound_s=10.0, quantile=0.5), skewed).latency_bound_s is None
+
+
+def test_bounds_on_first_tokens_and_gaps_are_dropped_where_a_mean_may_be_above_them() -> None:
+    few = lengths({1: 0.95, 40: 0.05})
+    both = Constraint(ttft_s=1.0, tpot_s=0.1)
+    assert loosened(both, lengths({40: 1.0})) == both
+    assert loosened(both, few).tpot_s is None  # a fifth of those that have gaps may break it
+    assert loosened(both.model_copy(update={"quantile": 0.5}), lengths({40: 1.0})).ttft_s is None
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("monotone", [True, False])
+def test_no_real_batch_between_settings_beats_the_bound(kind: str, seed: int, monotone: bool) -> None:
+    """Arriving requests fill a batch in the mean, which need not be a whole number."""
+    spaces = Spaces(kind, seed, monotone=monotone)
+    for latency_bound_s in spaces.bounds():
+        between = [space.under(space.constraint, space.bound, between=True) for space in spaces.spaces(latency_bound_s)]
+        most = upper_bound(between)
+        for space in between:
+            assert breach(space, 30, np.random.default_rng(seed)) <= 1e-9
+            for _, evaluation in space.sweep():
+                best = np.where(evaluation.feasible, evaluation.throughput, 0.0).max()
+                assert min(best, space.bound) <= most * (1 + 1e-9)
+
+
+def random_problem(seed: int) -> tuple[Problem, dict[str, Plan]]:
+    """A random problem, and its plans; none where nothing keeps the bounds."""
+    rng = np.random.default_rng(seed)
+    quantile = float(rng.choice([0.5, 0.9, 0.99]))
+    case = Case(int(rng.integers(2**32)), int(rng.integers(1, 5)), "auto", "length", bool(rng.integers(2)), quantile)
+    estimate = next(iter(case.plans(None).values())).estimate
+    bounds = [
+        {"latency_bound_s": float(rng.choice([0.5, 1.1, 2.5])) * estimate.latency_s},
+        {"ttft_s": float(rng.choice([1.2, 2.0, 5.0])) * estimate.ttft_s},
+        {"ttft_s": 4 * estimate.ttft_s, "tpot_s": float(rng.choice([1.0, 1.5])) * estimate.tpot_s + 1e-9},
+    ][int(rng.choice(3, p=[0.6, 0.2, 0.2]))]
+    of = case.subject.under(Constraint(quantile=quantile, objective="arrivals", **bounds))  # type: ignore[arg-type]
+    try:
+        return of, plan_each(of)
+    except InfeasibleError:
+        return of, {}
+
+
+def some_plans(of: Problem, best: Plan, seed: int) -> list[Plan]:
+    """Plans of a problem: of settings drawn from its promising placements the best in closed form, and others."""
+    found, rng, by = [], np.random.default_rng(seed), scheduler(of)
+    for kind in ("rra", "chunked", "orca", "waa"):
+        spaces = sorted((s for s in by.candidates.spaces(kind) if s.num_points), key=lambda space: -space.bound)
+        for space in spaces[:6]:
+            points = space.points(np.unique((space.num_points ** rng.random(12)).astype(int) - 1))
+            for index in np.flatnonzero(space.evaluate(points).fits):
+                settings = space.settings(points, int(index))
+                plan = by.plan_at(space, settings, best.search)
+                assert plan is not None
+                found.append((closed_rate(space, settings, by.problem.constraint), plan))
+    found.sort(key=lambda pair: -pair[0])
+    drawn = rng.choice(len(found), min(2, len(found)), replace=False) if found else ()
+    return [plan for _, plan in [*found[: OF_A_PROBLEM - 2], *(found[i] for i in drawn)]]
+
+
+def nothing_keeps_more(seed: int) -> None:
+    of, plans = random_problem(seed)
+    if not plans:
+        return
+    best = next(iter(plans.values()))
+    if best.search.gap is None:
+        assert best.search.bound.startswith("none: ")
+        return
+    most = (1 + best.search.gap) * rate_of(best)
+    assert all(rate_of(plan) <= most for plan in plans.values())
+    for plan in some_plans(of, best, seed):
+        plan = with_simulated_figures(plan, of.profile)
+        if rate_of_some(plan, of, 2000) > most:
+            assert rate_of_some(plan, of, MANY) <= most * (1 + LONG_RUN_ERROR), plan.policy
+
+
+def rate_of_some(plan: Plan, of: Problem, num_requests: int) -> float:
+    search = CapacitySearch(plan, of.profile, least_requests=num_requests)
+    search.precision = 0.01
+    return search.rate
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_setting_keeps_more_than_the_stated_rate(seed: int) -> None:
+    nothing_keeps_more(seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6, 300))
+def test_no_setting_of_many_problems_keeps_more(seed: int) -> None:
+    nothing_keeps_more(seed)
+
+
+@pytest.mark.parametrize("kind", ["orca", "chunked"])
+def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
+    """Every batch of a small space is simulated."""
+    of = problem("llama-3.1-8b", "h200x1", "azure-conv").under(Constraint(latency_bound_s=4.0, objective="arrivals"))
+    of = replace(of, fixed={"tp": 1} | ({"token_budget": 512} if kind == "chunked" else {}))
+    best = plan_each(of, kind)[kind]  # type: ignore[arg-type]
+    assert best.search.method == "branch-and-bound" and best.search.gap is not None
+    by = scheduler(of)
+    (space,) = by.candidates.spaces(kind)
+    rates = []
+    for i in np.unique(np.geomspace(1, space.num_points, 30).astype(int)) - 1:
+        plan = by.plan_at(space, space.settings(space.points(np.asarray([i])), 0), best.search)
+        if plan is not None:
+            rates.append(rate_of_some(with_simulated_figures(plan, of.profile), of, 2000))
+    assert len(rates) > 20
+    assert max(rates) <= rate_of(best) * (1 + best.search.gap)
+    assert rate_of(best) >= max(rates) / 1.02
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "workload", "bound_s", "most"),
+    [
+        ("opt-13b", "a40x4", "summarization", 9.8, 0.05),
+        ("llama-3.1-8b", "h200x1", "azure-conv", 8.0, 0.05),
+        ("llama-3.1-70b", "h100x8", "azure-conv", 15.0, 0.17),
+    ],
+)
+def test_the_default_plan_is_found_and_proven_by_branch_and_bound(
+    model: str, cluster: str, workload: str, bound_s: float, most: float
+) -> None:
+    of = problem(model, cluster, workload).under(Constraint(latency_bound_s=bound_s, objective="arrivals"))
+    plan = next(iter(plan_each(of).values()))
+    assert plan.search.method == "branch-and-bound"
+    assert plan.search.gap is not None and 0 <= plan.search.gap <= most
+    assert plan.search.evaluations <= plan.search.space_size
+    assert plan.estimate.capacity is not None and plan.estimate.capacity.error is not None
+
+
+def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
+    of = problem("llama-3.1-8b", "h200x1", "azure-conv").under(Constraint(latency_bound_s=8.0, objective="arrivals"))
+    proven, sampled = (
+        next(iter(Task(of, "auto", method).settle().values())) for method in ("branch-and-bound", "optuna")
+    )
+    assert (sampled.search.method, sampled.search.gap) == ("optuna", None)
+    assert proven.search.gap is not None
+    assert rate_of(sampled) <= rate_of(proven) * (1 + proven.search.gap)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"latency_bound_s": 0.3},
+        {"ttft_s": 0.006},
+        {"ttft_s": 0.5, "tpot_s": 0.004},
+        {"latency_bound_s": 1.0, "ttft_s": 0.006},
+    ],
+)
+def test_the_nearest_bound_is_kept_by_the_plan_made_for_it(bounds: dict[str, float]) -> None:
+    of = problem("llama-3.1-8b", "h200x1", "chat-short")
+
+    def plan(constraint: Constraint) -> Plan:
+        return next(iter(plan_each(of.under(constraint)).values()))
+
+    asked = Constraint(objective="arrivals", **bounds)  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError, match="the nearest bound") as failure:
+        plan(asked)
+    error = failure.value
+    assert error.binding in bounds and error.nearest_bound_s is not None
+    assert str(error).startswith(f"{error.binding}: ")
+    assert error.nearest_bound_s > bounds[error.binding]
+    kept = asked.model_copy(update={error.binding: error.nearest_bound_s})
+    assert rate_of(plan(kept)) > 0
+
+
+def test_bounds_that_only_break_together_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each could be kept by itself, and blaming the latency bound, which was none, failed."""
+    of = problem("llama-3.1-8b", "h200x1", "chat-short")
+    alone = Scheduler(of).best(("chunked",))
+    fast = Scheduler(of.under(Constraint(ttft_s=0.001)))
+    with pytest.raises(InfeasibleError) as failure:
+        fast.best(("chunked",))
+    ttft_s = failure.value.nearest_bound_s
+    with pytest.raises(InfeasibleError) as failure:
+        Scheduler(of.under(Constraint(tpot_s=1e-4))).best(("chunked",))
+    tpot_s = failure.value.nearest_bound_s
+    assert ttft_s is not None and tpot_s is not None and ttft_s < alone.estimate.ttft_s
+    together = Constraint(ttft_s=1.001 * ttft_s, tpot_s=1.001 * tpot_s)
+    try:
+        Scheduler(of.under(together)).best(("chunked",))
+    except InfeasibleError as error:
+        assert error.binding in ("ttft_s", "tpot_s")
+        assert "together" in str(error)
+
+
+def test_a_search_can_be_chosen_for_arrivals() -> None:
+    asked = plan_request(model="llama-3.1-8b", cluster="h200x1", latency_bound_s=8.0, search="optuna")
+    assert asked.constraint.objective == "arrivals" and asked.search == "optuna"

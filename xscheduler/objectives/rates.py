@@ -1,0 +1,51 @@
+"""The arrival rates of plans: as simulated, as predicted in closed form, and simulated where they are missing."""
+
+from __future__ import annotations
+
+from xgpt.core.schema import Plan, Profile
+from xscheduler.arrival_rate import closed_rate
+from xscheduler.candidates import Candidates
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xsimulator.capacity import capacity
+
+
+def rate_of(plan: Plan) -> float:
+    """Return the arrival rate up to which a plan keeps its bounds, as simulated; without bounds, its throughput."""
+    found = plan.estimate.capacity
+    return plan.estimate.throughput_rps if found is None else found.rate_per_s
+
+
+def maximised(plan: Plan) -> float:
+    """Return the figure that the plan's own objective maximises, in requests a second."""
+    return rate_of(plan) if plan.constraint.maximises_arrivals else plan.estimate.throughput_rps
+
+
+def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
+    """Return the plans with simulated capacities where they have none; the first also under slightly other bounds."""
+    found = {}
+    for i, (kind, plan) in enumerate(plans.items()):
+        known = plan.estimate.capacity
+        found[kind] = (
+            plan if known is not None else with_capacity(plan, profile, predicted_rate(plan, profile), edges=not i)
+        )
+    return found
+
+
+def predicted_rate(plan: Plan, profile: Profile) -> float | None:
+    """Return the highest arrival rate of a plan in closed form; None where it has no bounds."""
+    if not plan.constraint.bounds_latency:
+        return None
+    space = Candidates(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))
+    return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
+
+
+def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, edges: bool = True) -> Plan:
+    """Return the plan with its simulated capacity; unchanged if it has no bounds.
+
+    Args:
+        predicted: the closed form's rate.
+        edges: also simulate bounds that are a little tighter and looser.
+    """
+    found = capacity(plan, profile, predicted, edges=edges)
+    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})
