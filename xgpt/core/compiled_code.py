@@ -6,6 +6,7 @@ changed in another file: numba looks at the function's own file alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -22,17 +23,29 @@ KEPT_S = 30 * 86400.0
 """For which directories of other states of the sources are kept."""
 
 
+LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"
+"""Where numba looks for code, in this order; see `compiled_files`."""
+NOWHERE = os.devnull + "/compiled"
+"""A directory that nobody can make: code that is looked for here is compiled each time."""
+
+logger = logging.getLogger(__name__)
+
+
 def set_directory() -> None:
-    """Set `NUMBA_CACHE_DIR`, unless the user has; before numba is imported, or for what it compiles from now on."""
-    if "NUMBA_CACHE_DIR" in os.environ:
-        return
+    """Set where numba keeps code, unless the user has; before it is imported, or for what it compiles from now on."""
+    _set("CACHE_LOCATOR_CLASSES", LOCATORS)
     try:
-        directory = _directory()
+        _set("CACHE_DIR", str(_directory()))
     except (OSError, RuntimeError):  # no sources to read, or no home: numba finds another place
         return
-    os.environ["NUMBA_CACHE_DIR"] = str(directory)
-    if "numba" in sys.modules:
-        sys.modules["numba"].config.CACHE_DIR = str(directory)
+
+
+def _set(name: str, value: str) -> None:
+    """Set one of numba's options, unless the environment has it."""
+    if f"NUMBA_{name}" not in os.environ:
+        os.environ[f"NUMBA_{name}"] = value
+        if "numba" in sys.modules:
+            setattr(sys.modules["numba"].config, name, value)
 
 
 def sources() -> str:
@@ -45,10 +58,23 @@ def sources() -> str:
 
 
 def _directory() -> Path:
+    """Return the directory of this state of the sources, which only its owner can write to.
+
+    What is in it is run. Where another user owns it, or a directory above it that is ours to make, `NOWHERE`.
+    """
     directory = cache_dir() / "compiled" / sources()[:16]
+    for made in (directory.parents[1], directory.parents[0], directory):
+        if not made.exists():
+            continue
+        status = made.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            logger.warning("compiled code is not kept: %s belongs to another user; set XDG_CACHE_HOME", made)
+            return Path(NOWHERE)
+        if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+            made.chmod(status.st_mode & ~0o022)
     if not directory.exists():
         with suppress(OSError):
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, mode=0o700)
             for other in directory.parent.iterdir():
                 if other.stat().st_mtime < time.time() - KEPT_S:
                     shutil.rmtree(other, ignore_errors=True)

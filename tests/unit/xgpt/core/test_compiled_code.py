@@ -50,3 +50,72 @@ def test_a_directory_that_the_user_names_is_taken(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os, xsimulator; print(os.environ['NUMBA_CACHE_DIR'], end='')"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == str(tmp_path)
+
+
+FUNCTION = """
+from numba import njit
+@njit(cache=True)
+def twice(x):
+    return 2 * x
+"""
+RUN = "import xsimulator, sys; sys.path.insert(0, sys.argv[1]); import compiled; print(compiled.twice(21), end='')"
+
+
+def run(directory: Path, cache: Path) -> tuple[str, str]:
+    """Return what a process that runs a compiled function prints, and its warnings."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    environment |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    (directory / "compiled.py").write_text(FUNCTION)
+    command = [sys.executable, "-c", RUN, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_code_that_was_cut_short_is_compiled_anew(tmp_path: Path) -> None:
+    """One such file ended every command until someone deleted it."""
+    cache = tmp_path / "cache"
+    assert run(tmp_path, cache) == ("42", "")
+    files = [file for file in cache.rglob("*.nb[ic]") if "twice" in file.name]
+    assert len(files) == 2
+    for file in files:
+        content = file.read_bytes()
+        for broken in (content[: len(content) // 2], b"", b"no pickle"):
+            file.write_bytes(broken)
+            answer, said = run(tmp_path, cache)
+            assert answer == "42" and str(file) in said and len(said.splitlines()) == 1
+            assert file.read_bytes() == content or file.suffix == ".nbc"
+    assert run(tmp_path, cache) == ("42", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_code_of_another_user_is_not_run(tmp_path: Path) -> None:
+    """What lies in the directory is unpickled, and so run: XDG_CACHE_HOME may point anywhere."""
+    ran = tmp_path / "ran"
+    evil = f"cposix\nsystem\n(S'touch {ran}'\ntR.".encode()
+    for owned in ("files", "directory"):
+        cache = tmp_path / owned
+        run(tmp_path, cache)
+        for file in cache.rglob("*.nb[ic]"):
+            file.write_bytes(evil)
+            os.chown(file, 65534, 65534)
+        if owned == "directory":
+            os.chown(cache / "xgpt" / "compiled", 65534, 65534)
+        answer, said = run(tmp_path, cache)
+        assert answer == "42" and "belongs to another user" in said and str(cache) in said
+        assert not ran.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, and no directory")
+    answer, said = run(tmp_path, tmp_path / "cache")
+    assert answer == "42" and "cannot be written" in said
+
+
+def test_only_its_owner_writes_to_the_directory(tmp_path: Path) -> None:
+    for made in (tmp_path / "cache" / "xgpt", tmp_path / "cache" / "xgpt" / "compiled"):
+        made.mkdir(parents=True)
+        made.chmod(0o777)
+    run(tmp_path, tmp_path / "cache")
+    assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "cache").rglob("*") if path.is_dir())
