@@ -506,7 +506,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
     Args:
         port: port to listen on; 0: any free one.
-        on_ready: is called with the page's address.
+        on_ready: is called with the page's address, which has a token: whoever knows it may ask.
 
     Raises:
         MachineError: the port cannot be opened.

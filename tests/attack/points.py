@@ -122,4 +122,20 @@ POINTS = {
         "the control port took 1.5 GiB before the peer's key was checked",
         ("tests/unit/xrunner/cluster/test_sockets.py",),
     ),
+    24: Point(
+        "files, signals and pages of others on this machine",
+        "compiled code of another user ran as root; `xgpt ui` read its owner's files for any user; SIGHUP ended a "
+        "server; pages of other ports could post",
+        (
+            "tests/unit/xgpt/core/test_compiled_code.py",
+            "tests/unit/xgpt/exploring/test_ui.py::test_nothing_is_answered_without_the_token",
+            "tests/unit/xrunner/server/test_access.py::test_pages_of_other_ports_are_other_servers",
+            "tests/unit/xrunner/server/test_access.py::test_a_key_file_that_others_can_read_or_change_draws_a_warning",
+        ),
+    ),
+    25: Point(
+        "names in manifests",
+        "a newline in a plan's checkpoint wrote Kubernetes objects",
+        ("tests/unit/xgpt/exporting/test_exports.py",),
+    ),
 }

@@ -222,6 +222,7 @@ def attacked(
     if key:
         key_file = directory / "keys"
         key_file.write_text(f"{ADMIN_KEY}\n{keys}")
+        key_file.chmod(0o600)
         options += ("--api-key-file", str(key_file))
         headers["Authorization"] = f"Bearer {ADMIN_KEY}"
     with pytest.MonkeyPatch.context() as patch:

@@ -72,6 +72,31 @@ def test_a_log_that_is_not_read_holds_up_no_request(checkpoint: Path, tmp_path: 
         os.close(reading)
 
 
+@pytest.mark.point(24)
+def test_a_hangup_ends_no_server(checkpoint: Path, tmp_path: Path) -> None:
+    """Without a key file, or before the server had started, it once did."""
+    process = start("one", checkpoint, tmp_path, "--no-replan", stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    try:
+        status = Path(f"/proc/{process.pid}/status")
+        # It has read its options, and checks the plan or builds the engine.
+        assert eventually(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & 1 == 1, 60)
+        said = b""
+        while b"listening on " not in said:
+            process.send_signal(signal.SIGHUP)
+            said = process.stderr.readline()
+            assert said, process.wait(10)
+        process.send_signal(signal.SIGHUP)
+        url = said.split()[-1].decode()
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 @pytest.mark.long
 @pytest.mark.point(20)
 @pytest.mark.parametrize("flavour", STARTS)

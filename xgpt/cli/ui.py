@@ -17,11 +17,19 @@ def command(port: int, no_browser: bool) -> None:
     Example:
       xgpt ui
     """
+    import html
+    import tempfile
+
     from xgpt import api
 
-    def show(url: str) -> None:
-        click.echo(f"planning at {url} (Ctrl-C ends it)", err=True)
-        if not no_browser:
-            click.launch(url)
+    # A file that only its owner reads: a browser's arguments, with the token among them, are shown to all users.
+    with tempfile.NamedTemporaryFile("w", prefix="xgpt-ui-", suffix=".html") as opening:
 
-    api.ui(port=port, on_ready=show)
+        def show(url: str) -> None:
+            click.echo(f"planning at {url} (Ctrl-C ends it)", err=True)
+            if not no_browser:
+                opening.write(f'<meta http-equiv="refresh" content="0; url={html.escape(url)}">\n')
+                opening.flush()
+                click.launch(opening.name)
+
+        api.ui(port=port, on_ready=show)

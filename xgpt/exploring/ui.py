@@ -1,10 +1,16 @@
-"""Serve the planning page: an HTTP server on loopback, and one process that answers its questions."""
+"""Serve the planning page: an HTTP server on loopback, and one process that answers its questions.
+
+Any user of the machine can connect to loopback, and answers may read files that are only its owner's. So each request
+must bring the token of the address that `serve` tells.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
@@ -114,8 +121,12 @@ class Worker:
         self._lines.put_nowait(b"")
 
 
-def build_app() -> Starlette:
-    """Return the application: the page, the names to choose from, and the answers."""
+def build_app(token: str) -> Starlette:
+    """Return the application: the page, the names to choose from, and the answers.
+
+    Args:
+        token: what the query of the page's address, or the header X-Token of its requests, must hold.
+    """
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -167,9 +178,49 @@ def build_app() -> Starlette:
             Route("/ask", _of_this_page(ask), methods=["POST"]),
             Route("/trace", _of_this_page(trace), methods=["POST"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(NAMES))],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(NAMES)),
+            Middleware(_WithToken, token=token),
+        ],
         lifespan=lifespan,
     )
+
+
+class _WithToken:
+    """An application around another: refuses requests without the token, and lets no page show this one in a frame."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+            await send(message)
+
+        request = Request(scope)
+        given = request.headers.get("x-token") or request.query_params.get("token", "")
+        if hmac.compare_digest(given.encode(), self._token):
+            await self._app(scope, receive, send_on)
+        else:
+            says = "open the address that xgpt ui has printed, with its token\n"
+            await PlainTextResponse(says, 403)(scope, receive, send_on)
+
+
+_HEADERS = [
+    (b"x-frame-options", b"DENY"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+]
 
 
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
@@ -198,18 +249,19 @@ def serve(port: int, on_ready: Callable[[str], None]) -> None:
 
     Args:
         port: 0: any free one.
-        on_ready: is called with the page's address.
+        on_ready: is called with the page's address, which has a token: whoever knows it may ask.
 
     Raises:
         MachineError: the port cannot be opened.
     """
+    token = secrets.token_urlsafe(24)
     try:
         listener = socket.create_server((HOST, port))
     except OSError as error:
         raise MachineError(f"port {port} cannot be opened: {error.strerror}; give another `port`") from None
     config = uvicorn.Config(
-        build_app(), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+        build_app(token), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
     )
     with listener:
-        on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
+        on_ready(f"http://{HOST}:{listener.getsockname()[1]}/?token={token}")
         uvicorn.Server(config).run([listener])

@@ -5,6 +5,7 @@ const NUMBERS = {devices: "devices", bound: "latency_bound_s", quantile: "quanti
 const FLAGS = {model: "--model", cluster: "--cluster", devices: "--devices", workload: "--workload", bound: "--latency-bound", quantile: "--quantile", ttft: "--ttft", tpot: "--tpot", objective: "--objective", engine: "--engine", price: "--price"};
 const DEFAULTS = {quantile: "0.99", objective: "arrivals"};
 const WAIT_MS = 40;
+const TOKEN = {"X-Token": new URLSearchParams(location.search).get("token") || ""};
 let trace = null, answering = null, waiting = null, shown = {}, range = [0.1, 100];
 
 const seconds = (value) => value === null || value === undefined ? "-" : `${number(value)} s`;
@@ -43,7 +44,7 @@ async function answer() {
   location.replace(`#${new URLSearchParams(FIELDS.map((name) => [name, valueOf(name)]).filter(([, value]) => value !== ""))}`);
   const asked = performance.now();
   try {
-    const response = await fetch("ask", {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(question()), signal: own.signal});
+    const response = await fetch("ask", {method: "POST", headers: {...TOKEN, "Content-Type": "application/json"}, body: JSON.stringify(question()), signal: own.signal});
     if (!response.ok) throw new Error((await response.json()).error);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
@@ -242,7 +243,7 @@ async function copy() {
 }
 
 async function take(file) {
-  const response = await fetch(`trace?${new URLSearchParams({name: file.name})}`, {method: "POST", headers: {"Content-Type": "application/json"}, body: file});
+  const response = await fetch(`trace?${new URLSearchParams({name: file.name})}`, {method: "POST", headers: {...TOKEN, "Content-Type": "application/json"}, body: file});
   const answered = await response.json();
   const note = byId("dropped");
   note.hidden = false;
@@ -283,7 +284,7 @@ async function start() {
   byId("pin").onclick = pin;
   byId("download").onclick = download;
   byId("copy").onclick = copy;
-  const names = await (await fetch("names")).json();
+  const names = await (await fetch("names", {headers: TOKEN})).json();
   for (const [kind, list] of Object.entries(names))
     byId(kind).replaceChildren(...list.map((name) => Object.assign(document.createElement("option"), {value: name})));
   ask();

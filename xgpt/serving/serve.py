@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -225,12 +227,27 @@ def serve(
             tracer.close()
         for line in missing(plan, request.profile, replan=request.replan):
             on_note(line)
-    elif nodes is not None and nodes.rank:
-        join_nodes(plan, nodes)
-    elif request.front == "smg":
-        serve_behind_gateway(plan, request)
-    else:
-        _serve(plan, request, limits, nodes)
+        return
+    with _no_end_by_hangup():
+        if nodes is not None and nodes.rank:
+            join_nodes(plan, nodes)
+        elif request.front == "smg":
+            serve_behind_gateway(plan, request)
+        else:
+            _serve(plan, request, limits, nodes)
+
+
+@contextmanager
+def _no_end_by_hangup() -> Iterator[None]:
+    """Let SIGHUP end nothing: a running server reads its key file again, and one that starts has just read it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:

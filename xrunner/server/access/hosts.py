@@ -30,7 +30,8 @@ class AllowedHosts:
     """
 
     def __init__(self, bound: str, extra: Collection[str] = ()) -> None:
-        self._names = {name.lower().rstrip(".") for name in (bound, *extra)}
+        self._extra = {name.lower().rstrip(".") for name in extra}
+        self._names = {bound.lower().rstrip("."), *self._extra}
         if is_loopback(bound):
             self._names |= {"localhost", "127.0.0.1", "::1"}
         self._any_address = bound in ("", "0.0.0.0", "::")
@@ -47,14 +48,20 @@ class AllowedHosts:
             return True
         return name.rstrip(".") in self._names
 
-    def accept_origin(self, origin: str, scheme: str = "http") -> bool:
+    def accept_origin(self, origin: str, scheme: str = "http", host: str = "") -> bool:
         """Return whether a page of this origin may post to this server: only the server's own pages may.
+
+        Other ports of this machine are other servers, whose pages are not its own. Of a name that was added, the port
+        is the proxy's.
 
         Args:
             scheme: scheme of the request; behind a proxy, "http" may stand for https.
+            host: value of the request's Host header.
         """
-        own, separator, host = origin.partition("://")
-        return bool(separator) and own in ("https", scheme) and self.accept(host)
+        own, separator, named = origin.partition("://")
+        if not separator or own not in ("https", scheme) or not self.accept(named):
+            return False
+        return urlsplit(f"//{named}").hostname in self._extra or named.lower() == host.lower()
 
 
 def _is_address(name: str) -> bool:

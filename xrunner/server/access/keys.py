@@ -131,6 +131,10 @@ def _digest(key: bytes) -> bytes:
 
 def _read(path: Path, classes: Collection[str]) -> dict[bytes, Key]:
     try:
+        if (mode := path.stat().st_mode) & 0o026:
+            others = "change" if mode & 0o022 else "read"
+            says = f"other users of this machine can {others} the API keys: chmod 600 {path}"
+            logger.warning(says)
         return _parse(path.read_text(encoding="utf-8"), str(path), classes)
     except FileNotFoundError:
         raise InputError(FIELD, str(path), "there is no such file") from None

@@ -30,6 +30,7 @@ SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
+    (b"x-frame-options", b"DENY"),
 ]
 
 
@@ -108,7 +109,7 @@ class Guard:
                     code="host_not_allowed",
                 )
             origin = headers.get("origin")
-            if origin is not None and not self._hosts.accept_origin(origin, scope["scheme"]):
+            if origin is not None and not self._hosts.accept_origin(origin, scope["scheme"], host):
                 return ApiError(403, "pages of other sites may not use this server", code="origin_not_allowed")
         if self._keys is None or path in OPEN_PATHS:
             return None

@@ -40,9 +40,15 @@ def url() -> Iterator[str]:
         process.stderr.close()
 
 
+def at(url: str, path: str = "") -> str:
+    """Return an address of the page's server, with its token."""
+    address, token = url.split("?")
+    return f"{address}{path}{'&' if '?' in path else '?'}{token}"
+
+
 def ask(url: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     headers = {"Content-Type": "application/json"}
-    with httpx.stream("POST", f"{url}ask", content=json.dumps(asked), headers=headers, timeout=60) as answer:
+    with httpx.stream("POST", at(url, "ask"), content=json.dumps(asked), headers=headers, timeout=60) as answer:
         assert answer.status_code == 200
         for line in answer.iter_lines():
             yield json.loads(line)
@@ -101,16 +107,35 @@ def test_what_is_wrong_is_said() -> None:
 def test_the_server_answers_this_page_alone(url: str) -> None:
     assert "<title>Plan" in httpx.get(url).text
     assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
-    plain = httpx.post(f"{url}ask", content=json.dumps(ONE), headers={"Content-Type": "text/plain"})
+    plain = httpx.post(at(url, "ask"), content=json.dumps(ONE), headers={"Content-Type": "text/plain"})
     assert plain.status_code == 415
     for wrong in ("[]", "{"):
-        assert httpx.post(f"{url}ask", content=wrong, headers={"Content-Type": "application/json"}).status_code == 400
+        assert (
+            httpx.post(at(url, "ask"), content=wrong, headers={"Content-Type": "application/json"}).status_code == 400
+        )
     (part, end) = ask(url, {"model": "nothing", "latency_bound_s": 8})
     assert part["part"] == "error" and "give a path or one of" in part["reason"] and end["part"] == "end"
     (part, _) = ask(url, {**ONE, "current": 5})
     assert part["part"] == "error" and "current" in part["reason"]
     (part, _) = ask(url, {"nonsense": 1, "latency_bound_s": 8})
     assert part["part"] == "error" and "nonsense" in part["reason"]
+
+
+def test_nothing_is_answered_without_the_token(url: str) -> None:
+    """Any user of the machine can connect, and answers read its owner's files."""
+    address, _, token = url.partition("?token=")
+    json_, asked = {"Content-Type": "application/json"}, json.dumps(ONE | {"workload": "/etc/passwd"})
+    for wrong in ({}, {"X-Token": "x"}, {"X-Token": token[:-1]}, {"X-Token": "ä".encode("latin-1").decode("latin-1")}):
+        headers = {name: value.encode() for name, value in (json_ | wrong).items()}
+        for answer in (
+            httpx.get(address, headers=headers),
+            httpx.get(f"{address}names", headers=headers),
+            httpx.post(f"{address}ask", content=asked, headers=headers),
+            httpx.post(f"{address}trace?name=x", content="input,output\n1,1\n", headers=headers),
+        ):
+            assert answer.status_code == 403 and "root:" not in answer.text
+    answer = httpx.get(f"{address}names", headers={"X-Token": token})
+    assert answer.status_code == 200 and answer.headers["X-Frame-Options"] == "DENY"
 
 
 def test_a_newer_question_supersedes_the_one_before(url: str) -> None:
@@ -125,12 +150,12 @@ def test_a_newer_question_supersedes_the_one_before(url: str) -> None:
 
 def test_a_trace_becomes_a_workload(url: str) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{url}trace?name=../mine.csv", content="input,output\n10,4\n30,8\n", headers=headers)
+    answer = httpx.post(at(url, "trace?name=../mine.csv"), content="input,output\n10,4\n30,8\n", headers=headers)
     assert answer.json()["mean"] == {"input": 20, "output": 6} and answer.json()["workload"]["name"] == "mine"
     for odd in ("x" * 300, "a%00b.csv", ""):
-        answer = httpx.post(f"{url}trace?name={odd}", content="input,output\n10,4\n", headers=headers)
+        answer = httpx.post(at(url, f"trace?name={odd}"), content="input,output\n10,4\n", headers=headers)
         assert answer.status_code == 200 and len(answer.json()["workload"]["name"]) <= 64
-    wrong = httpx.post(f"{url}trace?name=mine.csv", content="input,output\n10,-4\n", headers=headers)
+    wrong = httpx.post(at(url, "trace?name=mine.csv"), content="input,output\n10,-4\n", headers=headers)
     assert wrong.status_code == 400 and "-4" in wrong.json()["error"] and "/tmp" not in wrong.json()["error"]
 
 
@@ -191,7 +216,7 @@ def test_a_body_in_chunks_is_no_longer_than_another(url: str) -> None:
     """Its length was looked up in a header that it does not have."""
     headers = {"Content-Type": "application/json"}
     parts = (b" " * 2**20 for _ in range(MOST_BYTES // 2**20 + 1))
-    answer = httpx.post(f"{url}ask", content=parts, headers=headers, timeout=60)
+    answer = httpx.post(at(url, "ask"), content=parts, headers=headers, timeout=60)
     assert (answer.status_code, answer.json()) == (413, {"error": f"at most {MOST_BYTES} bytes"})
 
 

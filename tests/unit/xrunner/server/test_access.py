@@ -143,6 +143,18 @@ def test_key_files(tmp_path: Path) -> None:
         assert "with blanks" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("mode", "said"), [(0o600, ""), (0o640, ""), (0o644, "read"), (0o666, "change")])
+def test_a_key_file_that_others_can_read_or_change_draws_a_warning(
+    mode: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(KEY)
+    path.chmod(mode)
+    ApiKeys.read(path)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(said)
+    assert said in caplog.text and KEY not in caplog.text
+
+
 def test_beyond_this_machine_only_with_keys() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
         check_exposure(host, None)
@@ -163,6 +175,15 @@ def test_origins_of_a_server_with_tls() -> None:
     hosts = AllowedHosts("127.0.0.1", ["llm.lan"])
     assert hosts.accept_origin("https://llm.lan", "https") and not hosts.accept_origin("http://llm.lan", "https")
     assert hosts.accept_origin("https://llm.lan", "http") and hosts.accept_origin("http://llm.lan", "http")
+
+
+def test_pages_of_other_ports_are_other_servers() -> None:
+    hosts = AllowedHosts("127.0.0.1", ["llm.lan"])
+    assert hosts.accept_origin("http://127.0.0.1:8000", "http", "127.0.0.1:8000")
+    for origin in ("http://127.0.0.1:8001", "http://127.0.0.1", "http://localhost:8000", "null", "http://evil.lan"):
+        assert not hosts.accept_origin(origin, "http", "127.0.0.1:8000")
+    assert hosts.accept_origin("https://llm.lan", "http", "127.0.0.1:8000"), "a proxy changes the Host header"
+    assert hosts.accept_origin("https://llm.lan:8443", "http", "llm.lan")
 
 
 def test_logs_do_not_flood() -> None:
