@@ -181,7 +181,7 @@ def _soaked(kv: str, requests: int, rng: np.random.Generator) -> tuple[int, floa
             engine.cancel(submitted - 1 - int(rng.integers(60)))
         engine.step()
     engine.step()
-    blocks = pool.blocks
+    blocks = pool.memory.decodes
     assert blocks.num_used == 0 == pool.reserved_blocks, "a block is lost"
     table = blocks.share([])
     for _ in range(blocks.count):  # every block can be handed out again, each once

@@ -277,7 +277,7 @@ class Engine:
         Raises:
             EngineFailed: too many have failed recently.
         """
-        under_way = [id_ for id_ in self._progress.generations if self.pool.is_under_way(id_)]
+        under_way = [id_ for id_ in self._progress.generations if self.pool.under_way.touches(id_)]
         culprit = self._suspects.fail(error, under_way)
         logger.error("a step has failed", exc_info=error)
         if culprit is not None:

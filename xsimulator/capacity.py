@@ -20,8 +20,7 @@ from xgpt.core.workload import gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import Array, GoalNs, Limits, Run, Stream
-from xsimulator.counts.counted_run import run_by_counts
-from xsimulator.counts.timed_arrivals import TimedRun
+from xsimulator.counts.counted_run import counted_run
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
 
@@ -138,9 +137,9 @@ def in_order_of_arrival(plan: Plan) -> Plan:
 
 def run_of(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
-) -> Run | TimedRun | EngineRun:
+) -> Run | EngineRun:
     """Return one replica's run over a stream: by counts where possible, otherwise by request."""
-    run = None if by_request else run_by_counts(plan, lanes, stream)
+    run = None if by_request else counted_run(plan, lanes, stream)
     return EngineRun(policies.build(plan), lanes, stream) if run is None else run
 
 
@@ -341,9 +340,11 @@ class EngineRun:
     def _note_first_tokens(self, record: StepRecord) -> None:
         requests = self._requests
         ends = [i for i, start, length in record.encode if start + length == requests[i].input_length]
-        for id_ in ends if self._emits else record.decode:
+        for id_ in ends if self._emits else reversed(record.decode):
             if self.first_ns[id_] < 0:
                 self.first_ns[id_] = record.end_ns
+            elif not self._emits:
+                break  # the last ones are those that have joined
 
     def _breaks(self, id_: int, goal: GoalNs) -> bool:
         request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]

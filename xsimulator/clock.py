@@ -112,7 +112,8 @@ class TwoLaneClock:
 
     def __call__(self, issue_ns: int, step: Step) -> int:
         if step.lane == "transfer":
-            tokens = sum(map(self._schedule.pool.tokens_to_move, step.transfer))
+            pool = self._schedule.pool
+            tokens = sum(pool.memory.tokens_to_move(pool.running[id_]) for id_ in step.transfer)
             seconds = self._transfer.at(tokens)
             if self._transfer.occupies:
                 for lane in self._lanes.values():
@@ -123,26 +124,24 @@ class TwoLaneClock:
 
 def step_counts(schedule: Schedule, step: Step, *, has_encoder: bool) -> StepCounts:
     """Return the counts on which a step's cost depends, when it is scheduled."""
-    running = schedule.pool.running
+    decodes, batch = len(step.decode), schedule.batch_of(step)
+    context = batch.context if decodes else 0
     if not step.encode and not has_encoder:
-        decodes = len(step.decode)
-        return StepCounts((), decodes, sum([running[id_].context for id_ in step.decode]), decodes, decodes)
-    ended = set(schedule.encoded(step))
+        return StepCounts((), decodes, context, decodes, decodes)
+    ended = schedule.encoded(step)
     encode = [(start, start + length, int(id_ in ended)) for id_, start, length in step.encode]
-    prompt_tokens = sum(length for _, _, length in step.encode)
-    sampled = len(schedule.sampled(step))
+    num_tokens = decodes + sum([length for _, _, length in step.encode])
+    sampled = decodes + len(ended) if schedule.pool.encode_emits else decodes
     if not has_encoder:
-        context = sum(running[id_].context for id_ in step.decode)
-        return StepCounts(encode, len(step.decode), context, sampled, prompt_tokens + len(step.decode))
-    decoding = [running[id_] for id_ in step.decode]
-    passing = [*decoding, *(running[id_] for id_ in ended)]
-    joining = sum(request.input_length for request in decoding if not request.generated)
+        return StepCounts(encode, decodes, context, sampled, num_tokens)
+    running, inputs = schedule.pool.running, batch.input_tokens if decodes else 0
+    passing = inputs + sum(running[id_].input_length for id_ in ended)
     return StepCounts(
         encode,
-        len(decoding),
-        sum(1 + request.generated for request in decoding),
+        decodes,
+        context - inputs + decodes,
         sampled,
-        prompt_tokens + len(decoding),
-        sum(request.input_length for request in passing) / max(len(passing), 1),
-        joining,
+        num_tokens,
+        passing / max(decodes + len(ended), 1),
+        batch.joining_tokens if decodes else 0,
     )

@@ -6,12 +6,12 @@ Times are whole nanoseconds, so that a log of the real engine replays without ro
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from xgpt.core.policies import Request, Schedule, Step
+from xgpt.core.policies import MicroBatch, Request, Schedule, Step
 from xgpt.core.schema import LaneName
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecord
 
@@ -48,7 +48,7 @@ class _UnderWay(NamedTuple):
 
     step: Step
     start_ns: int
-    sampled: Sequence[int]
+    encoded: Sequence[int]
     settled: int
     arrivals: tuple[Arrival, ...]
     cancelled: tuple[tuple[int, int], ...]
@@ -65,8 +65,9 @@ class SimulatedEngine:
         self.schedule = schedule
         self._clock = clock
         self._requests = list(requests)
-        self._outputs_whole = {request.id: request.output_length for request in requests}
-        self._tokens_left = dict(self._outputs_whole)
+        self._endings = _Endings(schedule)
+        for request in requests:
+            self._endings.submit(request)
         self._output_chain = {request.id: request.output_chain for request in requests if request.output_chain}
         self._num_arrived = 0
         self._journal = _Journal(schedule)
@@ -80,13 +81,12 @@ class SimulatedEngine:
             self._take_in()
             for lane in self.schedule.lanes:
                 while (step := self._journal.begin(lane, self.now_ns)) is not None:
-                    if self.schedule.pool.encoder:
-                        self._tokens_left |= {id_: self._outputs_whole[id_] for id_ in step.preempted}
+                    self._endings.begin(step)
                     heapq.heappush(self._ends, (self._clock(self.now_ns, step), self._journal.num_begun - 1))
             arrival_ns = self._next_arrival_ns()
             if self._ends and (arrival_ns is None or self._ends[0][0] <= arrival_ns):
                 self.now_ns, number = heapq.heappop(self._ends)
-                finished = self._finished(self._journal.sampled(number))
+                finished = self._endings.settle(self._journal.step(number), self._journal.encoded(number))
                 return self._journal.settle(number, finished, self.now_ns, self._outputs(finished))
             if arrival_ns is None:
                 return None
@@ -95,7 +95,7 @@ class SimulatedEngine:
     def submit(self, request: SimulatedRequest) -> None:
         """Submit a request that arrives no earlier than the others, as a closed loop does when one has ended."""
         self._requests.append(request)
-        self._outputs_whole[request.id] = self._tokens_left[request.id] = request.output_length
+        self._endings.submit(request)
         if request.output_chain:
             self._output_chain[request.id] = request.output_chain
 
@@ -123,18 +123,77 @@ class SimulatedEngine:
             )
             self._num_arrived += 1
 
-    def _finished(self, sampled: Sequence[int]) -> list[int]:
-        """Return which sampled requests now have their last token; rows of ended requests produce none."""
-        left, finished = self._tokens_left, []
-        for id_ in sampled:
-            left[id_] -= 1
-            if not left[id_]:
-                finished.append(id_)
-        return finished
-
     def _outputs(self, finished: Sequence[int]) -> Outputs:
         chains = self._output_chain
         return tuple((id_, chains.pop(id_)) for id_ in finished if id_ in chains) if chains else ()
+
+
+class _Endings:
+    """Computes which requests have their last token in a step, from their output lengths.
+
+    All requests that decode in a micro-batch get a token in each of its decode steps. So a request's end is known, as
+    the number of the micro-batch's decode step, once it has begun to decode.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._whole: dict[int, int] = {}
+        """Output length of each request."""
+        self._left: dict[int, int] = {}
+        """Output tokens that requests lack which do not decode."""
+        self._counted: dict[int, tuple[MicroBatch, int]] = {}
+        """The micro-batch in which each request decodes, and the number of its decode step in which it ends."""
+        self._num_steps: defaultdict[MicroBatch, int] = defaultdict(int)
+        """Decode steps of each micro-batch that have been settled."""
+        self._ends: defaultdict[MicroBatch, dict[int, list[int]]] = defaultdict(dict)
+
+    def submit(self, request: SimulatedRequest) -> None:
+        self._whole[request.id] = self._left[request.id] = request.output_length
+
+    def begin(self, step: Step) -> None:
+        """Note a step that has been decided."""
+        for id_ in step.preempted:
+            if (counted := self._counted.pop(id_, None)) is not None:
+                batch, end = counted
+                self._left[id_] = end - self._num_steps[batch]
+            if self._schedule.pool.encoder:
+                self._left[id_] = self._whole[id_]
+        if step.lane == "decode":
+            batch = self._schedule.batch_of(step)
+            for id_ in reversed(step.decode):  # those that have joined come last
+                if id_ in self._counted:
+                    break
+                self._count(id_, batch)
+
+    def settle(self, step: Step, encoded: Sequence[int]) -> list[int]:
+        """Return the requests that have their last token in a step, and in which others begin to decode.
+
+        Args:
+            encoded: requests whose prompt the step ends.
+        """
+        if step.lane == "transfer":
+            return []
+        batch, finished = self._schedule.batch_of(step), []
+        if self._schedule.pool.encode_emits:
+            for id_ in encoded:
+                self._left[id_] -= 1
+                if not self._left[id_]:
+                    finished.append(id_)
+        if step.decode:
+            self._num_steps[batch] += 1
+            end = batch, self._num_steps[batch]
+            ended = self._ends[batch].pop(self._num_steps[batch], ())
+            finished += [id_ for id_ in ended if self._counted.get(id_) == end and id_ in step.decode]
+        if step.lane == "both":
+            for id_ in encoded:
+                if self._left[id_]:
+                    self._count(id_, batch)
+        return finished
+
+    def _count(self, id_: int, batch: MicroBatch) -> None:
+        end = self._num_steps[batch] + self._left[id_]
+        self._counted[id_] = batch, end
+        self._ends[batch].setdefault(end, []).append(id_)
 
 
 class _Journal:
@@ -163,7 +222,7 @@ class _Journal:
             self._under_way[self.num_begun] = _UnderWay(
                 step,
                 now_ns,
-                self._schedule.sampled(step),
+                self._schedule.encoded(step),
                 self.num_settled,
                 tuple(self._arrivals),
                 tuple(self._cancelled),
@@ -176,9 +235,9 @@ class _Journal:
     def step(self, number: int) -> Step:
         return self._under_way[number].step
 
-    def sampled(self, number: int) -> Sequence[int]:
-        """Return the requests that get a token when this step is settled."""
-        return self._under_way[number].sampled
+    def encoded(self, number: int) -> Sequence[int]:
+        """Return the requests whose prompt this step ends."""
+        return self._under_way[number].encoded
 
     def settle(
         self, number: int, finished: Sequence[int], end_ns: int, outputs: Outputs = (), failed: Sequence[int] = ()

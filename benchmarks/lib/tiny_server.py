@@ -69,7 +69,7 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass
-    print(json.dumps({"free_blocks": num_blocks - pool.blocks.num_used, "num_blocks": num_blocks}))
+    print(json.dumps({"free_blocks": num_blocks - pool.memory.decodes.num_used, "num_blocks": num_blocks}))
 
 
 @dataclass(slots=True)

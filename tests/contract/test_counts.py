@@ -25,8 +25,7 @@ from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import Run, Stream
-from xsimulator.counts.counted_run import run_by_counts
-from xsimulator.counts.timed_arrivals import TimedRun
+from xsimulator.counts.counted_run import counted_run
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.run import clock_of
 
@@ -101,8 +100,8 @@ def drawn(
     return st.builds(Arrivals, case=case, load=load, together=together_, room=room_)
 
 
-def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run | TimedRun:
-    run = run_by_counts(plan, lanes_of(plan, profile), requests)
+def by_counts(plan: Plan, profile: Profile, requests: Stream) -> Run:
+    run = counted_run(plan, lanes_of(plan, profile), requests)
     assert run is not None
     return run
 

@@ -231,9 +231,12 @@ class World:
     def check_counts(self) -> None:
         """Every block is free, kept or in use; uses and promises are counted right."""
         pool = self.pool
-        lanes = {id(pool.blocks): (pool.blocks, "table"), id(pool.prompts): (pool.prompts, "prompt_table")}
-        if pool.prompts is pool.blocks:
-            lanes = {id(pool.blocks): (pool.blocks, "table")}
+        lanes = {
+            id(pool.memory.decodes): (pool.memory.decodes, "table"),
+            id(pool.memory.prompts): (pool.memory.prompts, "prompt_table"),
+        }
+        if pool.memory.prompts is pool.memory.decodes:
+            lanes = {id(pool.memory.decodes): (pool.memory.decodes, "table")}
         for blocks, attribute in lanes.values():
             uses: Counter[int] = Counter()
             for request in pool.running.values():
@@ -245,7 +248,7 @@ class World:
             assert blocks.num_used == len(uses) <= blocks.count
             assert all(blocks._uses.get(block, 1) == count for block, count in uses.items())
         promised = sum(r.blocks - len(r.table.blocks) for r in pool.running.values() if r.table is not None)
-        assert promised == pool._promised >= 0
+        assert promised == pool.memory.num_promised >= 0
         assert pool.reserved_blocks <= pool.kv_blocks
 
 

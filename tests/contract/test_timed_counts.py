@@ -1,4 +1,4 @@
-"""Rules that go by the clock: counts have the times of the engine that runs each request, and logs replay.
+"""Rules that go by the clock: due times are those of single requests, and logs replay.
 
 Budgets from slack and the order in time, over random settings, placements, lengths and bounds.
 """
@@ -6,13 +6,16 @@ Budgets from slack and the order in time, over random settings, placements, leng
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.test_counts import Arrivals, by_counts, drawn, one_by_one, simulated
+from tests.contract.test_counts import Arrivals, drawn, simulated
 from xgpt.core import policies
+from xgpt.core.policies import MicroBatch
+from xgpt.core.policies.slack import LaneForecast, Slack
 from xgpt.core.schema import Plan, SlackBudget
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import SimulatedEngine, replay
@@ -57,6 +60,20 @@ class Timed:
         return plan.model_copy(update={"policy": policy, "admission": admission})
 
 
+class CheckedForecast(LaneForecast):
+    """Compares each due time with the least of all requests that decode."""
+
+    def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
+        coming = batch.steps_under_way if batch.assumed is None else 0
+        due_ns = (
+            slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming, r.account.tpot_ns)
+            for r in batch.decoding.values()
+        )
+        found = super().first_due_ns(batch, now_ns, slack)
+        assert found == min(due_ns, default=inf)
+        return found
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(
     st.builds(
@@ -66,15 +83,13 @@ class Timed:
         is_in_time=st.booleans(),
     )
 )
-def test_counts_have_the_times_of_the_engine_and_its_log_replays(timed: Timed) -> None:
+def test_due_times_are_those_of_the_requests_and_the_log_replays(timed: Timed) -> None:
     plan = timed.plan()
     assume(plan is not None)
     assert plan is not None
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     requests, profile = timed.arrivals.stream(plan), timed.arrivals.case.subject.profile
-    run = by_counts(plan, profile, requests)
-    assert run.run()
-    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
     schedule = policies.build(plan)
+    schedule.pool.forecast = CheckedForecast()
     log = SimulatedEngine(schedule, clock_of(plan, profile, schedule), simulated(requests)).run()
     assert replay(policies.build(plan), log) == log

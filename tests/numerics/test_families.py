@@ -386,5 +386,5 @@ def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, 
         for token in engine.step() or ():
             outputs[token.id].append(token.token)
     assert outputs == {generation.id: tokens for generation, tokens in expected}
-    assert pool.blocks.num_used == 0
+    assert pool.memory.decodes.num_used == 0
     assert len(set().union(*outputs.values())) > 20, "tokens too alike for the comparison to mean anything"

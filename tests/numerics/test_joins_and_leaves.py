@@ -76,7 +76,7 @@ def solitary(worker):
 def check_blocks(worker, pool):
     """Each block is free, kept, or in use; the worker's tables are the pool's, less what is yet to be told."""
     used = {block for request in pool.running.values() for block in request.table.blocks}
-    assert len(used) == pool.blocks.num_used <= pool.reserved_blocks <= NUM_BLOCKS
+    assert len(used) == pool.memory.decodes.num_used <= pool.reserved_blocks <= NUM_BLOCKS
     rows = worker._rows
     for id_ in rows:
         if id_ in pool.running:

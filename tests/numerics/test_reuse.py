@@ -98,7 +98,7 @@ def run(
             engine.cancel(int(rng.integers(NUM_REQUESTS)))
         preempted = max(preempted, engine.pool.num_preemptions)
     engine.step()
-    assert engine.pool.reserved_blocks == engine.pool.blocks.num_used == 0
+    assert engine.pool.reserved_blocks == engine.pool.memory.decodes.num_used == 0
     found = sum(start for record in log for _, start, _ in record.encode)
     return tokens, preempted, executor._count and len([n for n in lost_at if n <= executor._count]), found
 

@@ -52,4 +52,4 @@ def test_prompts_are_scored_however_they_are_cut(small_opt, monkeypatch, budget,
             assert [score.chosen for score in scores] == pytest.approx(own, abs=1e-3)
             best = expected.topk(2, dim=-1).values.tolist()
             assert [[value for _, value in score.top] for score in scores] == [pytest.approx(b, abs=1e-3) for b in best]
-    assert schedule.pool.blocks.num_used == 0
+    assert schedule.pool.memory.decodes.num_used == 0

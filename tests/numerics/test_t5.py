@@ -139,7 +139,7 @@ def run(directory, lane, cancelled=(), **memory):
             pieces = {id_ for id_ in pool.encoding if pool.running[id_].encoded}
             for id_ in cancelled:
                 engine.cancel(id_)
-    assert pool.blocks.num_used == 0
+    assert pool.memory.decodes.num_used == 0
     return outputs, pieces
 
 

@@ -37,7 +37,7 @@ def run(spec, cancelled):
         if steps == 3:
             for id_ in cancelled:
                 engine.cancel(id_)
-    assert pool.blocks.num_used == 0
+    assert pool.memory.decodes.num_used == 0
     return outputs
 
 

@@ -74,8 +74,8 @@ class Sharing:
             for id_ in ids:
                 uses[id_] = uses.get(id_, 0) + 1
         assert {block.block_id: block.ref_cnt for block in vllms.blocks if block.ref_cnt and not block.is_null} == uses
-        assert len(uses) <= pool.blocks.num_used <= pool.kv_blocks
-        assert pool.kv_blocks - pool.blocks.num_used <= vllms.get_num_free_blocks()
+        assert len(uses) <= pool.memory.decodes.num_used <= pool.kv_blocks
+        assert pool.kv_blocks - pool.memory.decodes.num_used <= vllms.get_num_free_blocks()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_no_block_is_lost_where_requests_are_cancelled_and_preempted(plan, insid
                 alive.remove(output.request_id)
         inside.check()
     log, pool = inside.steps()[before:], inside.scheduler._lane.pool
-    assert pool.is_idle and pool.blocks.num_used == pool.reserved_blocks == 0
+    assert pool.is_idle and pool.memory.decodes.num_used == pool.reserved_blocks == 0
     assert inside.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == ROOM.num_blocks
     assert any(record.cancelled for record in log) and any(start > 0 for r in log for _, start, _ in r.encode)
     assert any(record.preempted for record in log) == (plan is TIGHT)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from xgpt.core import policies
-from xgpt.core.policies.in_time import InTimeOrder
 from xgpt.core.schema import Plan, StageLane
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals, two_lane_arrivals
 from xsimulator.counts.arrivals import Kv, Run, Stream
 from xsimulator.counts.compiled import is_kept
 from xsimulator.counts.one_lane_arrivals import OneLaneRun
-from xsimulator.counts.timed_arrivals import TimedRun
 from xsimulator.counts.two_lane_arrivals import TwoLaneRun
 
 
@@ -44,21 +42,3 @@ def is_counted(plan: Plan) -> bool:
     """Whether a plan has a compiled run."""
     counts_tell = plan.admission.order == "fcfs" and plan.admission.kv == "reserve" and plan.policy.counts_tell
     return counts_tell and getattr(plan.policy, "slack", None) is None
-
-
-def run_by_counts(plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> Run | TimedRun | None:
-    """Return one replica's run by counts; None: these do not tell."""
-    if (run := counted_run(plan, lanes, stream)) is not None:
-        return run
-    schedule = policies.build(plan)
-    if not isinstance(schedule, policies.OneLane) or plan.admission.kv != "reserve" or not plan.policy.counts_tell:
-        return None
-    settings = schedule.settings
-    first_tokens = settings.first_tokens
-    if not settings.mix or settings.ahead or settings.batch_wait_steps:
-        return None
-    if plan.admission.order != "fcfs" and first_tokens is None:
-        return None
-    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
-    in_time = None if first_tokens is None else InTimeOrder(first_tokens)
-    return TimedRun(settings, lanes["both"], kv, stream, in_time, plan.patience_ns)

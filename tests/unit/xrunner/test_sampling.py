@@ -254,7 +254,7 @@ def outputs(ids: list[int], max_batch: int, kv_blocks: int = 200, kv: str = "res
     while (tokens := engine.step()) is not None:
         for token in tokens:
             said[token.id].append(token.token)
-    assert pool.blocks.num_used == 0
+    assert pool.memory.decodes.num_used == 0
     assert kv == "reserve" or pool.num_preemptions > 0
     return said
 

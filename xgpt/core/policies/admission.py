@@ -59,6 +59,8 @@ class Queue:
         self._number = 0
         self.now_ns = 0
         """Time of the last `expire`."""
+        self.has_accounts = False
+        """Whether a request has come from an account with a name."""
         self._next: _Choice | None = None
         """The result of `_choose`, kept until anything changes."""
 
@@ -81,6 +83,7 @@ class Queue:
         if request.deadline_ns is not None:
             heappush(self._deadlines, (request.deadline_ns, self._number, request))
             prune(self._deadlines, self._numbers, len(self._numbers))
+        self.has_accounts |= bool(request.account.name)
         account = self._account(request)
         account.priority = request.account.priority
         account.add(request, self._number)
@@ -162,6 +165,8 @@ class Queue:
 
         Source: TCB sec. 5.1: a request fails if it is not scheduled by its deadline.
         """
+        if now_ns <= self.now_ns and not self._deadlines:
+            return []
         self.now_ns = max(self.now_ns, now_ns)
         self._next = None
         for account in self._accounts.values():

@@ -28,8 +28,6 @@ class Request:
     """Keys of the full blocks of its prompt; empty: nothing is shared."""
     encoded: int = 0
     """Number of tokens encoded so far."""
-    generated: int = 0
-    """Number of output tokens computed; the step that ends the encoding computes one."""
     cached: int = 0
     """Number of tokens that were cached when it last entered."""
     first_ns: int | None = None
@@ -42,6 +40,21 @@ class Request:
     """Its prompt's blocks in the encode lane of WAA; None: that lane does not hold it."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
     """The micro-batch in which it runs; None: it waits."""
+    place: int = field(default=0, repr=False, compare=False)
+    """Its place among all that have begun to decode in that micro-batch."""
+    base: int = field(default=0, repr=False)
+    """Number of output tokens, without those that `counter` counts."""
+    counter: MicroBatch | None = field(default=None, repr=False, compare=False)
+    """The micro-batch whose iterations count its further tokens; None: it gets none now."""
+
+    @property
+    def generated(self) -> int:
+        """Number of output tokens computed; the step that ends the encoding computes one."""
+        return self.base if self.counter is None else self.base + self.counter.iterations
+
+    @generated.setter
+    def generated(self, count: int) -> None:
+        self.base, self.counter = count, None
 
     @property
     def context(self) -> int:
@@ -99,19 +112,144 @@ class Step(NamedTuple):
 
 
 class MicroBatch:
-    """Requests that run together, and how many of their steps are under way."""
+    """Requests that run together, and how many of their steps are under way.
 
-    __slots__ = ("assumed", "decoding", "encoding", "held", "steps_under_way")
+    All requests that decode get a token in every decode step. So tokens are counted once for all of them, by
+    `iterations`, and what happens to a single request after a number of tokens is found by the iteration.
 
-    def __init__(self) -> None:
+    Args:
+        decodes: whether it has decode steps. Without, requests only pass through it.
+
+    Attributes:
+        encoding: requests whose prompts are not encoded yet, by id, in the order of admission.
+        decoding: requests that decode, in the order in which they began to.
+        held: finished requests that keep their slot until their whole batch has finished.
+        stopped: requests among those decoding or held that get no further token.
+        assumed: a step under way whose tokens are assumed to exist, so that the next step can be decided.
+        iterations: decode steps so far.
+        context: prompt and output tokens of all requests that get a token in the next decode step.
+        input_tokens: prompt tokens among them.
+        joining_tokens: prompt tokens of those of them that have no token yet.
+        joined: requests that have begun to decode since the last decode step.
+    """
+
+    __slots__ = (
+        "_decodes",
+        "_due",
+        "_num_joined",
+        "assumed",
+        "context",
+        "decoding",
+        "encoding",
+        "held",
+        "input_tokens",
+        "iterations",
+        "joined",
+        "joining_tokens",
+        "steps_under_way",
+        "stopped",
+    )
+
+    def __init__(self, *, decodes: bool = True) -> None:
         self.encoding: dict[int, Request] = {}
         self.decoding: dict[int, Request] = {}
         self.held: dict[int, Request] = {}
-        """Finished requests that keep their slot until their whole batch has finished."""
+        self.stopped: set[int] = set()
         self.steps_under_way = 0
         self.assumed: Step | None = None
-        """A step under way whose tokens are assumed to exist, so that the next step can be decided."""
+        self.iterations = self.context = self.input_tokens = self.joining_tokens = 0
+        self.joined: list[Request] = []
+        self._decodes = decodes
+        self._due: dict[int, list[tuple[int, Request]]] = {}
+        """By iteration: the requests that `due` returns then, each with its place."""
+        self._num_joined = 0
 
     @property
     def num_running(self) -> int:
         return len(self.encoding) + len(self.decoding) + len(self.held)
+
+    @property
+    def num_decoding(self) -> int:
+        """Number of requests that get a token in the next decode step."""
+        return len(self.decoding) + len(self.held) - len(self.stopped)
+
+    @property
+    def next_to_decode(self) -> tuple[int, ...]:
+        """The requests that get a token in the next decode step; held ones only while others decode."""
+        ids = tuple(self.decoding)
+        if self.stopped:
+            ids = tuple(id_ for id_ in ids if id_ not in self.stopped)
+        if ids and self.held:
+            ids += tuple(id_ for id_ in self.held if id_ not in self.stopped)
+        return ids
+
+    def join(self, request: Request, num_spare: int) -> None:
+        """Let a request decode from now on.
+
+        Args:
+            num_spare: see `recall`.
+        """
+        self._num_joined += 1
+        request.batch, request.place = self, self._num_joined
+        self.decoding[request.id] = request
+        if not self._decodes:
+            return
+        self.context += request.context
+        self.input_tokens += request.input_length
+        self.joining_tokens += 0 if request.generated else request.input_length
+        self.joined.append(request)
+        request.base, request.counter = request.generated - self.iterations, self
+        self.recall(request, num_spare)
+
+    def leave(self, request: Request) -> None:
+        """Remove a request that decodes or is held."""
+        del (self.held if request.id in self.held else self.decoding)[request.id]
+        self._stop_counting(request)
+        self.stopped.discard(request.id)
+        if not self.decoding and not self.held:
+            self.joined.clear()
+            self._due.clear()
+
+    def hold(self, request: Request) -> None:
+        """Keep the slot of a request that has finished; it decodes on, up to its maximum."""
+        self.held[request.id] = self.decoding.pop(request.id)
+        if request.generated >= request.max_output:
+            self.stop(request)
+        else:
+            self.recall(request, request.max_output - request.generated)
+
+    def stop(self, request: Request) -> None:
+        """Give a request no further token; it stays where it is."""
+        self._stop_counting(request)
+        self.stopped.add(request.id)
+
+    def advance(self) -> None:
+        """Account for a decode step: a further token of every request that has not been stopped."""
+        self.iterations += 1
+        self.context += self.num_decoding
+        self.joining_tokens = 0
+        self.joined.clear()
+
+    def recall(self, request: Request, num_tokens: int) -> None:
+        """Let `due` return a request once it has this many tokens more, or now if there are none to wait for."""
+        self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
+
+    def due(self) -> list[Request]:
+        """Return the requests to be looked at in this iteration, in the order in which they began to decode."""
+        entries = self._due.pop(self.iterations, ())
+        return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
+
+    def counts(self, request: Request, place: int) -> bool:
+        """Return whether a request that began to decode here in this place still does."""
+        return request.counter is self and request.place == place
+
+    def _stop_counting(self, request: Request) -> None:
+        if request.counter is self:
+            self.context -= request.context
+            self.input_tokens -= request.input_length
+            self.joining_tokens -= 0 if request.generated else request.input_length
+            request.generated = request.generated
+
+
+def _place(entry: tuple[int, Request]) -> int:
+    return entry[0]

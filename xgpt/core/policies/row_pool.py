@@ -65,17 +65,18 @@ class RowPool(Pool):
         if not self.can_admit():
             return None
         request = self.waiting.pop()
-        request.batch = batch
-        batch.encoding[request.id] = request
-        self.running[request.id] = request
+        self._enter(request, batch)
         self._members.append(request)
         request.table = BlockTable(())
-        self._promised = self._blocks(self._members)
+        self.memory.num_promised = self._blocks(self._members)
         self._slot.clear()
         return request
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Do nothing: slots have room for every answer."""
+        """Stop requests that have all tokens that they may have; slots have room for every answer."""
+        for request in batch.due():
+            if request.id in batch.held and request.generated >= request.max_output:
+                batch.stop(request)
 
     def _end_batch(self) -> list[int]:
         """Free held requests: under slots those whose slot has ended, else all once the batch has."""
@@ -87,9 +88,7 @@ class RowPool(Pool):
                 return []
             held = {id_: request for id_, request in held.items() if self._slot_of(id_) in gone}
         for request in held.values():
-            assert request.batch is not None
-            del request.batch.held[request.id]
-            self._leave(request)
+            self._let_go(request)
         return list(held)
 
     def _leave(self, request: Request) -> None:
@@ -97,10 +96,10 @@ class RowPool(Pool):
         if not self.running:
             self._members.clear()
             self._slot.clear()
-            self._promised = 0
+            self.memory.num_promised = 0
         elif self.batching == "slots":
             left = {self._slot_of(id_) for id_ in self.running}
-            self._promised = self._slot_blocks * len(left)
+            self.memory.num_promised = self._slot_blocks * len(left)
 
     def _slot_of(self, id_: int) -> int:
         """Return the slot of a member of the batch, which is complete."""
@@ -114,4 +113,4 @@ class RowPool(Pool):
         """Return the blocks of a batch."""
         layout = lay_out(self.batching, requests, self.layout_tokens)
         answers = layout.most_a_slot * max(request.max_output for request in requests)
-        return layout.num_slots * self.blocks_for(layout.slot_tokens + answers)
+        return layout.num_slots * self.memory.blocks_for(layout.slot_tokens + answers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import chain
-from math import inf
 
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
@@ -61,8 +60,9 @@ class PromptBudget:
 class OneLaneRule:
     """Decides each step of one micro-batch; its state is the phase and the budget's credit."""
 
-    def __init__(self, settings: LaneSettings) -> None:
+    def __init__(self, settings: LaneSettings, number: int = 0) -> None:
         self.settings = settings
+        self._number = number
         self._iterations = settings.encode_every
         """Decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
@@ -109,24 +109,20 @@ class OneLaneRule:
         mixes = settings.mix and not (encode and settings.prompts_first)
         if mixes or not (encode or batch.encoding):
             decode = self._decodable(pool, batch)
-            if decode and batch.held:
-                decode += tuple(r.id for r in batch.held.values() if r.generated < r.max_output)
         preempted = pool.take_preempted()
         if not encode and not decode and not preempted:
             return None
         self._iterations = 0 if encode else self._iterations + 1
-        if settings.slack is not None:
-            for id_ in decode:
-                request = batch.decoding[id_]
-                if request.first_ns is None:
-                    request.first_ns = pool.now_ns
-        return Step(encode, decode, preempted, grown=pool.take_grown())
+        if settings.slack is not None and decode:
+            pool.forecast.begin_decode(batch, pool.now_ns, settings.slack)
+        return Step(encode, decode, preempted, microbatch=self._number, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
         """The requests that decode: all, but for those whose last token is under way already, or that are to leave."""
-        if not self.settings.ahead:
-            return tuple(batch.decoding)
-        return tuple(r.id for r in batch.decoding.values() if r.generated < r.max_output and not pool.is_leaving(r.id))
+        if self.settings.ahead and pool.under_way.leaving:
+            for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
+                batch.stop(batch.decoding[id_])
+        return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
         """Return whether prompts wait for more of them in this step, and count it."""
@@ -143,11 +139,10 @@ class OneLaneRule:
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
         """Decide which prompts let those go first that can be in time; returns those of them that are begun."""
-        settings, decoding = self.settings, batch.decoding.values()
+        settings = self.settings
         # Those that have been preempted have had their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
-        context = sum([r.input_length + r.generated for r in decoding])
-        pace = first_tokens.pace(len(decoding), context, settings.token_budget, settings.slack)
+        pace = first_tokens.pace(batch.num_decoding, batch.context, settings.token_budget, settings.slack)
         return pool.waiting.plan(begun, pace)
 
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
@@ -163,15 +158,14 @@ class OneLaneRule:
     ) -> tuple[Chunk, ...]:
         """Return pieces of prompts, as far as running requests can spare time."""
         forecast, now_ns = pool.forecast, pool.now_ns
-        running = [batch.decoding[id_] for id_ in self._decodable(pool, batch)]
-        free_ns = forecast.free_ns(now_ns, pool.num_under_way)
-        own, *others = (_first_due_ns(slack, each, now_ns) - free_ns for each in pool.in_turn(batch))
-        context = sum([r.input_length + r.generated for r in running])
+        num_decodes = len(self._decodable(pool, batch))
+        free_ns = forecast.free_ns(now_ns, len(pool.under_way))
+        own, *others = (forecast.first_due_ns(each, now_ns, slack) - free_ns for each in pool.in_turn(batch))
         begun = (r for each in pool.batches for r in each.encoding.values())
         even = slack.even_tokens(r.context - r.encoded for r in chain(begun, pool.waiting))
-        room = TimeRoom(slack, slack.step_s(own, others), len(running), context, even)
+        room = TimeRoom(slack, slack.step_s(own, others), num_decodes, batch.context, even)
         chunks = self._fill_room(room, pool, batch, giving_way)
-        if chunks or running:
+        if chunks or num_decodes:
             forecast.begin(now_ns, room.seconds, slack.num_stages)
         return chunks
 
@@ -193,7 +187,7 @@ class OneLaneRule:
         for request in begun:
             if not room.is_open:
                 return
-            if not (self.settings.ahead and pool.is_leaving(request.id)):
+            if not (self.settings.ahead and request.id in pool.under_way.leaving):
                 chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
 
     def _admit(self, room: Room, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False) -> None:
@@ -221,7 +215,7 @@ class OneLaneRule:
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
         """Return the next part of a batch that entered whole; several parts may be under way."""
-        missing = [batch.encoding[id_] for id_ in pool.idle(batch.encoding)]
+        missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
         return tuple(next_chunk(request, None) for request in missing[:size])
 
@@ -232,7 +226,7 @@ class OneLaneRule:
         # Prompts that are encoded in part were begun under settings that cut them (see apply).
         chunks = [next_chunk(request, None) for request in batch.encoding.values()]
         while (first := pool.waiting.head()) is not None:
-            length = pool.to_encode(first) if settings.reuse_is_planned else first.context
+            length = pool.memory.to_encode(first) if settings.reuse_is_planned else first.context
             must_start = not chunks and not batch.decoding
             if not (self._budget.covers(length) or must_start):
                 self._iterations = 0
@@ -244,17 +238,6 @@ class OneLaneRule:
             self._budget.spend(length)
         self._budget.close()
         return tuple(chunks)
-
-
-def _first_due_ns(slack: Slack, batch: MicroBatch, now_ns: int) -> float:
-    """When the first request of a micro-batch is due its next token, after those under way; infinite where none
-    decodes."""
-    coming = batch.steps_under_way if batch.assumed is None else 0
-    due_ns = (
-        slack.due_ns(now_ns if r.first_ns is None else r.first_ns, r.generated + coming, r.account.tpot_ns)
-        for r in batch.decoding.values()
-    )
-    return min(due_ns, default=inf)
 
 
 def next_chunk(request: Request, limit: int | None) -> Chunk:

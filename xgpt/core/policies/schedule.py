@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from itertools import chain
 
 from xgpt.core.policies.blocks import NO_CHAINS
 from xgpt.core.policies.lane_settings import LaneSettings
@@ -101,6 +102,10 @@ class Schedule(ABC):
             The requests whose slot and K/V are free again.
         """
 
+    @abstractmethod
+    def batch_of(self, step: Step) -> MicroBatch:
+        """Return the micro-batch of a step."""
+
     def sampled(self, step: Step) -> list[int]:
         """Return the requests that get a token in this step, including held ones."""
         return [*self.encoded(step), *step.decode] if self.pool.encode_emits else list(step.decode)
@@ -125,7 +130,8 @@ class OneLane(Schedule):
         super().__init__(pool, stages)
         self.settings = settings
         self._batches = pool.add_batches(settings.microbatches)
-        self._rules = [OneLaneRule(settings.of_microbatch(i)) for i in range(settings.microbatches)]
+        self._rules = [OneLaneRule(settings.of_microbatch(i), i) for i in range(settings.microbatches)]
+        pool.runs_ahead = settings.ahead
         self._turn = 0
 
     def apply(self, other: Schedule) -> bool:
@@ -136,8 +142,10 @@ class OneLane(Schedule):
             return False
         self.settings = then
         self.pool.follow(other.pool)
+        self.pool.runs_ahead = then.ahead
         for number, rule in enumerate(self._rules):
             rule.apply(then.of_microbatch(number))
+            self.pool.forecast.restart(self._batches[number])
         return True
 
     def fresh(self) -> OneLane:
@@ -147,13 +155,12 @@ class OneLane(Schedule):
         if self.settings.refill_when_empty and not self.pool.running:
             self._refill()
         count = len(self._batches)
-        for number in [(self._turn + i) % count for i in range(count)]:
+        for number in chain(range(self._turn, count), range(self._turn)):
             batch = self._batches[number]
             if batch.steps_under_way and not (self._has_more_to_encode(batch) or self._can_run_ahead(batch)):
                 return None
             step = self._rules[number].next_step(self.pool, batch, may_encode=self._may_encode(number))
             if step is not None:
-                step = step._replace(microbatch=number)
                 self.pool.begin(step, batch)
                 stays = self.settings.refill_when_empty and self._has_more_to_encode(batch)
                 self._turn = number if stays else (number + 1) % count
@@ -174,9 +181,12 @@ class OneLane(Schedule):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        batch = self._batches[step.microbatch]
+        batch = self.batch_of(step)
         self.pool.end(step, batch)
         return self.pool.settle(step, batch, finished, outputs, failed)
+
+    def batch_of(self, step: Step) -> MicroBatch:
+        return self._batches[step.microbatch]
 
     def _may_encode(self, number: int) -> bool:
         """Return whether all other micro-batches have ended this one's phase."""
@@ -204,4 +214,4 @@ class OneLane(Schedule):
         """Return whether a static batch has further parts to encode, which do not wait for each other."""
         if not self.settings.refill_when_empty:
             return False
-        return bool(self.pool.idle(batch.encoding))
+        return bool(batch.encoding and self.pool.under_way.untouched(batch.encoding))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple, Protocol
 
+from xgpt.core.policies.request import MicroBatch, Request
 from xgpt.core.schema import SlackBudget, StepTimes
 
 
@@ -70,8 +73,11 @@ class Slack(NamedTuple):
         Args:
             own_ns: bound on the time per token of its account; None: the plan's.
         """
-        tpot_ns = self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
-        return first_ns + tpot_ns * (generated + self.budget.behind_tokens)
+        return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
+
+    def token_ns(self, own_ns: int | None = None) -> int:
+        """Return the time between tokens by which a request is due the next; `own_ns`: see `due_ns`."""
+        return self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
 
     def of_microbatch(self, count: int) -> Slack:
         """One micro-batch's share."""
@@ -122,11 +128,52 @@ class Slack(NamedTuple):
 
 
 class LaneForecast:
-    """When the steps under way in a lane will have passed its first stage, all stages taken for equal."""
+    """When the steps under way in a lane will have passed its first stage, and when tokens are due.
+
+    All stages are taken for equal.
+    """
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, int]] = deque()
         """When steps were scheduled, and nanoseconds of each on a stage."""
+        self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
+        """By micro-batch and bound on the time per token: when requests are due their next token, less what the
+        micro-batch's iterations add; each with its place. A heap, from which requests that have left go once they come
+        up."""
+
+    def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
+        """Return when the first request of a micro-batch is due its next token, after those under way; infinite if
+        none decodes.
+        """
+        coming = batch.steps_under_way if batch.assumed is None else 0
+        iterations = batch.iterations + coming
+        first_ns = inf
+        for tpot_ns, heap in self._due[batch].items():
+            while heap and not batch.counts(heap[0][2], heap[0][1]):
+                heappop(heap)
+            if heap:
+                first_ns = min(first_ns, heap[0][0] + tpot_ns * (iterations + slack.budget.behind_tokens))
+        for request in batch.joined:
+            if batch.counts(request, request.place):
+                since_ns = now_ns if request.first_ns is None else request.first_ns
+                due_ns = slack.due_ns(since_ns, request.generated + coming, request.account.tpot_ns)
+                first_ns = min(first_ns, due_ns)
+        return first_ns
+
+    def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
+        """Note that a micro-batch's decode step is scheduled now: requests that have joined had their first token."""
+        for request in batch.joined:
+            if request.first_ns is None:
+                request.first_ns = now_ns
+            tpot_ns = slack.token_ns(request.account.tpot_ns)
+            entry = request.first_ns + tpot_ns * request.base, request.place, request
+            heappush(self._due[batch].setdefault(tpot_ns, []), entry)
+        batch.joined.clear()
+
+    def restart(self, batch: MicroBatch) -> None:
+        """Compute the due times of a micro-batch anew, by other settings."""
+        self._due.pop(batch, None)
+        batch.joined[:] = batch.decoding.values()
 
     def free_ns(self, now_ns: int, num_under_way: int) -> int:
         """Return when the first stage can begin a step that is scheduled now.

@@ -58,12 +58,12 @@ class TwoLane(Schedule):
     def __init__(self, settings: TwoLaneSettings, pool: Pool, stages: tuple[Stage, ...] = ()) -> None:
         super().__init__(pool, stages)
         pool.encode_emits = not settings.encoder_only
-        pool.prompts = Blocks(settings.encode_blocks)
+        pool.memory.prompts = Blocks(settings.encode_blocks)
         self.settings = settings
-        self._encode = pool.add_batches(settings.encode_stages)
-        (self._moving,) = pool.add_batches(1)
+        self._encode = pool.add_batches(settings.encode_stages, decodes=False)
+        (self._moving,) = pool.add_batches(1, decodes=False)
         """Encoded; their K/V is still in the encode lane."""
-        (self._arrived,) = pool.add_batches(1)
+        (self._arrived,) = pool.add_batches(1, decodes=False)
         """In the decode lane, and in none of its micro-batches yet."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
@@ -102,7 +102,7 @@ class TwoLane(Schedule):
         failed: Collection[int] = (),
     ) -> list[int]:
         pool = self.pool
-        batch = self._batch_of(step)
+        batch = self.batch_of(step)
         pool.end(step, batch)
         freed = pool.settle(step, batch, finished, outputs, failed)
         if step.lane == "encode":
@@ -111,11 +111,11 @@ class TwoLane(Schedule):
         elif step.lane == "transfer":
             for id_ in step.transfer:
                 if id_ in self._moving.decoding:
-                    pool.forget_prompt(self._moving.decoding[id_])
+                    pool.memory.forget_prompt(self._moving.decoding[id_])
                     pool.move(self._moving.decoding[id_], self._arrived)
         return freed
 
-    def _batch_of(self, step: Step) -> MicroBatch:
+    def batch_of(self, step: Step) -> MicroBatch:
         match step.lane:
             case "encode":
                 return self._encode[step.microbatch]
@@ -168,7 +168,7 @@ class TwoLane(Schedule):
         budget.open()
         count = blocks = 0
         for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
-            blocks += self.pool.blocks_for(request.context)
+            blocks += self.pool.memory.blocks_for(request.context)
             fits = count < settings.max_decode_batch and blocks <= settings.encode_blocks
             length = self._length(request)
             if count and not (fits and budget.covers(length)):
@@ -179,12 +179,12 @@ class TwoLane(Schedule):
 
     def _length(self, request: Request) -> int:
         """Return the tokens of a waiting request that count towards an encode batch."""
-        return self.pool.to_encode(request) if self.settings.reuse_is_planned else request.context
+        return self.pool.memory.to_encode(request) if self.settings.reuse_is_planned else request.context
 
     def _encode_blocks_with(self, count: int) -> int:
         """Blocks of the encode lane in use once `count` more prompts have entered."""
-        pool = self.pool
-        return pool.prompts.num_used + sum(map(pool.prompt_blocks_to_enter, pool.waiting.ahead(count)))
+        memory = self.pool.memory
+        return memory.prompts.num_used + sum(map(memory.prompt_blocks_to_enter, self.pool.waiting.ahead(count)))
 
     def _next_transfer(self) -> Step | None:
         batch = self._moving

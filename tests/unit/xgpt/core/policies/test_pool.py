@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.core.policies.admission import make_queue
+from xgpt.core.policies.rule import next_chunk
 from xgpt.core.schema import AdmissionOrder, KvPromise
 
 BLOCK_SIZE = 4
@@ -44,6 +45,10 @@ def test_never_over_commits(kv: KvPromise, hold: bool, microbatches: int, data: 
             under_way.append(step)
         assert len(under_way) <= microbatches
         assert blocks_in_use(pool) <= pool.reserved_blocks <= pool.kv_blocks
+        for batch in pool.batches:
+            inside = [r for r in (*batch.decoding.values(), *batch.held.values()) if r.id not in batch.stopped]
+            counted = sum(r.context for r in inside), sum(r.input_length for r in inside), len(inside)
+            assert (batch.context, batch.input_tokens, batch.num_decoding) == counted
         if not under_way:
             continue
         step = under_way.pop(0)
@@ -153,3 +158,19 @@ def test_a_batch_that_is_held_sets_all_of_its_memory_aside() -> None:
         steps += 1
         schedule.settle(step, [id_ for id_ in step.ids if schedule.pool.running[id_].generated == 15])
     assert schedule.pool.is_idle and schedule.pool.num_preemptions == 0 and steps == 32
+
+
+def test_a_micro_batch_keeps_nothing_of_requests_that_never_decode() -> None:
+    """A server whose requests all end with their first token has no decode step that would clear its notes."""
+    pool = Pool(100, 4)
+    (batch,) = pool.add_batches(1)
+    for id_ in range(50):
+        pool.submit(Request(id_, 7, 9))
+        request = pool.admit(batch)
+        assert request is not None
+        step = Step((next_chunk(request, None),), ())
+        pool.begin(step, batch)
+        pool.end(step, batch)
+        assert pool.settle(step, batch, [id_]) == [id_]
+        assert (batch.num_decoding, batch.context, batch.joined) == (0, 0, [])
+    assert pool.reserved_blocks == 0

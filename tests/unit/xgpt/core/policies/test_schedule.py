@@ -151,7 +151,7 @@ def test_waa_shares_no_blocks_that_nothing_has_been_written_into(ends_in: str) -
     schedule.submit(Request(1, 20, 100, chain=(*chain, b"more")))
     (step,) = begin(schedule, "encode")
     assert step.encode[0].start == 16, "the encode lane has the prompt"
-    assert schedule.pool.tokens_to_move(1) == (20 if ends_in == "encode" else 4)
+    assert schedule.pool.memory.tokens_to_move(schedule.pool.running[1]) == (20 if ends_in == "encode" else 4)
 
 
 def test_waa_lets_a_batch_join_after_its_buffer_time() -> None:

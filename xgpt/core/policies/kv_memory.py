@@ -1,0 +1,179 @@
+"""The K/V memory of an engine's lanes: the blocks that requests have, and those that they have been promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xgpt.core.policies.blocks import NOTHING, Blocks, BlockTable, Found
+from xgpt.core.policies.request import Request
+from xgpt.core.schema import KvPromise
+from xgpt.core.schema.step_log import Chain
+
+
+class KvMemory:
+    """Blocks that requests share, by the rule by which memory is promised.
+
+    Args:
+        num_blocks: blocks of the lane that decodes.
+        block_size: tokens a block.
+        kv: how memory is promised (`Pool`).
+        encoder: whether an encoder reads prompts. Memory then also holds the token with which the decoder starts.
+        is_whole: whether requests are always promised their maximum, whatever promise they bring.
+
+    Attributes:
+        decodes: blocks of the lane that decodes.
+        prompts: blocks of the lane that encodes: the same, unless prompts are encoded in a lane of their own.
+        num_promised: blocks that requests have been promised and do not have yet.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, kv: KvPromise = "reserve", *, encoder: bool = False, is_whole: bool
+    ) -> None:
+        self.block_size = block_size
+        self.kv = kv
+        self.encoder = encoder
+        self.is_whole = is_whole
+        self.decodes = self.prompts = Blocks(num_blocks)
+        self.num_promised = 0
+
+    @property
+    def num_reserved(self) -> int:
+        """Number of blocks in use or promised; shared blocks count once."""
+        return self.decodes.num_used + self.num_promised
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every block is in use or promised."""
+        return self.num_reserved == self.decodes.count
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def can_ever_fit(self, request: Request) -> bool:
+        whole = self.blocks_for(request.longest)
+        may_return = not self.encoder and (self.kv == "quantile" or request.promised < request.longest)
+        prompt = whole if may_return else self.blocks_for(request.input_length)
+        return whole <= self.decodes.count and prompt <= self.prompts.count
+
+    def to_encode(self, request: Request) -> int:
+        """Return the number of tokens that a waiting request would encode if it entered now: at least its last one."""
+        return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
+
+    def prompt_blocks_to_enter(self, request: Request) -> int:
+        """Return the number of blocks that a waiting request would take in the lane that encodes."""
+        return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
+
+    def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
+        """Return the number of blocks that a waiting request lacks to enter; 0 or less: it fits.
+
+        Args:
+            overdrawn: tables of requests that would be preempted for it.
+        """
+        found = self._find(self.decodes, request)
+        missing = self.num_reserved + self._blocks_to_enter(request) - found.num_used - self.decodes.count
+        if missing > 0 and not request.generated:
+            # Requests beyond their promise have what others leave.
+            missing -= sum(self.decodes.count_own(table, found.blocks) for table in overdrawn)
+        return missing
+
+    def open(self, request: Request) -> None:
+        """Give a request that enters its table, with the cached blocks of its beginning."""
+        request.blocks = self._blocks_to_enter(request)
+        request.table = self.decodes.share(self._find(self.decodes, request).blocks)
+
+    def lacks(self, request: Request) -> bool:
+        """Return whether the blocks promised to a request that has just been opened do not fit yet."""
+        assert request.table is not None
+        return self.num_reserved + request.blocks - request.table.found > self.decodes.count
+
+    def fill(self, request: Request) -> None:
+        """Give an opened request the blocks of its prompt and its next token, and promise it the others."""
+        table = request.table
+        assert table is not None
+        # One block early, where it is promised: a worker may then run a step ahead.
+        for _ in range(min(request.blocks, self.blocks_for(self.num_cached(request) + 1)) - table.found):
+            self.decodes.grow(table)
+        self.num_promised += request.blocks - len(table.blocks)
+        if self.prompts is not self.decodes:
+            table = request.prompt_table = self.prompts.share(self._find(self.prompts, request).blocks)
+            for _ in range(self.blocks_for(request.context) - table.found):
+                self.prompts.grow(table)
+        request.encoded = request.cached = table.found * self.block_size
+
+    def take_promised(self, request: Request) -> bool:
+        """Return whether a request has a promised block that it has not taken yet, and take it from the promise."""
+        assert request.table is not None
+        is_promised = len(request.table.blocks) < request.blocks
+        self.num_promised -= is_promised
+        return is_promised
+
+    def grow(self, request: Request) -> int:
+        """Give a request its next block, and return its number."""
+        assert request.table is not None
+        return self.decodes.grow(request.table)
+
+    def num_spare(self, request: Request) -> int:
+        """Return how many tokens a request's blocks hold beyond those of its next decode step; below 0: too few."""
+        assert request.table is not None
+        return len(request.table.blocks) * self.block_size - self.num_cached(request)
+
+    def num_cached(self, request: Request) -> int:
+        """Return the number of tokens with K/V after the next decode step, or after the first step behind a prompt."""
+        return request.context + self.encoder
+
+    def leave(self, request: Request) -> None:
+        """Release all blocks of a request, and what it was promised."""
+        assert request.table is not None
+        self.num_promised -= request.blocks - len(request.table.blocks)
+        self.decodes.release(request.table)
+        if request.prompt_table is not None:
+            self.prompts.release(request.prompt_table)
+        request.table = request.prompt_table = None
+        request.blocks = 0
+
+    def tokens_to_move(self, request: Request) -> int:
+        """Return the number of prompt tokens of a running request that the decode lane lacked when it entered."""
+        assert request.table is not None
+        return request.input_length - request.table.found * self.block_size
+
+    def forget_prompt(self, request: Request) -> None:
+        """Release a request's prompt in the lane that has encoded it: the decode lane now has all of it."""
+        if request.table is not None:
+            self.decodes.name(request.table, request.chain, request.encoded // self.block_size)
+        if request.prompt_table is not None:
+            self.prompts.release(request.prompt_table)
+            request.prompt_table = None
+
+    def name_prompt(self, request: Request) -> None:
+        """Let later requests find the computed blocks of a prompt."""
+        if not request.chain:
+            return
+        count = request.encoded // self.block_size
+        if request.prompt_table is not None:
+            self.prompts.name(request.prompt_table, request.chain, count)
+        elif request.table is not None:
+            self.decodes.name(request.table, request.chain, count)
+
+    def name_output(self, request: Request, output: Chain) -> None:
+        """Let later requests find the blocks of a request that has ended, as far as their K/V has been computed."""
+        if request.prompt_table is None and request.table is not None:  # else its prompt is not decoded yet
+            count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
+            self.decodes.name(request.table, request.chain + output, count)
+
+    def forget_blocks(self, request: Request) -> None:
+        """Let no request find a block of this prompt, in either lane, including blocks that it found itself."""
+        self.decodes.forget(request.chain)
+        if self.prompts is not self.decodes:
+            self.prompts.forget(request.chain)
+
+    def _blocks_to_enter(self, request: Request) -> int:
+        if self.kv == "quantile":
+            return self.blocks_for(self.num_cached(request))
+        # Another plan's promise to a request does not count here: a batch that holds requests is never preempted.
+        return self.blocks_for(request.longest if self.is_whole else request.promised)
+
+    def _find(self, blocks: Blocks, request: Request) -> Found:
+        """Return the cached blocks of a waiting request's beginning; its last token is always computed."""
+        if not request.chain:
+            return NOTHING
+        return blocks.find(request.chain, (request.context - 1) // self.block_size)
