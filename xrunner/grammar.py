@@ -68,18 +68,50 @@ def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:
     return "\n".join(rules)
 
 
-def tagged_grammar(trigger: str | int, called: str) -> str:
+def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) -> str:
     """Return the grammar of text in which what follows each trigger keeps to a rule.
 
     Args:
         trigger: text, or the id of a special token.
         called: rules; that of what follows is `called`.
+        free: tokens that are no text, and may stand anywhere in it.
     """
     if isinstance(trigger, int):
         tag = f"tag: TEXT <[{trigger}]> called"
     else:
         tag = f"tag: trigger called\ntrigger[lazy]: TEXT {json.dumps(trigger)}"
-    return f"%llguidance {{}}\nstart: tag* text\n{tag}\ntext: TEXT\nTEXT: /(.|\\n)*/\n{called}\n"
+    return f"{_free_text(free)}{tag}\n{called}\n"
+
+
+def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collection[int] = ()) -> str:
+    """Return the grammar of text in which a value of its JSON schema, and `end`, follow each of several openings.
+
+    Args:
+        opened: schemas by openings; all other text is free.
+        free: tokens that are no text, and may stand anywhere in it.
+    """
+    rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]
+    for number, (opening, schema) in enumerate(opened.items()):
+        rules.append(f"tag_{number}: trigger_{number} {json_rule(schema)} {json.dumps(end)}")
+        rules.append(f"trigger_{number}[lazy]: TEXT {json.dumps(opening)}")
+    return _free_text(free) + "\n".join(rules) + "\n"
+
+
+def _free_text(free: Collection[int]) -> str:
+    """Return the rules of text with tags in it, the rule `tag` left out."""
+    start = f"start: (tag | other)* text\nother: TEXT <[{_ranges(free)}]>\n" if free else "start: tag* text\n"
+    return f"%llguidance {{}}\n{start}text: TEXT\nTEXT: /(.|\\n)*/\n"
+
+
+def _ranges(tokens: Collection[int]) -> str:
+    """Return token ids as llguidance writes sets of them: 1-3,7."""
+    ranges: list[tuple[int, int]] = []
+    for token in sorted(set(tokens)):
+        if ranges and ranges[-1][1] == token - 1:
+            ranges[-1] = (ranges[-1][0], token)
+        else:
+            ranges.append((token, token))
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
 class Grammars:

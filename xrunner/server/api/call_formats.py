@@ -13,11 +13,11 @@ import secrets
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from xrunner.grammar import json_rule, tagged_grammar
+from xrunner.grammar import json_rule, opened_grammar, tagged_grammar
 
 Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of functions' arguments, by the functions' names."""
@@ -39,6 +39,7 @@ class CallFormat(ABC):
         trigger: text with which calls begin; one or several calls follow.
         marks: texts for which a tokenizer may have special tokens.
         special: the special tokens that it has for them, with their ids.
+        free: ids of the tokenizer's tokens that are no text; a model may write each of them anywhere.
         arguments: the key of the arguments in a call's object.
     """
 
@@ -46,19 +47,30 @@ class CallFormat(ABC):
     marks: tuple[str, ...] = ()
     arguments: str = "arguments"
     special: Mapping[str, int] = field(default_factory=dict)
+    free: frozenset[int] = frozenset()
 
-    def written_with(self, special: Mapping[str, int]) -> CallFormat:
-        """Return the format for a tokenizer with these special tokens."""
-        return replace(self, special={mark: special[mark] for mark in self.marks if mark in special})
+    def written_with(self, special: Mapping[str, int], free: Collection[int] = ()) -> CallFormat:
+        """Return the format for a tokenizer with these special tokens, and these tokens that are no text."""
+        found = {mark: special[mark] for mark in self.marks if mark in special}
+        return replace(self, special=found, free=frozenset(free))
+
+    def within(self, vocab_size: int) -> CallFormat:
+        """Return the format for a model that has no logits of tokens beyond these."""
+        return replace(self, free=frozenset(token for token in self.free if token < vocab_size))
 
     def grammar(self, schemas: Schemas) -> str:
         """Return the grammar of text that may contain calls."""
         trigger = self.special.get(self.trigger, self.trigger)
-        return tagged_grammar(trigger, self.rules(schemas))
+        return tagged_grammar(trigger, self.rules(schemas), self.free - {trigger})
 
-    @abstractmethod
     def rules(self, schemas: Schemas) -> str:
         """Return the rule `called`, which follows the trigger, and the rules that it needs."""
+        raise NotImplementedError
+
+    @property
+    def streams(self) -> bool:
+        """Whether a call is read while it is written: its object comes with the name first (`opening_of`)."""
+        return False
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
@@ -76,7 +88,8 @@ class CallFormat(ABC):
         match found:
             case {"name": str(name), **rest} if self.arguments in rest:
                 id_ = rest.get("id")
-                return Call(name, json.dumps(rest[self.arguments]), id_ if isinstance(id_, str) else self.new_id())
+                arguments = json.dumps(rest[self.arguments], ensure_ascii=False)
+                return Call(name, arguments, id_ if isinstance(id_, str) else self.new_id())
         return None
 
     def call_in(self, text: str) -> Call | None:
@@ -99,20 +112,26 @@ class CallFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ObjectCalls(CallFormat):
-    """`opening`, an object with the name and the arguments, `closing`. The trigger is how that begins."""
+    """`mark`, an object with the name and the arguments, `closing`. The trigger is the mark, or how
+    the object begins.
+    """
 
-    opening: str = ""
+    mark: str = ""
     closing: str = ""
 
-    def rules(self, schemas: Schemas) -> str:
-        calls = []
-        for name, schema in schemas.items():
-            opening = (self.opening + self.begin(name)).removeprefix(self.trigger)
-            calls.append(f"{self.terms(opening)} {json_rule(schema)} {self.terms(f'}}{self.closing}')}")
-        return f"called: {' | '.join(calls)}"
+    def grammar(self, schemas: Schemas) -> str:
+        """Return the grammar of text in which arguments keep to their schema, once a function's call has begun.
+
+        A mark by itself binds to nothing: a text may speak of it, and models write other things after it, too.
+        """
+        return opened_grammar({self.begin(name): schema for name, schema in schemas.items()}, "}", self.free)
+
+    @property
+    def streams(self) -> bool:
+        return True
 
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        closing = self.closing.strip()
+        closing = self.closing
         if closing:
             end = text.find(closing)
             call = self.call_in(text[len(self.trigger) : end]) if end > 0 else None
@@ -178,12 +197,12 @@ class HeadedCalls(_MistralIds):
         arguments, end = _json_at(text, head.end())
         if not isinstance(arguments, dict):
             return None
-        return [Call(head[1], json.dumps(arguments), head[2] or self.new_id())], end
+        return [Call(head[1], json.dumps(arguments, ensure_ascii=False), head[2] or self.new_id())], end
 
 
 _HEAD = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,64}})(?:\[CALL_ID\]({ID}))?\[ARGS\]")
 
-HERMES = ObjectCalls("<tool_call>", opening="<tool_call>\n", closing="\n</tool_call>")
+HERMES = ObjectCalls("<tool_call>", ("<tool_call>", "</tool_call>"), mark="<tool_call>", closing="</tool_call>")
 """Hermes and Qwen."""
 LLAMA = ObjectCalls('{"name": ', arguments="parameters")
 """Llama 3.1 and later; behind <|python_tag|> or not, which has no text."""

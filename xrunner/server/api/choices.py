@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from xrunner.generation import Logprobs, Token
+from xrunner.server.api.call_reader import CallPiece, Calls
 from xrunner.server.api.protocol import ChatRequest, GenerationRequest
-from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_text
-from xrunner.server.api.tools import Calls, ToolCall
+from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_bytes, token_text
+from xrunner.server.api.tools import NamedTool, ToolCall
 from xrunner.server.api.writers import Delta, LogprobsJson, TokenReport, Writer
 
 
@@ -37,11 +38,15 @@ class Choice:
         self._codec = codec
         self._stop_token_ids = stop_token_ids
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
-        self._calls = None
+        self._calls: Calls | None = None
+        self._most_calls: int | None = None
+        self._is_named = False
         shown: Collection[int] = ()
         if isinstance(request, ChatRequest) and request.chosen_tools != "none":
             most = 1 if request.parallel_tool_calls is False else None
             self._calls = Calls(request.chosen_tools, most, request.call_format)
+            self._most_calls = most
+            self._is_named = isinstance(request.chosen_tools, NamedTool)
             shown = frozenset(request.call_format.special.values())
         self._detokenizer = Detokenizer(codec, shown)
         self._prefix = prefix
@@ -87,13 +92,16 @@ class Choice:
         self.finish = "stop" if is_stopped else token.finish
         if self.finish is not None and not is_stopped:
             text += self._stops.flush()
+        pieces: list[CallPiece] = []
         if self._calls is not None:
             text = self._calls.push(text)
             if self.finish is not None:
-                rest, self.calls = self._calls.end()
-                text += rest
-            if self.calls and self.finish == "stop":
+                rest, calls = self._calls.end()
+                text, self.calls = text + rest, calls[: self._most_calls]
+            # A function that the client has named is no choice of the model's: it ends with "stop", as OpenAI's do.
+            if self.calls and self.finish == "stop" and not self._is_named:
                 self.finish = "tool_calls"
+            pieces = self._calls.pieces()
         self._num_chars += len(text)
         if self.num_tokens == 1:
             text = self._prefix + text
@@ -103,10 +111,12 @@ class Choice:
         is_first = self.num_tokens == 1
         if told is not None and not self._is_kept:
             self.logprobs = LogprobsJson(self._writer)
-        return Delta(self._index, text, token.token, self.finish, told, is_first, self.calls)
+        return Delta(self._index, text, token.token, self.finish, told, is_first, pieces, self._calls is not None)
 
     def _report(self, token: int, score: Logprobs | None) -> TokenReport:
+        codec = self._codec
+        text, raw = token_text(codec, token), token_bytes(codec, token)
         if score is None:
-            return TokenReport(token_text(self._codec, token), None, self._num_chars, [])
-        top = [(token_text(self._codec, id_), value) for id_, value in score.top]
-        return TokenReport(token_text(self._codec, token), score.chosen, self._num_chars, top)
+            return TokenReport(text, None, self._num_chars, [], raw)
+        top = [(token_text(codec, id_), value, token_bytes(codec, id_)) for id_, value in score.top]
+        return TokenReport(text, score.chosen, self._num_chars, top, raw)

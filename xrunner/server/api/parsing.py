@@ -102,7 +102,12 @@ def _parse(body: bytes | bytearray, decode: Any) -> Any:
     try:
         if len(body) > LOOK_BYTES:
             _check_sizes(_decode_free(body))
-        request = decode(body)
+        try:
+            request = decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            request = _with_whole_numbers(body, decode.__self__.type)
     except msgspec.ValidationError as error:
         found = (pattern.search(str(error)) for pattern in _FIELDS)
         param = next((match[1] for match in found if match), None)
@@ -111,6 +116,14 @@ def _parse(body: bytes | bytearray, decode: Any) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     request.check()
     return request
+
+
+def _with_whole_numbers(body: bytes | bytearray, kind: Any) -> Any:
+    """Return the request in a body that writes counts with a point (4.0), as some clients do."""
+    found = msgspec.json.decode(body)
+    if isinstance(found, dict):
+        found |= {name: int(value) for name, value in found.items() if type(value) is float and value.is_integer()}
+    return msgspec.convert(found, kind)
 
 
 def _check_sizes(free: _Free) -> None:

@@ -33,7 +33,7 @@ from xrunner.generation import SamplingParams
 from xrunner.grammar import json_grammar
 from xrunner.server.api.call_formats import HERMES, CallFormat
 from xrunner.server.api.errors import quoted, refuse
-from xrunner.server.api.tools import NamedTool, Tool, ToolCall, ToolChoice, grammar_of
+from xrunner.server.api.tools import AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, grammar_of
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -411,6 +411,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         _check_parts(self.messages)
         if any(message.content is None and message.role != "assistant" for message in self.messages):
             refuse("messages", "a message has no content; only an assistant's may have none")
+        self._allow_tools()
         self._check_tools()
         if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != "assistant"):
             reason = "the last message must be the assistant's, and add_generation_prompt false"
@@ -456,7 +457,23 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
                 return json_grammar({"type": "object"})
             case JsonSchemaFormat(json_schema):
                 return json_grammar(json_schema.schema)
-        return grammar_of(self.tools or (), self.chosen_tools, self.call_format)
+        free: set[str] | None = self.__dict__.get("free", set())
+        if free is None:
+            return None
+        return grammar_of(self.tools or (), self.chosen_tools, self.call_format, free)
+
+    @property
+    def is_free_to_call(self) -> bool:
+        """Whether the model may call functions, and need not."""
+        is_formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
+        return self.chosen_tools == "auto" and not is_formatted
+
+    def leave_free(self, name: str | None) -> None:
+        """Hold the arguments of a function to no schema; None: hold the output to nothing."""
+        if name is None:
+            self.__dict__["free"] = None
+        else:
+            self.__dict__.setdefault("free", set()).add(name)
 
     @property
     def call_format(self) -> CallFormat:
@@ -466,6 +483,17 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     def write_calls_as(self, format_: CallFormat) -> None:
         """Take the model's own format."""
         self.__dict__["call_format_of_template"] = format_
+
+    def _allow_tools(self) -> None:
+        """Keep the functions that `tool_choice` allows. Raises ApiError (400)."""
+        choice = self.tool_choice
+        if not isinstance(choice, AllowedTools):
+            return
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        if missing := allowed - {tool.function.name for tool in self.tools or ()}:
+            refuse("tool_choice", f"there is no function {quoted(min(missing))} among tools")
+        self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
+        self.tool_choice = choice.allowed_tools.mode
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools or ()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +40,8 @@ class TextCodec:
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
         format_ = HERMES if chat_template is None else chat_template.call_format
-        self.call_format = format_.written_with({token.content: id_ for id_, token in added.items() if token.special})
+        special = {token.content: id_ for id_, token in added.items() if token.special}
+        self.call_format = format_.written_with(special, added)
         self.eos_token_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
         self.added = frozenset(added)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
@@ -73,6 +75,35 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
 def token_text(codec: TextCodec | None, token: int) -> str:
     """Return how a single token is shown next to its log probability."""
     return f"token_id:{token}" if codec is None else codec.tokenizer.decode([token], skip_special_tokens=False)
+
+
+@lru_cache(maxsize=1 << 16)
+def token_bytes(codec: TextCodec | None, token: int) -> bytes:
+    """Return the bytes that a single token stands for, those of a piece of a character, too."""
+    text = token_text(codec, token)
+    if codec is None or REPLACEMENT not in text:
+        return text.encode()
+    written = codec.tokenizer.id_to_token(token) or text
+    if (found := _BYTE.fullmatch(written)) is not None:
+        return bytes([int(found[1], 16)])
+    if all(character in _BYTES for character in written):
+        return bytes(_BYTES[character] for character in written)
+    return text.encode()
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""A byte, as vocabularies with a fallback to bytes write it."""
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Return the byte that each character stands for in a byte-level vocabulary (GPT-2's)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shown = {chr(byte): byte for byte in printable}
+    return shown | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
 
 
 class Detokenizer:

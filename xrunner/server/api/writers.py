@@ -12,14 +12,13 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from xrunner.server.api.text import REPLACEMENT
-
 if TYPE_CHECKING:
+    from xrunner.server.api.call_reader import CallPiece
     from xrunner.server.api.choices import Choice
     from xrunner.server.api.tools import ToolCall
 
@@ -31,13 +30,15 @@ class TokenReport:
     Attributes:
         logprob: None: the first of a prompt has none.
         offset: where the choice's text stood when it came.
-        top: the most probable tokens.
+        top: the most probable tokens: text, log probability, bytes.
+        raw: the token's bytes; a piece of a character has no text of its own.
     """
 
     text: str
     logprob: float | None
     offset: int
-    top: list[tuple[str, float]]
+    top: list[tuple[str, float, bytes]]
+    raw: bytes
 
 
 @dataclass(slots=True)
@@ -50,8 +51,10 @@ class Delta:
     finish: str | None
     logprobs: LogprobsJson | None
     is_first: bool
-    calls: Sequence[ToolCall] = ()
-    """Functions that the choice calls, with its last token."""
+    calls: Sequence[CallPiece] = ()
+    """What it adds to calls of functions."""
+    may_wait: bool = False
+    """Whether its token may come with the next chunk, if nothing else is to be said: a call may begin here."""
 
 
 class PromptTokens(NamedTuple):
@@ -79,6 +82,8 @@ class Writer(ABC):
         self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": "", "created": created, "model": model}
         self._include_usage = include_usage
         self._continuous = continuous
+        self._silent: dict[int, list[int]] = {}
+        """Tokens of choices that came without anything to say, and go out with the next one."""
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
         self._head = f'data: {head},"choices":[{{"index":'
         self._tail = ',"usage":null' if include_usage else ""
@@ -97,6 +102,27 @@ class Writer(ABC):
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
+        if delta.may_wait and not (delta.text or delta.calls or delta.finish or delta.logprobs or delta.is_first):
+            self._silent.setdefault(delta.index, []).append(delta.token)
+            return b""
+        if delta.calls and delta.finish:
+            # Clients take a call for complete when the finish comes, and look no further into that chunk.
+            last = replace(delta, text="", calls=(), logprobs=None, is_first=False)
+            before = self._chunk(replace(delta, finish=None), None, prompt, num_tokens)
+            return before + self._chunk(last, timings, prompt, num_tokens, tokens=())
+        return self._chunk(delta, timings, prompt, num_tokens)
+
+    def _chunk(
+        self,
+        delta: Delta,
+        timings: dict[str, float] | None,
+        prompt: PromptTokens,
+        num_tokens: int,
+        tokens: Sequence[int] | None = None,
+    ) -> bytes:
+        """Return a chunk; `tokens`: None: that of the delta, after those of deltas that had nothing to say."""
+        if tokens is None:
+            tokens = [*self._silent.pop(delta.index, ()), delta.token]
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
         logprobs = "null"
         if delta.logprobs is not None:
@@ -107,7 +133,7 @@ class Writer(ABC):
             tail = f',"usage":{msgspec.json.encode(_usage(prompt, num_tokens)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
         return _event(
-            f'{self._head}{delta.index},{self.piece(quoted, delta)},"token_ids":[{delta.token}],'
+            f'{self._head}{delta.index},{self.piece(quoted, delta)},"token_ids":[{",".join(map(str, tokens))}],'
             f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}\n\n'
         )
 
@@ -170,7 +196,7 @@ class CompletionWriter(Writer):
             "tokens": report.text,
             "token_logprobs": report.logprob,
             # Tokens that read the same (pieces of characters) share an entry: the most probable one's.
-            "top_logprobs": dict(reversed(report.top)) if report.top else None,
+            "top_logprobs": _with_chosen(report) if report.top else None,
             "text_offset": report.offset,
         }
 
@@ -182,12 +208,12 @@ class ChatWriter(Writer):
     logprobs_rest: ClassVar[dict[str, Any]] = {"refusal": None}
 
     def piece(self, quoted: str, delta: Delta) -> str:
-        role = '"role":"assistant",' if delta.is_first else ""
-        calls = ""
+        members = ['"role":"assistant"'] if delta.is_first else []
+        if delta.text or not (delta.calls or delta.may_wait) or (delta.is_first and not delta.calls):
+            members.append(f'"content":{quoted}')
         if delta.calls:
-            numbered = [msgspec.structs.replace(call, index=index) for index, call in enumerate(delta.calls)]
-            calls = f',"tool_calls":{msgspec.json.encode(numbered).decode()}'
-        return f'"delta":{{{role}"content":{quoted}{calls}}}'
+            members.append(f'"tool_calls":{msgspec.json.encode([*map(_call, delta.calls)]).decode()}')
+        return f'"delta":{{{",".join(members)}}}'
 
     def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -198,7 +224,23 @@ class ChatWriter(Writer):
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         top = [_entry(*pair) for pair in report.top]
         assert report.logprob is not None, "of a chat's prompt nothing is reported"
-        return {"content": _entry(report.text, report.logprob) | {"top_logprobs": top}}
+        return {"content": _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}}
+
+
+def _with_chosen(report: TokenReport) -> dict[str, float]:
+    """Return the most probable tokens, and the chosen one if it is not among them, as OpenAI's API does."""
+    top = {text: logprob for text, logprob, _ in reversed(report.top)}
+    if report.logprob is not None:
+        top.setdefault(report.text, report.logprob)
+    return top
+
+
+def _call(piece: CallPiece) -> dict[str, Any]:
+    """Return what a chunk says of a call: with its first piece who is called, then arguments only."""
+    function = {"arguments": piece.arguments}
+    if piece.name is None:
+        return {"index": piece.number, "function": function}
+    return {"index": piece.number, "id": piece.id, "type": "function", "function": {"name": piece.name} | function}
 
 
 _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
@@ -212,9 +254,8 @@ def _event(event: str) -> bytes:
     return (event if event.isascii() else event.translate(_LINE_ENDS)).encode()
 
 
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    """A piece of a character has no text of its own, and what bytes it stands for is not told."""
-    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+def _entry(text: str, logprob: float, raw: bytes) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
 def _usage(prompt: PromptTokens, completion_tokens: int) -> dict[str, Any]:

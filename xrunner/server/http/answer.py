@@ -14,7 +14,7 @@ from http import HTTPStatus
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from xrunner.generation import Logprobs, of_choices
+from xrunner.generation import Logprobs, Token, of_choices
 from xrunner.server.access.quota import Quota
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.choices import Choice
@@ -34,6 +34,8 @@ LAST_WORDS_S = 1.0
 TOKENS_AT_ONCE = 64
 """Tokens that are turned into text (and BYTES_AT_ONCE: bytes that are written) before other requests get a turn."""
 BYTES_AT_ONCE = 64 << 10
+HEAD_S, COMMENT_S = 1.0, 15.0
+"""Time after which a stream's head goes out without a token, and between two comments after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Answer(Response):
         self._streams: dict[int, Stream] = {}
         self._choices: dict[int, Choice] = {}
         self._num_running = 0
+        self._has_head = False
+        """Whether the head of a stream went out before its first token."""
         self._inbox: Inbox = asyncio.Queue()
         ends = frozenset(request.stop_token_ids or ())
         runs_on = request.ignore_eos or request.output_length is not None
@@ -241,7 +245,10 @@ class Answer(Response):
         Raises:
             ApiError: no more tokens will come.
         """
-        tokens = await self._inbox.get()
+        return await self._deltas(await self._inbox.get())
+
+    async def _deltas(self, tokens: Sequence[Token] | ApiError) -> list[Delta]:
+        """Return what tokens add to their choice. Raises ApiError."""
         if isinstance(tokens, ApiError):
             raise tokens
         id_ = tokens[0].id
@@ -298,8 +305,12 @@ class Answer(Response):
         self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events; the head goes out with the first token, so that an earlier failure of the engine gives a 500."""
-        has_begun = False
+        """Send events. The head goes out with the first token, so that an earlier failure gives an error's status.
+
+        If that takes longer than `HEAD_S`, it goes out before: proxies and clients give a silent connection up.
+        """
+        first: Sequence[Token] | ApiError | None = await self._first(send)
+        has_begun = self._has_head
         num_tokens = 0
         failure: ApiError | None = None
         while self._num_running and failure is None:
@@ -307,10 +318,11 @@ class Answer(Response):
             chunks: list[bytes] = []
             while not chunks or (self._num_running and not self._inbox.empty() and len(chunks) < TOKENS_AT_ONCE):
                 try:
-                    deltas = await self._next()
+                    deltas = await self._next() if first is None else await self._deltas(first)
                 except ApiError as error:
                     failure = error
                     break
+                first = None
                 prompt = self._prompt_tokens()
                 for delta in deltas:
                     timings = None if self._num_running else self._timings()
@@ -324,7 +336,8 @@ class Answer(Response):
             if not has_begun:
                 has_begun = True
                 await send(_EVENT_STREAM_HEAD)
-            await _send_body(send, b"".join(chunks), more=bool(self._num_running))
+            if (body := b"".join(chunks)) or not self._num_running:
+                await _send_body(send, body, more=bool(self._num_running))
             if not self._inbox.empty():
                 await asyncio.sleep(0)
             self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
@@ -333,6 +346,23 @@ class Answer(Response):
                 await _send_body(send, b"data: " + failure.body() + b"\n\n", more=False)
             else:
                 await error_response(failure)(scope, receive, send)
+
+    async def _first(self, send: Send) -> Sequence[Token] | ApiError:
+        """Return the first tokens, or why there are none; if they take long, send the head, and then comments."""
+        getting = asyncio.ensure_future(self._inbox.get())
+        try:
+            while not getting.done():
+                await asyncio.wait((getting,), timeout=COMMENT_S if self._has_head else HEAD_S)
+                if getting.done():
+                    break
+                if self._has_head:
+                    await _send_body(send, b": waiting\n\n", more=True)
+                else:
+                    self._has_head = True
+                    await send(_EVENT_STREAM_HEAD)
+            return getting.result()
+        finally:
+            getting.cancel()
 
     def _take_unwritten(self) -> float:
         """Return and reset the end of the step that sampled the oldest token about to be written."""

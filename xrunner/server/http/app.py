@@ -150,7 +150,14 @@ def _state_routes(engine_thread: EngineThread, model: ServedModel, *, has_keys: 
         return health(http)
 
     yield _route("/openapi.json", lambda _: description)
+
+    def retrieve(http: Request) -> dict[str, Any]:
+        if http.path_params["name"] != model.name:
+            raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
+        return card
+
     yield _route("/v1/models", lambda _: {"object": "list", "data": [card]})
+    yield _route("/v1/models/{name:path}", retrieve)
     yield _route("/health", health)
     yield _route("/ready", ready)
     yield _route("/metrics", lambda _: engine_thread.metrics.render(), "text/plain; version=0.0.4")

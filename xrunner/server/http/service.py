@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from xgpt.core.errors import MachineError, cut
+from xrunner.grammar import json_grammar
 from xrunner.server.access.quota import Quotas
 from xrunner.server.api.allowance import check_tokens
 from xrunner.server.api.errors import ApiError, quoted, refuse
@@ -44,7 +45,7 @@ MAX_VALUES = 1 << 20
 """Largest number of tokens and log probabilities of one answer: about 60 MB of JSON."""
 CHARACTERS_A_TOKEN = 4
 """Characters of an echoed prompt that count as much as a token."""
-MAX_VARIABLES_BYTES = 64 << 10
+MAX_VARIABLES_BYTES = 256 << 10
 """Largest size of chat_template_kwargs, as JSON."""
 
 
@@ -128,7 +129,7 @@ class Service:
 
     async def _chat(self, http: Request, request: ChatRequest, memory: Memory) -> Answer:
         if self._codec is not None:
-            request.write_calls_as(self._codec.call_format)
+            request.write_calls_as(self._codec.call_format.within(self._spec.vocab_size))
         await self._check(http, request)
         tools = request.tools if request.chosen_tools != "none" else None
         tokens = await self._render(
@@ -247,19 +248,38 @@ class Service:
             refuse(field, "it nests too deeply")
         if grammar is None:
             return
+        if isinstance(request, ChatRequest) and request.is_free_to_call:
+            await self._free_what_cannot_be_held(http, request)
+            return
         if self._model.grammars is None or self._tokenising is None:
             refuse(
                 field, "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
             )
-        account = http.scope["xgpt"].key.name
-        try:
-            reason = await self._tokenising.by_turns(
-                account, len(grammar), partial(self._model.grammars.why_not, grammar)
-            )
-        except MachineError as error:
-            reason = str(error)
-        if reason is not None:
+        if (reason := await self._why_not(http, grammar)) is not None:
             refuse(field, f"it is not accepted: {cut(reason)}")
+
+    async def _why_not(self, http: Request, grammar: str) -> str | None:
+        """Return why outputs cannot be held to a grammar; None: they can."""
+        if self._model.grammars is None or self._tokenising is None:
+            return "no output keeps to a grammar here"
+        account = http.scope["xgpt"].key.name
+        why_not = partial(self._model.grammars.why_not, grammar)
+        try:
+            return await self._tokenising.by_turns(account, len(grammar), why_not)
+        except MachineError as error:
+            return str(error)
+
+    async def _free_what_cannot_be_held(self, http: Request, request: ChatRequest) -> None:
+        """Leave arguments free whose schema cannot be enforced: the model may call, and need not."""
+        if request.grammar is None or await self._why_not(http, request.grammar) is None:
+            return
+        if self._model.grammars is not None:
+            for tool in request.tools or ():
+                if await self._why_not(http, json_grammar(tool.function.parameters or {})) is not None:
+                    request.leave_free(tool.function.name)
+            if request.grammar is not None and await self._why_not(http, request.grammar) is None:
+                return
+        request.leave_free(None)
 
     def _check_length(self, characters: int, field: str) -> None:
         """Refuse a text that is too long to be tokenised."""
@@ -267,7 +287,7 @@ class Service:
             refuse(field, "this model has no tokenizer; send token ids")
         context = self._spec.max_context
         if characters > context * self._codec.longest_token:
-            reason = f"{characters} characters are more than any {context} tokens, the model's context, hold"
+            reason = f"{characters} characters are more than this model's maximum context length of {context} holds"
             refuse(field, reason, "context_length_exceeded")
 
     async def _encode(self, http: Request, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -279,7 +299,8 @@ class Service:
         except TooLong as error:
             if info.quota is not None:
                 info.quota.settle(error.at_least)
-            reason = f"{error.at_least} or more tokens are more than the model's context of {self._spec.max_context}"
+            most = f"this model's maximum context length of {self._spec.max_context}"
+            reason = f"{error.at_least} or more tokens are more than {most}"
             refuse(field, reason, "context_length_exceeded")
         return tokens or refuse(field, "it has no tokens")
 

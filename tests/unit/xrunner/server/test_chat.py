@@ -23,6 +23,7 @@ from tests.fakes import (
     running,
 )
 from xgpt.core.errors import InputError
+from xrunner.grammar import Grammars
 from xrunner.server import ChatTemplate, load_tokenizer
 from xrunner.server.api.chat import load_chat_template
 
@@ -188,6 +189,64 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(model="fake", messages=history, max_tokens=2).choices
 
 
+ODD_SCHEMAS = {
+    "not": {"type": "object", "properties": {"a": {"not": {"type": "string"}}}},
+    "if": {"type": "object", "allOf": [{"if": {"required": ["a"]}, "then": {"required": ["b"]}}]},
+    "oneOf": {"oneOf": [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]},
+    "lookahead": {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!-)[a-z]+$"}}},
+    "uniqueItems": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+    "long": {"type": "object", "properties": {f"p{number}": {"description": "x" * 1000} for number in range(100)}},
+}
+
+
+@pytest.mark.parametrize("kind", ODD_SCHEMAS)
+def test_a_schema_that_cannot_be_enforced_refuses_no_free_chat(kind: str, tmp_path: Path) -> None:
+    """Its function may still be called; arguments of the others keep to their schemas."""
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer().save(str(path))
+    plain = {"type": "object", "properties": {"place": {"type": "string"}}}
+    schemas = {"odd": ODD_SCHEMAS[kind], "plain": plain}
+    tools = [{"type": "function", "function": {"name": name, "parameters": p}} for name, p in schemas.items()]
+    grammars = Grammars(path, 1000, {2})
+    with running(fake_app(fake_engine(FakeExecutor()), codec=byte_codec(), grammars=grammars)) as url:
+        body = {"model": "fake", "messages": MESSAGES, "max_tokens": 2, "tools": tools}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {"tool_choice": "required"})
+        assert answer.status_code == 400 and "tools" in answer.json()["error"]["message"]
+
+
+def test_a_streams_head_does_not_wait_for_its_first_token() -> None:
+    """Proxies, and Node's fetch, give up on a connection that stays silent."""
+    with running(fake_app(fake_engine(FakeExecutor(step_s=4.0)), codec=byte_codec())) as url:
+        body = {"model": "fake", "messages": MESSAGES, "max_tokens": 1, "stream": True}
+        begin_s = time.monotonic()
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=30) as answer:
+            assert answer.status_code == 200
+            assert time.monotonic() - begin_s < 3
+            assert "[DONE]" in answer.read().decode()
+
+
+def test_a_model_is_retrieved(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_the_chosen_token_is_among_the_most_probable(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt=[5, 6], max_tokens=3, logprobs=2)
+    scores = answer.choices[0].logprobs
+    assert all(token in top for token, top in zip(scores.tokens, scores.top_logprobs, strict=True))
+
+
+def test_pieces_of_a_character_tell_their_bytes(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, logprobs=True)
+    alphabet = {id_: text for text, id_ in TOKENIZER.get_vocab().items()}
+    for token, entry in zip(answer.choices[0].token_ids, answer.choices[0].logprobs.content, strict=True):
+        assert entry.bytes is not None
+        if token in alphabet and "\ufffd" in entry.token:
+            assert bytes(entry.bytes).decode(errors="replace") == entry.token and len(entry.bytes) == 1
+
+
 def test_a_message_is_continued(client: openai.OpenAI) -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": "The answer is "}]
     body = {"add_generation_prompt": False, "continue_final_message": True}
@@ -208,7 +267,7 @@ def test_no_template_no_chat(tokenizer) -> None:
 
 
 def test_a_text_that_no_context_holds_is_not_even_tokenised(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="9000000 characters are more than any 512 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match="9000000 characters are more than this model") as caught:
         client.completions.create(model="fake", prompt="x" * 9_000_000)
     assert caught.value.code == "context_length_exceeded"
 

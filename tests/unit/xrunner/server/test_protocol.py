@@ -69,7 +69,7 @@ def error_of(**fields: object) -> ApiError:
         ({"max_tokens": -3}, "max_tokens", ">= 1"),
         ({"max_tokens": "4"}, "max_tokens", "Expected `int"),
         ({"max_tokens": True}, "max_tokens", "Expected `int"),
-        ({"max_tokens": 510}, "max_tokens", "context of 512"),
+        ({"max_tokens": 510}, "max_tokens", "context length of 512"),
         ({"max_tokens": 398}, "max_tokens", "K/V memory"),
         ({"output_length": 4, "stop": "x"}, "output_length", "cannot stop earlier"),
         ({"output_length": 0}, "output_length", ">= 1"),
@@ -82,7 +82,7 @@ def error_of(**fields: object) -> ApiError:
         ({"prompt": [1, 1000]}, "prompt", "token id 1000 is outside the vocabulary of 1000"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
         ({"prompt": [10**40]}, "prompt", "outside the vocabulary"),
-        ({"prompt": [1] * 512}, "prompt", "context of 512"),
+        ({"prompt": [1] * 512}, "prompt", "context length of 512"),
         ({"prompt": [1] * 1001}, "prompt", "at most 1000"),
         ({"prompt": None}, "prompt", "Expected"),
         ({"frobnicate": 1}, "frobnicate", "unknown field"),
@@ -166,6 +166,24 @@ def test_an_assistants_message_is_taken_as_clients_keep_it(message: dict[str, ob
     assert shown["content"] is not None
 
 
+def test_counts_may_be_written_with_a_point() -> None:
+    request = parse(max_tokens=4.0, n=2.0, prompt="4.0, 5.0")
+    assert (request.max_tokens, request.n, request.prompt) == (4, 2, "4.0, 5.0")
+    assert "got `float`" in str(error_of(max_tokens=4.5))
+
+
+def test_only_allowed_functions_are_called() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("a", "b")]
+    named = {"type": "function", "function": {"name": "a"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    request = parse_chat_with(tools=tools, tool_choice=choice)
+    assert request.chosen_tools == "required"
+    assert [tool.function.name for tool in request.tools] == ["a"]
+    with pytest.raises(ApiError, match="no function 'c'"):
+        named = named | {"function": {"name": "c"}}
+        parse_chat_with(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": {"tools": [named]}})
+
+
 def test_top_p_of_zero_leaves_the_most_probable_token() -> None:
     assert 0 < parse(top_p=0).sampling(0).top_p < 1e-6
 
@@ -213,7 +231,7 @@ def test_a_chat_fills_what_there_is_unless_told() -> None:
     assert check_tokens([1] * 12, parse_chat_with(), SPEC, 10_000, OutputRule()).max_output == 500
     assert check_tokens([1] * 12, parse_chat_with(), SPEC, 100, OutputRule()).max_output == 88
     assert check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, 100, OutputRule()).max_output == 7
-    with pytest.raises(ApiError, match="context of 512") as caught:
+    with pytest.raises(ApiError, match="context length of 512") as caught:
         check_tokens([1] * 512, parse_chat_with(), SPEC, 10_000, OutputRule())
     assert caught.value.param == "messages"
 

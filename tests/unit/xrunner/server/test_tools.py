@@ -28,11 +28,12 @@ from xrunner.server.api.call_formats import (
     CallFormat,
     call_format,
 )
+from xrunner.server.api.call_reader import Calls
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.choices import Choice
 from xrunner.server.api.parsing import parse_chat
 from xrunner.server.api.text import Detokenizer, TextCodec
-from xrunner.server.api.tools import Calls, NamedFunction, NamedTool, Tool, ToolCall, grammar_of
+from xrunner.server.api.tools import NamedFunction, NamedTool, Tool, ToolCall, grammar_of
 from xrunner.server.api.writers import ChatWriter
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
@@ -210,7 +211,79 @@ def test_calls_come_alone_where_they_may_not_be_parallel(parallel: bool | None, 
     choice = Choice(0, parse_chat(json.dumps(body).encode()), None, frozenset(), writer)
     assert choice._calls is not None
     choice._calls.push(f"{CALL}\n{CALL}")
-    assert len(choice.push(Token(0, 2, "stop")).calls) == num
+    pieces = choice.push(Token(0, 2, "stop")).calls
+    assert (
+        [piece.name for piece in pieces if piece.name] == ["weather"] * num == [c.function.name for c in choice.calls]
+    )
+
+
+@given(
+    st.lists(st.integers(0, 200)), st.sampled_from([("auto", CALL), ("required", CALL[12:-13]), ("auto", LLAMA_CALL)])
+)
+def test_pieces_of_a_call_make_the_call(cuts: list[int], written: tuple[str, str]) -> None:
+    """Name and id first, then arguments as they are written."""
+    choice, text = written
+    edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    calls, pieces = Calls(choice, format_=LLAMA if text == LLAMA_CALL else HERMES), []  # type: ignore[arg-type]
+    for start, end in itertools.pairwise(edges):
+        calls.push(text[start:end])
+        pieces += calls.pieces()
+    _, (call,) = calls.end()
+    first, *others = pieces + calls.pieces()
+    assert (first.number, first.id, first.name) == (0, call.id, "weather")
+    assert all(piece.id is None and piece.name is None for piece in others)
+    assert "".join(piece.arguments for piece in others) == call.function.arguments == ARGUMENTS
+
+
+def test_arguments_are_as_they_were_written() -> None:
+    _, (call,) = read(['<tool_call>\n{"name": "weather", "arguments": {"place":"Zürich"}}\n</tool_call>'])
+    assert call.function.arguments == '{"place":"Zürich"}'
+    _, (call,) = read(['<tool_call>{"arguments": {"place":"Zürich"}, "name": "weather"}</tool_call>'])
+    assert call.function.arguments == '{"place": "Zürich"}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A call begins with <tool_call> in this format.",
+        "<tool_call>\n<function=weather>\n<parameter=place>\nRome\n</parameter>\n</function>\n</tool_call>",
+        '<tool_call>{"name": "weather"}</tool_call>',
+    ],
+)
+def test_what_is_no_call_is_text(text: str) -> None:
+    assert read([text]) == (text, [])
+    assert read(list(text)) == (text, [])
+
+
+def test_a_call_that_is_cut_off_ends_where_the_output_does() -> None:
+    _, (call,) = read([CALL.partition("Rome")[0]])
+    assert call.function.arguments == '{"place":"'
+
+
+ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_models_own_tokens_are_never_masked(tmp_path: Path, is_special: bool) -> None:
+    """Added tokens are no text to a grammar, whether the tokenizer calls them special or not, as Qwen's and Hermes'."""
+    path = save_checkpoint(tmp_path / "small") / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(ADDED)
+    tokenizer.save(str(path))
+    codec = TextCodec(tokenizer, ChatTemplate("<tool_call>"))
+    grammars, grammar = Grammars(path, 2048, {2}), grammar_of(TOOLS, "auto", codec.call_format)
+    assert grammar is not None and grammars.why_not(grammar) is None
+    for text in (CALL, f"<think>Rome?</think>{CALL}", "<think></think>", "<tool_call>x", f"{CALL}\n{CALL}"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        state = grammars.state(grammar)
+        for position, token in enumerate(ids):
+            mask = state.allowed()
+            assert mask is not None and mask[token], (text, position)
+            state.take(token)
+    calls, detokenizer = Calls("auto"), Detokenizer(codec, frozenset(codec.call_format.special.values()))
+    ids = tokenizer.encode(f"<think>a</think>{CALL}", add_special_tokens=False).ids
+    text = "".join(calls.push(detokenizer.push(token)) for token in ids)
+    assert text == ("a" if is_special else "<think>a</think>") and len(calls.end()[1]) == 1
 
 
 @pytest.mark.parametrize(

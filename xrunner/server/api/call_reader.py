@@ -1,0 +1,252 @@
+"""Read calls of functions out of an output's text, piece by piece, while it is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from xrunner.server.api.call_formats import HERMES, Call, CallFormat, ObjectCalls
+from xrunner.server.api.tools import FunctionCall, ToolCall, ToolChoice, must_call
+
+SPACE = r"\s{0,16}"
+NAME = r"[A-Za-z0-9_.\-]{0,64}"
+
+
+class CallPiece(NamedTuple):
+    """What a piece of text adds to a call: its name and id first, then its arguments as they are written."""
+
+    number: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class Calls:
+    """Takes calls out of an output's text. What may be the beginning of one is held back.
+
+    Args:
+        most: calls of an output; further ones are left out. None: all.
+    """
+
+    def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:
+        self._most = most
+        self._format = format_
+        self._held = ""
+        self._space = ""
+        """White space after a call: it is text only if more than that follows."""
+        self._is_after_call = False
+        self._pieces: list[CallPiece] = []
+        self._calls: list[ToolCall] = []
+        self._arguments_so_far: list[str] = []
+        """Of the last call; put together once it ends, since text grows by a copy each time."""
+        self._value = JsonObject()
+        self._looked = 0
+        """Characters of what is held in which a closing mark was looked for."""
+        self._must_call = must_call(choice)
+        self._state: Literal["text", "opening", "whole", "arguments", "closing"] = "text"
+        if self._must_call:
+            self._state = "opening"
+
+    def push(self, piece: str) -> str:
+        """Return the text that may go out."""
+        self._held += piece
+        return "".join(self._read(is_end=False))
+
+    def end(self) -> tuple[str, list[ToolCall]]:
+        """Return what is still held of the text, and all calls; one that was cut off ends where the output does."""
+        text = "".join(self._read(is_end=True))
+        self._put_together()
+        return text, self._calls
+
+    def pieces(self) -> list[CallPiece]:
+        """Return what has been added to calls since the last time."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _read(self, *, is_end: bool) -> Iterator[str]:
+        """Go on through the states until more text is needed; yield text."""
+        steps = {
+            "text": self._text,
+            "opening": self._opening,
+            "whole": self._whole,
+            "arguments": self._arguments,
+            "closing": self._closing,
+        }
+        while self._held:
+            before = self._state, len(self._held)
+            yield from self._shown(steps[self._state](is_end=is_end))
+            if (self._state, len(self._held)) == before:
+                return
+
+    def _shown(self, text: str) -> Iterator[str]:
+        """Yield text, but white space after a call only before more."""
+        if not text:
+            return
+        if self._is_after_call:
+            text, self._space = self._space + text, ""
+            if not text.strip():
+                self._space = text
+                return
+            self._is_after_call = False
+        yield text
+
+    def _take(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _text(self, *, is_end: bool) -> str:
+        """Read up to the next trigger."""
+        if self._must_call:
+            return self._take(len(self._held))
+        found = self._held.find(self._format.trigger)
+        if found >= 0:
+            self._state, self._looked = ("opening" if self._format.streams else "whole"), 0
+            return self._take(found)
+        return self._take(len(self._held) - (0 if is_end else _overlap(self._held, self._format.trigger)))
+
+    def _opening(self, *, is_end: bool) -> str:
+        """Read a call's object up to its arguments."""
+        mark = "" if self._must_call or not isinstance(self._format, ObjectCalls) else self._format.mark
+        whole, partial = _openings(self._format.arguments)
+        rest = self._held[len(mark) :]
+        if (found := whole.match(rest)) is not None:
+            self._take(len(mark) + found.end())
+            self._begin(found[1], self._format.new_id())
+            self._value = JsonObject()
+            self._state = "arguments"
+        elif is_end or partial.fullmatch(rest) is None:
+            self._state = "whole"
+        return ""
+
+    def _whole(self, *, is_end: bool) -> str:
+        """Read calls that are complete only, or find that there are none."""
+        if self._must_call:
+            if not is_end:
+                return ""
+            call = self._format.call_in(self._held)
+            if call is None:
+                return self._take(len(self._held))
+            self._take(len(self._held))
+            self._add(call)
+            return ""
+        trigger = self._format.trigger
+        if not is_end and not self._may_be_complete():
+            return ""
+        read = self._format.read(self._held)
+        self._state = "text"
+        if read is None:
+            return self._take(len(trigger))
+        self._take(read[1])
+        for call in read[0]:
+            self._add(call)
+        return ""
+
+    def _may_be_complete(self) -> bool:
+        """Whether what is held is worth reading before the output has ended."""
+        if not isinstance(self._format, ObjectCalls):
+            return False
+        closing = self._format.closing
+        if not closing:
+            return True
+        found = self._held.find(closing, max(0, self._looked - len(closing)))
+        self._looked = len(self._held)
+        return found >= 0
+
+    def _arguments(self, *, is_end: bool) -> str:
+        """Read arguments as they are written."""
+        end = self._value.feed(self._held)
+        self._append(self._take(len(self._held) if end is None else end))
+        if end is not None:
+            self._state = "closing"
+        return ""
+
+    def _closing(self, *, is_end: bool) -> str:
+        """Read what ends a call: of its object, and of its format."""
+        closing = self._format.closing if isinstance(self._format, ObjectCalls) and not self._must_call else ""
+        rest = self._held.lstrip()
+        for mark in ("}", closing):
+            if rest.startswith(mark):
+                rest = rest[len(mark) :].lstrip() if mark == "}" and closing else rest[len(mark) :]
+            elif not is_end and mark.startswith(rest):
+                return ""
+            else:
+                break
+        self._held = rest
+        self._state = "text"
+        return ""
+
+    def _begin(self, name: str, id_: str) -> None:
+        self._put_together()
+        self._is_after_call, self._space = True, ""
+        self._calls.append(ToolCall(FunctionCall(name, ""), id_))
+        if self._is_wanted:
+            self._pieces.append(CallPiece(len(self._calls) - 1, id_, name, ""))
+
+    def _append(self, arguments: str) -> None:
+        self._arguments_so_far.append(arguments)
+        if self._is_wanted and arguments:
+            self._pieces.append(CallPiece(len(self._calls) - 1, None, None, arguments))
+
+    def _add(self, call: Call) -> None:
+        self._begin(call.name, call.id)
+        self._append(call.arguments)
+
+    def _put_together(self) -> None:
+        if self._calls:
+            self._calls[-1].function.arguments += "".join(self._arguments_so_far)
+        self._arguments_so_far.clear()
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether the last call is not one too many, which is read and left out."""
+        return self._most is None or len(self._calls) <= self._most
+
+
+class JsonObject:
+    """Finds where a JSON object ends, piece by piece."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Return the number of characters up to its end; None: it goes on."""
+        for position, character in enumerate(text):
+            if self._in_string:
+                if self._escaped:
+                    self._escaped = False
+                elif character == "\\":
+                    self._escaped = True
+                elif character == '"':
+                    self._in_string = False
+            elif character == '"':
+                self._in_string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return position + 1
+        return None
+
+
+@lru_cache(maxsize=8)
+def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return what a call's object begins with, up to its arguments, and what may become that."""
+
+    def quoted(word: str) -> list[str]:
+        return [*map(re.escape, f'"{word}"')]
+
+    parts = [SPACE, re.escape("{"), SPACE, *quoted("name"), SPACE, ":", SPACE, '"']
+    after = ['"', SPACE, ",", SPACE, *quoted(key), SPACE, ":", SPACE]
+    nested = ""
+    for part in reversed([*parts, NAME, *after]):
+        nested = f"(?:{part}{nested})?"
+    return re.compile("".join([*parts, f"({NAME})", *after]) + r"(?=\{)"), re.compile(nested)
+
+
+def _overlap(text: str, opening: str) -> int:
+    """Return the number of characters at the end of a text that may be the beginning of an opening."""
+    return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)
