@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from xgpt.comparing.compare import score_current
-from xgpt.comparing.vllm_command import read_vllm_command
+from xgpt.comparing.read import read_current
 from xgpt.core.errors import XgptError
 from xgpt.core.schema import Plan, Profile
 from xgpt.problems import resolve
@@ -170,7 +170,7 @@ def vllm_defaults(subject: Problem) -> float | None:
     """The rate of vLLM's defaults, tensor-parallel over a node's devices; None where it cannot be scored."""
     devices = min(subject.cluster.num_devices, subject.cluster.devices_per_node)
     try:
-        current = read_vllm_command(f"vllm serve model -tp {devices}", subject.cluster)
+        current = read_current(f"vllm serve model -tp {devices}", subject.cluster)
         return rate_of(score_current(subject, current))
     except XgptError:
         return None

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from xgpt.comparing.compare import score_current
-from xgpt.comparing.vllm_command import CurrentEngine
+from xgpt.comparing.current import CurrentEngine
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import EngineSpec, Plan
 from xgpt.problems import resolve

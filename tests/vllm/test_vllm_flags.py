@@ -9,7 +9,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from xgpt.comparing.vllm_command import GPU_SHARE, read_vllm_command
+from xgpt.comparing.read import read_current
+from xgpt.comparing.vllm_command import GPU_SHARE
 from xgpt.comparing.vllm_flags import ALIASES, REFUSED, TAKES, VERSION, Takes
 from xgpt.resolve import load_cluster
 from xrunner.vllm import TESTED_VERSION
@@ -58,7 +59,7 @@ def test_shares_and_numbers_are_read_alike(parser: FlexibleArgumentParser) -> No
         "--max-num-batched-tokens 2048 --max-num-seqs 4 --api-key a b --no-enable-log-requests -O2",
     ):
         theirs = parser.parse_args(["--model", "m", *flags.split()])
-        ours = read_vllm_command(f"vllm serve m {flags}", load_cluster("a40x4"))
+        ours = read_current(f"vllm serve m {flags}", load_cluster("a40x4"))
         assert (ours.tp_degree, ours.num_stages) == (theirs.tensor_parallel_size, theirs.pipeline_parallel_size)
         assert (ours.max_num_seqs, ours.max_num_batched_tokens) == (theirs.max_num_seqs, theirs.max_num_batched_tokens)
         assert ours.usable_memory == theirs.gpu_memory_utilization

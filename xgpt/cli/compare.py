@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 @problem_options
 @search_options
 @click.option(
-    "--current", metavar="COMMAND", help="The `vllm serve` command that runs today, to be scored in the same table."
+    "--current",
+    metavar="COMMAND|FILE",
+    help="What runs today, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run, "
+    "or a Compose file, pod manifest or Helm values that start one.",
 )
 @output_option("Write --current as a plan, for xgpt simulate, report and bench.")
 @click.option("--measure", is_flag=True, help="Also run each plan on this machine.")

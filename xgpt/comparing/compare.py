@@ -10,13 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.benchmark import Load, bench_plan
-from xgpt.comparing.vllm_command import CurrentEngine, read_vllm_command
-from xgpt.core.errors import InputError
+from xgpt.comparing.current import CurrentEngine, check_model
+from xgpt.comparing.read import read_current
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.io import config_names
 from xgpt.core.progress import Progress
-from xgpt.core.schema import BenchReport, ChunkedSettings, Plan, Profile
+from xgpt.core.schema import BenchReport, ChunkedSettings, ClusterSpec, DType, Plan, Precision, Profile
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
-from xgpt.resolve import load_engine
+from xgpt.resolve import load_cluster, load_engine, load_trace
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.rates import predicted_rate, rate_of, with_capacities, with_capacity
 from xscheduler.problem import Problem
@@ -85,7 +87,7 @@ def compare(
     """Plan each policy at its best; if asked for, score the current deployment and measure the plans on this machine.
 
     Args:
-        current: the `vllm serve` command of the current deployment.
+        current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
         measured: the load with which each plan is measured; None: no plan is measured.
         seed: seed of that load's requests.
 
@@ -95,33 +97,86 @@ def compare(
         InfeasibleError: nothing keeps the constraint.
         MachineError: this machine cannot be profiled, or a server does not start.
     """
+    cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
+    running = None if current is None else read_current(current, cluster)
+    notes = () if running is None else running.notes
+    if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":
+        engine = engine_name(running)
+        request = request.model_copy(update={"engine": engine})
+        notes = (f"engine {engine}: the plans are for it, too, as the command starts it", *notes)
     problem = resolve(request, progress)
     if measured is not None and not problem.cluster.is_local:
         accepted = "only plans for the machine at hand (`cluster=local`) can be measured"
         raise InputError("measure", problem.cluster.name, accepted)
-    running = None if current is None else read_vllm_command(current, problem.cluster)
-    scored = None if running is None else score_current(problem, running)
+    scored = None
+    if running is not None:
+        trace = load_trace(request.workload) if isinstance(request.workload, str) else None
+        longest = None if trace is None else int((trace.input + trace.output).max())
+        in_its_types = _in_types(request, problem, running, progress)
+        if in_its_types is not problem:
+            weights, kv = types_of(problem, running)
+            notes = (*notes, f"scored with weights in {weights} and K/V in {kv}, as it runs, unlike the plans")
+        scored = score_current(in_its_types, running, longest)
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
     return Compared(
         plans=plans,
         relaxed=relax(problem, request.search),
         current=scored,
-        notes=() if running is None else running.notes,
+        notes=notes,
         measured={}
         if measured is None
         else measure_each(plans, problem.profile, measured, np.random.default_rng(seed), on_start),
     )
 
 
-def score_current(problem: Problem, current: CurrentEngine) -> Plan:
+def engine_name(current: CurrentEngine) -> str:
+    """Return the known engine nearest to a deployment's: the newest version up to its own, else the oldest."""
+
+    def version(name: str) -> tuple[int, ...]:
+        return tuple(map(int, name.rpartition("-")[2].split(".")))
+
+    known = sorted((name for name in config_names("engines") if name.startswith(f"{current.framework}-")), key=version)
+    if current.version is None:
+        return known[-1]
+    up_to = [name for name in known if version(name) <= version(f"x-{current.version}")]
+    return up_to[-1] if up_to else known[0]
+
+
+def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
+    """Return the types of weights and of K/V that a deployment on GPUs runs in."""
+    dtype = current.dtype or problem.model.default_dtype
+    return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
+
+
+def _in_types(
+    request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
+) -> Problem:
+    """Return the problem with step times in the types that the deployment runs in."""
+    if problem.cluster.device.type != "gpu" or request.profile is not None or _has_types(problem, current):
+        return problem
+    dtype, kv_dtype = types_of(problem, current)
+    return resolve(request.model_copy(update={"dtype": dtype, "kv_dtype": kv_dtype}), progress)
+
+
+def _has_types(problem: Problem, current: CurrentEngine) -> bool:
+    profile = problem.profile
+    planned = profile.dtype, profile.kv_dtype or Precision.of(profile.dtype, problem.cluster.device.type).kv
+    return types_of(problem, current) == planned
+
+
+def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
     """Return a plan with the settings and figures of a running engine: chunked prompts, K/V taken as requests grow.
+
+    Args:
+        longest: tokens of the workload's longest request; None: its longest input and longest output together.
 
     Raises:
         InputError: it takes more devices than the cluster has, runs in another dtype than the plans, or refuses
             requests of the workload.
-        InfeasibleError: the model does not fit on them.
+        InfeasibleError: the model does not fit on them, or its K/V memory holds no request of the longest length that
+            the engine accepts, so that it does not start.
     """
-    check_current(problem, current)
+    check_current(problem, current, longest)
     device = problem.cluster.device
     if current.usable_memory is not None:
         device = device.model_copy(update={"usable_memory": current.usable_memory})
@@ -144,6 +199,8 @@ def score_current(problem: Problem, current: CurrentEngine) -> Plan:
         **placement.fixed,
     )
     plan = of.score(settings, placement)
+    if cluster.device.type == "gpu":
+        _check_starts(plan, current)
     return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
 
 
@@ -168,23 +225,46 @@ def gain_in_words(best: Plan, current: Plan) -> str:
     )
 
 
-def check_current(problem: Problem, current: CurrentEngine) -> None:
+def _check_starts(plan: Plan, current: CurrentEngine) -> None:
+    """Refuse a deployment that does not start.
+
+    Raises:
+        InfeasibleError: its K/V memory holds less than one request of the longest length that it accepts.
+    """
+    holds = min(stage.kv_blocks for stage in plan.stages) * plan.block_size
+    accepts = current.max_model_len or plan.model.max_context
+    if holds < accepts and not current.shortens:
+        where = "--max-model-len" if current.max_model_len else f"the context of {plan.model.name}"
+        message = (
+            f"what runs now would not start: its K/V memory holds {holds} tokens, fewer than the {accepts} of {where}; "
+            "give it a shorter one, more devices, or more of their memory"
+        )
+        raise InfeasibleError(message, nearest_bound_s=None, binding="memory")
+
+
+def check_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> None:
     """Refuse a current deployment that cannot be compared with plans for the same work.
 
     Raises:
-        InputError: it takes more devices than the cluster has, runs in another dtype than the plans, or refuses
-            requests of the workload.
+        InputError: it takes more devices than the cluster has, serves another model, runs in other types than step
+            times are known for, or refuses requests of the workload.
     """
     cluster, lengths = problem.cluster, problem.workload
+    check_model(current, problem.model.name)
+    if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
+        accepted = f"the weights of {problem.model.name} are in {problem.profile.dtype}: give the checkpoint it serves"
+        raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:
         raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
     # On a CPU vLLM runs in what the config says, and plans are in float32: their step times are all there is.
-    runs_in = current.dtype or (problem.model.default_dtype if cluster.device.type == "gpu" else problem.profile.dtype)
-    if runs_in != problem.profile.dtype:
-        eight = "" if problem.profile.dtype != "float8" else ", or give it --quantization fp8 --kv-cache-dtype fp8"
-        accepted = f"the plans are in {problem.profile.dtype}: compare with `dtype={runs_in}`{eight}"
-        raise InputError("current: --dtype", runs_in, accepted)
-    longest = lengths.input.lengths[-1] + lengths.output.lengths[-1]
+    is_known = current.dtype in (None, problem.profile.dtype)
+    if cluster.device.type == "gpu":
+        is_known = _has_types(problem, current)
+    if not is_known:
+        weights, kv = types_of(problem, current)
+        accepted = f"the step times are in {problem.profile.dtype}: compare with `dtype={weights}` and `kv_dtype={kv}`"
+        raise InputError("current: --dtype", f"{weights}, K/V in {kv}", accepted)
+    longest = longest or lengths.input.lengths[-1] + lengths.output.lengths[-1]
     if current.max_model_len is not None and current.max_model_len < longest:
         accepted = f"requests of {lengths.name} have up to {longest} tokens, which it refuses"
         raise InputError("current: --max-model-len", current.max_model_len, accepted)

@@ -120,7 +120,7 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
         "additional-config": ["{}"],
         "attention-backend": [],
         "attention-config": [],
-        "compilation-config": [],
+        "compilation-config": ['{"cudagraph_mode": "FULL_AND_PIECEWISE"}', '{"mode": 3}'],
         "convert": ["auto", "none"],
         "cpu-offload-gb": ["0"],
         "cpu-offload-params": [],

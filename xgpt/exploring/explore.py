@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.comparing.compare import gain_in_words, score_current
-from xgpt.comparing.vllm_command import read_vllm_command
+from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
@@ -196,7 +196,7 @@ def looser(of: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
 def scored(of: Scheduler, command: str, best: Plan) -> Part:
     """Return the current deployment's figures and how the plan compares, or why it cannot be scored."""
     try:
-        running = read_vllm_command(command, of.problem.cluster)
+        running = read_current(command, of.problem.cluster)
         plan = score_current(of.problem, running)
     except XgptError as error:
         return {"error": str(error)}

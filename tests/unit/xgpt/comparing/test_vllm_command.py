@@ -9,7 +9,7 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.comparing.compare import check_current, score_current
-from xgpt.comparing.vllm_command import read_vllm_command
+from xgpt.comparing.read import read_current
 from xgpt.comparing.vllm_flags import REFUSED, TAKES
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Constraint
@@ -44,7 +44,7 @@ SCORED = {
     ],
 )
 def test_flags_are_read(command: str, devices: tuple[int, int, int], seqs: int, tokens: int) -> None:
-    found = read_vllm_command(command, load_cluster("a40x4"))
+    found = read_current(command, load_cluster("a40x4"))
     assert (found.tp_degree, found.num_stages, found.replicas) == devices
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (seqs, tokens)
 
@@ -60,17 +60,17 @@ def test_flags_are_read(command: str, devices: tuple[int, int, int], seqs: int, 
     ],
 )
 def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens: int) -> None:
-    found = read_vllm_command("vllm serve m", load_cluster(cluster))
+    found = read_current("vllm serve m", load_cluster(cluster))
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (seqs, tokens)
     assert len(found.notes) == 3 + (cluster == "local")
     own = "--max-num-seqs 4 --max-num-batched-tokens 64 --no-enable-prefix-caching --dtype float32"
-    assert not read_vllm_command(f"vllm serve m {own}", load_cluster(cluster)).notes
+    assert not read_current(f"vllm serve m {own}", load_cluster(cluster)).notes
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("sglang serve m", "vllm serve"),
+        ("other serve m", "vllm serve"),
         ("vllm", "vllm serve"),
         ("vllm serve 'm", "quot"),
         ("vllm serve m --max-num-seqs many", "max-num-seqs"),
@@ -81,15 +81,15 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --tp 8", "did you mean -tp?"),
         ("vllm serve m --no-enable-prefix-cache", "did you mean --no-enable-prefix-caching?"),
         ("vllm serve m --zzz", "'--zzz' is not accepted; vLLM 0.32.0 has no such flag$"),
-        ("vllm serve m & sleep 3", "'&' is not accepted; after the model only flags"),
+        ("vllm serve m more", "'more' is not accepted; after the model only flags"),
+        ("vllm serve m & vllm serve n", "it starts 2 engines: give the command of one"),
+        ("vllm serve m -tp $TP", "it is a variable of the shell: write its value"),
+        ("vllm serve m --max-num 8", "it may stand for --max-num-active-seqs, --max-num-batched-tokens,"),
+        ("vllm serve m --disable-log-request-ids", "no such flag: did you mean --disable-log-requests"),
+        ("vllm serve m --omni", "serves images, sound or video"),
         ("vllm serve m --enforce-eager=yes", "enforce-eager: 'yes' is not accepted; it is a switch: give no value"),
-        ("vllm serve m --quantization awq", "quantization: 'awq'"),
-        (
-            "vllm serve m -q fp8",
-            "--quantization: 'fp8' is not accepted; eight bits are scored for both weights",
-        ),
-        ("vllm serve m --kv-cache-dtype fp8", "--kv-cache-dtype: 'fp8'"),
-        ("vllm serve m --kv-cache-dtype float16 --dtype bfloat16", "--kv-cache-dtype: 'float16'"),
+        ("vllm serve m --quantization int3", "quantization: 'int3'"),
+        ("vllm serve m --kv-cache-dtype fp7", "--kv-cache-dtype: 'fp7'"),
         ("vllm serve m --dtype bf16", "--dtype: 'bf16'"),
         ('vllm serve m --speculative-config \'{"method": "ngram"}\'', "drafts that are accepted; leave it out"),
         ("vllm serve m -sc.num_speculative_tokens 3", "speculative-config"),
@@ -98,7 +98,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --performance-mode throughput", "performance-mode: 'throughput'"),
         ("vllm serve m --enforce-eager", "captured graphs"),
         ("vllm serve m --no-async-scheduling", "during the device"),
-        ("vllm serve m --block-size 32", "block-size: '32'"),
+        ("vllm serve m --block-size big", "block-size: 'big'"),
         ("vllm serve m --gpu-memory-utilization 1.2", "gpu-memory-utilization: '1.2'"),
         ("vllm serve m --gpu-memory-utilization nan", "gpu-memory-utilization: 'nan'"),
         ("vllm serve m --max-model-len 8.5K", "max-model-len: '8.5K'"),
@@ -108,7 +108,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
 )
 def test_what_cannot_be_read_is_refused(command: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        read_vllm_command(command, load_cluster("a40x4"))
+        read_current(command, load_cluster("a40x4"))
 
 
 def test_each_flag_is_scored_refused_or_changes_nothing() -> None:
@@ -118,19 +118,19 @@ def test_each_flag_is_scored_refused_or_changes_nothing() -> None:
     for name, (_, neutral) in REFUSED.items():
         flag, off = (f"--{name}", f"--no-{name}") if TAKES[name] == "switch" else (f"--{name} 7", "")
         with pytest.raises(InputError, match=f"current: --{name}"):
-            read_vllm_command(f"vllm serve m {off if neutral == ('yes',) else flag}", a40)
+            read_current(f"vllm serve m {off if neutral == ('yes',) else flag}", a40)
         for value in neutral:
             words = {"yes": f"--{name}", "no": f"--no-{name}"}.get(value, f"--{name} '{value}'")
-            assert read_vllm_command(f"vllm serve m {words}", a40) == read_vllm_command("vllm serve m", a40)
+            assert read_current(f"vllm serve m {words}", a40) == read_current("vllm serve m", a40)
     for name in set(TAKES) - SCORED - set(REFUSED):
         words = f"--{name}" if TAKES[name] in ("nothing", "switch") else f"--{name} 7"
-        assert read_vllm_command(f"vllm serve m {words}", a40) == read_vllm_command("vllm serve m", a40)
+        assert read_current(f"vllm serve m {words}", a40) == read_current("vllm serve m", a40)
 
 
 def test_a_config_file_gives_way_to_flags(tmp_path: Path) -> None:
     path = tmp_path / "vllm.yaml"
     path.write_text("tensor-parallel-size: 4\nmax_num_seqs: 32\nheadless: true\nenable-prefix-caching: false\n")
-    found = read_vllm_command(f"vllm serve m --config {path} -tp 2", load_cluster("a40x4"))
+    found = read_current(f"vllm serve m --config {path} -tp 2", load_cluster("a40x4"))
     assert (found.tp_degree, found.max_num_seqs) == (2, 32)
     assert not any("prefix" in note for note in found.notes)
     for text, says in (
@@ -141,7 +141,7 @@ def test_a_config_file_gives_way_to_flags(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(InputError, match=says):
-            read_vllm_command(f"vllm serve m --config {path}", load_cluster("a40x4"))
+            read_current(f"vllm serve m --config {path}", load_cluster("a40x4"))
 
 
 @pytest.fixture(scope="module")
@@ -153,34 +153,33 @@ def subject() -> Problem:
     ("flags", "says"),
     [
         ("-tp 2", "2 devices"),
-        ("--dtype half", "--dtype: 'float16' is not accepted; the plans are in bfloat16: compare with `dtype=float16`"),
-        ("--quantization fp8 --kv-cache-dtype fp8", "compare with `dtype=float8`"),
+        ("--dtype half", "the step times are in bfloat16: compare with `dtype=float16` and `kv_dtype=float16`"),
+        ("--quantization fp8", "compare with `dtype=float8` and `kv_dtype=bfloat16`"),
+        ("--quantization awq", "--quantization: 'awq' is not accepted; the weights of llama-3.1-8b are in bfloat16"),
         ("--max-model-len 1k", "--max-model-len: 1000 is not accepted; requests of azure-conv"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(subject: Problem, flags: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        score_current(subject, read_vllm_command(f"vllm serve m {flags}", subject.cluster))
+        score_current(subject, read_current(f"vllm serve m {flags}", subject.cluster))
 
 
 def test_eight_bits_are_compared_with_eight_bits() -> None:
     subject = resolve(plan_request(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", dtype="float8"))
-    check_current(subject, read_vllm_command("vllm serve m -q fp8 --kv-cache-dtype fp8", subject.cluster))
-    with pytest.raises(InputError, match="or give it --quantization fp8"):
-        check_current(subject, read_vllm_command("vllm serve m", subject.cluster))
+    check_current(subject, read_current("vllm serve m -q fp8 --kv-cache-dtype fp8", subject.cluster))
+    with pytest.raises(InputError, match="compare with `dtype=bfloat16`"):
+        check_current(subject, read_current("vllm serve m", subject.cluster))
 
 
 def test_memory_for_k_and_v_follows_the_share(subject: Problem) -> None:
     """Where requests are many, less memory holds fewer."""
     command = "vllm serve m --max-num-seqs 4096 --gpu-memory-utilization {} --max-num-batched-tokens 8192"
-    plans = [
-        score_current(subject, read_vllm_command(command.format(share), subject.cluster)) for share in (0.3, 0.5, 0.92)
-    ]
+    plans = [score_current(subject, read_current(command.format(share), subject.cluster)) for share in (0.3, 0.5, 0.92)]
     blocks = [plan.stages[0].kv_blocks for plan in plans]
     assert blocks == sorted(blocks) and blocks[0] < 0.7 * blocks[1] < 0.7 * blocks[2]
     batches = [plan.policy.max_batch for plan in plans if plan.policy.kind == "chunked"]
     assert batches == sorted(set(batches))
-    default = read_vllm_command("vllm serve m", subject.cluster)
+    default = read_current("vllm serve m", subject.cluster)
     assert score_current(subject, replace(default, usable_memory=0.92)) == score_current(subject, default)
 
 
@@ -188,7 +187,7 @@ def test_a_budget_that_no_plan_would_try_is_scored() -> None:
     """vLLM's default on a B200 lies beyond the budgets of the search."""
     of = problem("llama-3.1-8b", "b200x8", "azure-conv", 6.0)
     subject = of
-    current = read_vllm_command("vllm serve m -tp 8", of.cluster)
+    current = read_current("vllm serve m -tp 8", of.cluster)
     plan = score_current(subject.under(Constraint(latency_bound_s=6.0, objective="arrivals")), current)
     assert plan.policy.token_budget == current.max_num_batched_tokens  # type: ignore[union-attr]
     assert plan.estimate.capacity is not None and plan.estimate.capacity.rate_per_s > 0

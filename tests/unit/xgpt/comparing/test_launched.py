@@ -1,0 +1,220 @@
+"""What people run: shells, containers, manifests, and engines other than vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from xgpt.comparing.compare import Compared, compare, engine_name
+from xgpt.comparing.current import CurrentEngine, is_model
+from xgpt.comparing.flag_tables import aliases_of, flags_of
+from xgpt.comparing.read import read_current
+from xgpt.comparing.vllm_flags import TAKES
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.requests import plan_request
+from xgpt.resolve import load_cluster
+
+SAME = CurrentEngine(
+    tp_degree=2, num_stages=1, replicas=1, ep_degree=1, max_num_seqs=64, max_num_batched_tokens=4096, usable_memory=0.9,
+    max_model_len=8192, model="Qwen/Qwen3-8B",
+)  # fmt: skip
+FLAGS = "--tensor-parallel-size 2 --max-num-seqs 64 --max-num-batched-tokens 4096 --gpu-memory-utilization 0.9 "
+FLAGS += "--max-model-len 8192"
+COMPOSE = f"""
+services:
+  web: {{image: nginx, command: [nginx]}}
+  llm:
+    image: vllm/vllm-openai:v0.15.1
+    environment: [MODEL=Qwen/Qwen3-8B]
+    command: >
+      --model ${{MODEL}} {FLAGS}
+"""
+POD = {
+    "kind": "Deployment",
+    "spec": {
+        "template": {
+            "spec": {
+                "containers": [
+                    {
+                        "image": "vllm/vllm-openai:v0.15.1",
+                        "command": ["/bin/sh", "-c"],
+                        "args": [f"exec vllm serve $(MODEL) {FLAGS} | tee /var/log/vllm"],
+                        "env": [{"name": "MODEL", "value": "Qwen/Qwen3-8B"}],
+                        "resources": {"limits": {"nvidia.com/gpu": 4}},
+                    }
+                ]
+            }
+        }
+    },
+}
+VALUES = {
+    "servingEngineSpec": {
+        "modelSpec": [
+            {
+                "name": "qwen", "repository": "vllm/vllm-openai", "tag": "v0.15.1", "modelURL": "Qwen/Qwen3-8B",
+                "requestGPU": 2,
+                "vllmConfig": {
+                    "tensorParallelSize": 2, "maxModelLen": 8192, "enablePrefixCaching": True,
+                    "gpuMemoryUtilization": 0.9,
+                    "extraArgs": ["--max-num-seqs", "64", "--max-num-batched-tokens", "4096", "--disable-log-requests"],
+                },
+            }
+        ]
+    }
+}  # fmt: skip
+WAYS = {
+    "shell": f"VLLM_USE_V1=1 vllm serve Qwen/Qwen3-8B \\\n  {FLAGS} 2>&1 | tee log  # today",
+    "underscores": f"vllm serve Qwen/Qwen3-8B {FLAGS.replace('-len', '_len')} --port <port>",
+    "prefixes": "vllm serve Qwen/Qwen3-8B --tensor 2 --max-num-seq 64 --max-num-batched 4096 "
+    "--gpu-mem=.9 --max-model 8192",
+    "flags first": f"vllm serve {FLAGS} Qwen/Qwen3-8B &",
+    "earlier": f"vllm serve Qwen/Qwen3-8B {FLAGS} --disable-log-requests --swap-space 16 --device cuda --block-size 64",
+    "module": f"nohup python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B {FLAGS} > out.log 2>&1 &",
+    "docker": "docker run -it --rm --gpus all --ipc=host -v ~/.cache:/root/.cache -p 8000:8000 -e HF_TOKEN=$HF_TOKEN "
+    f"vllm/vllm-openai:v0.15.1 --model Qwen/Qwen3-8B {FLAGS}",
+    "entrypoint": f"sudo docker run --entrypoint vllm registry.local/vllm:main serve Qwen/Qwen3-8B {FLAGS}",
+    "bash": f"docker run --gpus all vllm/vllm-openai:v0.15.1 bash -c 'pip list && vllm serve Qwen/Qwen3-8B {FLAGS}'",
+    "compose": COMPOSE,
+    "pod": yaml.safe_dump(POD),
+    "helm": yaml.safe_dump(VALUES),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("in_file", [False, True], ids=["", "file"])
+def test_one_deployment_in_many_ways(way: str, in_file: bool, tmp_path: Path) -> None:
+    text = WAYS[way]
+    if in_file:
+        (tmp_path / "it.yaml").write_text(text)
+        text = str(tmp_path / "it.yaml")
+    found = read_current(text, load_cluster("h100x8"))
+    assert (found.version == "0.15.1") == ("0.15.1" in WAYS[way])
+    assert ("the manifest requests 4 devices, the engine uses 2" in found.notes) == (way == "pod")
+    ignored: dict[str, Any] = {"notes": (), "version": None}
+    assert CurrentEngine(**{**vars(found), **ignored}) == SAME
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "python3 -m sglang.launch_server --model-path m --tp 8 --dp 2 --chunked-prefill-size 4096 "
+            "--mem-fraction-static 0.8 --max-running-requests 100 --context-length 9000 --host 0.0.0.0",
+            ("sglang", 8, 2, 100, 4096, 0.8, 9000),
+        ),
+        ("sglang serve m --tp-size 2 --enable-metrics", ("sglang", 2, 1, 2048, 8192, None, None)),
+        (
+            "trtllm-serve m --tp_size 4 --max_batch_size 256 --max_num_tokens 4096 --max_seq_len 9000 "
+            "--kv_cache_free_gpu_memory_fraction 0.8",
+            ("tensorrt-llm", 4, 1, 256, 4096, 0.8, 9000),
+        ),
+        ("trtllm-serve serve m", ("tensorrt-llm", 1, 1, 2048, 8192, None, None)),
+        (
+            "docker run lmsysorg/sglang:v0.5.9 python3 -m sglang.launch_server --model m --tp 2",
+            ("sglang", 2, 1, 2048, 8192, None, None),
+        ),
+    ],
+)
+def test_other_engines(text: str, expected: tuple[object, ...]) -> None:
+    found = read_current(text, load_cluster("h100x8"))
+    assert expected == (
+        found.framework,
+        found.tp_degree,
+        found.replicas,
+        found.max_num_seqs,
+        found.max_num_batched_tokens,
+        found.usable_memory,
+        found.max_model_len,
+    )
+    assert found.model == "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sglang serve m --speculative-algorithm EAGLE", "drafts that are accepted"),
+        ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "divided among replicas"),
+        ("sglang serve m --tpp 8", "SGLang .* has no such flag"),
+        ("trtllm-serve m --config extra.yaml", "may set anything"),
+        ("trtllm-serve m --tp 2", "TensorRT-LLM .* has no such flag"),
+        ("docker run nginx -g off", "give a command that starts with vllm serve"),
+        ("services: {a: {image: nginx, command: [x]}}", "give a command that starts with vllm serve"),
+        ("vllm serve m -dp 8 -ep", "experts would be divided among all replicas"),
+    ],
+)
+def test_what_is_not_scored_is_said(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        read_current(text, load_cluster("h100x8"))
+
+
+def test_flags_that_were_removed_take_what_they_took() -> None:
+    earlier = flags_of("vllm")
+    assert earlier["disable-log-requests"] == "switch" and earlier["swap-space"] == "optional"
+    assert not set(earlier) & set(TAKES)
+    assert flags_of("sglang")["chunked-prefill-size"] == "value"
+    assert aliases_of("sglang")["--tp-size"] == "tensor-parallel-size"
+
+
+def test_engines_are_the_nearest_known_ones() -> None:
+    def of(version: str | None, framework: str = "vllm") -> str:
+        return engine_name(CurrentEngine(1, 1, 1, 1, 1, 1, version=version, framework=framework))
+
+    assert of(None) == "vllm-0.32" and of("0.15.1") == "vllm-0.15" and of("0.8") == "vllm-0.10"
+    assert of(None, "sglang") == "sglang-0.5" and of("1.2.0", "tensorrt-llm") == "tensorrt-llm-1.0"
+
+
+@pytest.mark.parametrize(
+    ("served", "name", "same"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b", True),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8", "llama-3.1-8b", True),
+        ("meta-llama/Llama-3.1-70B", "llama-3.1-8b", False),
+        ("Qwen/Qwen3-14B", "qwen3-4b", False),
+        ("Qwen/Qwen3-235B-A22B", "qwen3-30b-a3b", False),
+    ],
+)
+def test_models_are_compared_by_the_parts_of_their_names(served: str, name: str, same: bool) -> None:
+    assert is_model(served, name) == same
+
+
+def compared(current: str, **asked: Any) -> Compared:
+    asked = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "orca", "policy": "chunked"} | asked
+    return compare(plan_request(objective="saturated", **asked), current)
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights", "kv"),
+    [("--kv-cache-dtype fp8", "bfloat16", "float8"), ("--quantization fp8", "float8", "bfloat16")],
+)
+def test_types_are_those_that_run(flags: str, weights: str, kv: str) -> None:
+    found = compared(f"vllm serve m {flags} --max-model-len 8192")
+    assert found.current is not None and (found.current.dtype, found.current.kv_dtype) == (weights, kv)
+    assert any(f"weights in {weights} and K/V in {kv}" in note for note in found.notes)
+    assert found.notes[0].startswith("engine vllm-0.32: the plans are for it, too")
+    assert found.best.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "says"),
+    [
+        ("vllm serve other/Model-70B", InputError, "the plans are for llama-3.1-8b: give `model=other/Model-70B`"),
+        ("vllm serve m --gpu-memory-utilization 0.3", InfeasibleError, "would not start: its K/V memory holds"),
+    ],
+)
+def test_what_would_not_start_or_is_another_model(command: str, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        compared(command)
+    if error is InfeasibleError:
+        assert compared(f"{command} --max-model-len auto").current is not None
+
+
+def test_known_pairs_count(tmp_path: Path) -> None:
+    """The longest input and the longest output are of different requests."""
+    (tmp_path / "day.csv").write_text("input,output\n" + "900,10\n20,300\n" * 200)
+    workload = str(tmp_path / "day.csv")
+    assert compared("vllm serve m --max-model-len 1000", workload=workload).current is not None
+    with pytest.raises(InputError, match="up to 910 tokens, which it refuses"):
+        compared("vllm serve m --max-model-len 909", workload=workload)

@@ -1,0 +1,164 @@
+"""Read an engine's command line as its own parser does: prefixes, opposites, dashes or underscores, config files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+from xgpt.core.errors import InputError, nearest
+from xgpt.core.io import load_yaml
+
+T = TypeVar("T")
+
+Given = dict[str, str]
+"""Flags by their long name: the value, "yes" or "no" for a switch, JSON for a value given in parts."""
+
+
+@dataclass(frozen=True)
+class FlagTable:
+    """The flags of an engine.
+
+    Attributes:
+        engine: the engine and its version, for messages.
+        takes: what each flag takes, by its long name without dashes: nothing, switch (with a --no- form), value,
+            optional, many.
+        aliases: other names, with their dashes.
+        abbreviates: whether a prefix that only one flag has stands for it, as for argparse.
+        earlier: flags of earlier versions, which count where the newest has none of that name.
+    """
+
+    engine: str
+    takes: Mapping[str, str]
+    aliases: Mapping[str, str]
+    abbreviates: bool = True
+    earlier: Mapping[str, str] = field(default_factory=dict)
+
+    def read(self, words: list[str]) -> tuple[Given, list[str]]:
+        """Return the flags of words like `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`, and
+        the words that belong to none.
+
+        Raises:
+            InputError: a flag is not known, or its value is missing.
+        """
+        given: Given = {}
+        free: list[str] = []
+        at = 0
+        while at < len(words):
+            word = words[at]
+            at += 1
+            if not is_flag(word):
+                free.append(word)
+                continue
+            name, equals, value = word.partition("=")
+            if word.startswith("-O"):
+                name, equals, value = "--optimization-level", "=", word[2:].removeprefix("=")
+            name, dot, inner = name.partition(".")
+            name, is_on = self.name_of(name)
+            takes = self.takes.get(name) or self.earlier[name]
+            if takes in ("nothing", "switch"):
+                if equals or dot:
+                    raise InputError(f"current: --{name}", value, "it is a switch: give no value")
+                given[name] = "yes" if is_on else "no"
+                continue
+            values = [value] if equals else []
+            most = {"value": 1, "optional": 1, "many": len(words)}[takes]
+            while not equals and at < len(words) and len(values) < most and not is_flag(words[at]):
+                values.append(words[at])
+                at += 1
+            if not values and takes != "optional":
+                raise InputError(f"current: --{name}", "", "give a value")
+            text = " ".join(values) or ("yes" if takes == "optional" else "")
+            given[name] = json.dumps({inner: text}) if dot else text
+        return given, free
+
+    def name_of(self, word: str) -> tuple[str, bool]:
+        """Return the long name of a flag, and whether it is switched on.
+
+        Raises:
+            InputError: there is no such flag; the message names the nearest, never its opposite.
+        """
+        word = word.replace("_", "-")
+        names = self._names()
+        if word in names:
+            return names[word]
+        begun = {name for name in names if self.abbreviates and word.startswith("--") and name.startswith(word)}
+        meant = {names[name] for name in begun}
+        if len(meant) == 1:
+            return meant.pop()
+        if meant:
+            raise InputError("current", word, f"it may stand for {', '.join(sorted(begun))}")
+        off = _is_off(word)
+        near = nearest(word, [name for name in names if _is_off(name) == off])
+        raise InputError("current", word, f"{self.engine} has no such flag{near}")
+
+    def _names(self) -> dict[str, tuple[str, bool]]:
+        """Return every spelling with the flag that it stands for, and whether it switches on."""
+        all_ = {**self.earlier, **self.takes}
+        names = {f"--{flag}": (flag, True) for flag in all_}
+        names |= {f"--no-{flag}": (flag, False) for flag, takes in all_.items() if takes == "switch"}
+        return names | {alias: (flag, True) for alias, flag in self.aliases.items()}
+
+    def read_config(self, path: str) -> Given:
+        """Return the flags of a YAML file, as `vllm serve --config` takes them.
+
+        Raises:
+            InputError: the file holds something else, or names another one.
+        """
+        data = load_yaml(Path(path), "current: --config")
+        if not isinstance(data, dict):
+            raise InputError("current: --config", path, "it must hold flags and their values")
+        words: list[str] = []
+        for key, value in data.items():
+            if isinstance(value, bool):
+                words.append(f"--{key}" if value else f"--no-{key}")
+            elif isinstance(value, list):
+                words += [f"--{key}", *map(str, value)] if value else []
+            else:
+                words += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        given, _ = self.read(words)
+        if "config" in given:
+            raise InputError("current: --config", path, "it names another config file; put all flags into one")
+        return given
+
+
+def is_flag(word: str) -> bool:
+    """Return whether a word is a flag and no negative number."""
+    return word.startswith("-") and len(word) > 1 and not re.fullmatch(r"-\d+(\.\d+)?", word)
+
+
+def _is_off(word: str) -> bool:
+    return word.startswith(("--no-", "--disable-"))
+
+
+def value_of(given: Given, name: str, read: Callable[[str], T | None], default: T) -> T:
+    """Return the value of a flag, or its default.
+
+    Raises:
+        InputError: the value cannot be read.
+    """
+    if name not in given:
+        return default
+    if given[name].startswith("$"):
+        raise InputError(f"current: --{name}", given[name], "it is a variable of the shell: write its value")
+    try:
+        return cast(T, read(given[name]))
+    except ValueError as error:
+        raise InputError(f"current: --{name}", given[name], str(error)) from None
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError("give a whole number, at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Return a share above 0, at most 1."""
+    if not re.fullmatch(r"[01]?\.?\d*", text) or not text.strip(".") or not 0 < float(text) <= 1:
+        raise ValueError("give a share above 0, at most 1")
+    return float(text)

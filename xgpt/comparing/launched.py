@@ -1,0 +1,311 @@
+"""Find the engine that a shell command, `docker run`, a Compose file, a pod or Helm values start, and its flags."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from xgpt.core.errors import InputError
+
+Engine = Literal["vllm", "sglang", "tensorrt-llm"]
+
+LAUNCHERS: dict[tuple[str, str], Engine] = {
+    ("vllm", "serve"): "vllm",
+    ("-m", "vllm.entrypoints.openai.api_server"): "vllm",
+    ("-m", "dynamo.vllm"): "vllm",
+    ("-m", "sglang.launch_server"): "sglang",
+    ("sglang", "serve"): "sglang",
+    ("-m", "dynamo.sglang"): "sglang",
+    ("-m", "dynamo.trtllm"): "tensorrt-llm",
+}
+IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
+"""Parts of the names of images, and the engine that they run."""
+ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
+"""Words that end a command of a shell."""
+DOCKER_SWITCHES = frozenset(
+    ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
+)
+VALUES: dict[str, str] = {
+    "tensorParallelSize": "--tensor-parallel-size",
+    "pipelineParallelSize": "--pipeline-parallel-size",
+    "maxModelLen": "--max-model-len",
+    "maxNumSeqs": "--max-num-seqs",
+    "maxNumBatchedTokens": "--max-num-batched-tokens",
+    "gpuMemoryUtilization": "--gpu-memory-utilization",
+    "dtype": "--dtype",
+    "enableChunkedPrefill": "--enable-chunked-prefill",
+    "enablePrefixCaching": "--enable-prefix-caching",
+}
+"""Fields of the production stack's Helm values (`vllmConfig`), and the flags that its chart makes of them."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An engine as something starts it.
+
+    Attributes:
+        words: what follows the launcher.
+        image: the container's image; "": none.
+        devices: devices that the manifest requests for it; None: it does not say.
+    """
+
+    engine: Engine
+    words: list[str]
+    image: str = ""
+    devices: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def version(self) -> str | None:
+        """Version in the image's tag, such as 0.15.1; None: it has none."""
+        found = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
+        return None if found is None else found[1]
+
+
+def find_engine(text: str) -> Launched:
+    """Return the engine that a command or a file starts.
+
+    Args:
+        text: a command, YAML, or the path of a file with one of them.
+
+    Raises:
+        InputError: nothing in it starts an engine, or several do.
+    """
+    text = text.strip()
+    if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and Path(text).is_file():
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise InputError("current", text, "it cannot be read as text") from None
+    documents = _documents(text)
+    if documents:
+        return _one([found for document in documents for found in _in_manifest(document)], "the manifest")
+    return _one(list(_in_shell(text)), shorten(text))
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a text, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else line[:97] + "..."
+
+
+def _one(found: list[Launched], text: str) -> Launched:
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        accepted = (
+            "give a command that starts with vllm serve, sglang serve or trtllm-serve, or a docker run, Compose file, "
+            "pod or Helm values that have one"
+        )
+        raise InputError("current", text, accepted)
+    if all((each.engine, each.words) == (found[0].engine, found[0].words) for each in found):
+        return found[0]
+    raise InputError("current", text, f"it starts {len(found)} engines: give the command of one")
+
+
+def _documents(text: str) -> list[Any]:
+    """Return the mappings of YAML; nothing where the text is a command."""
+    if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
+        return []
+    try:
+        return [each for each in yaml.safe_load_all(text) if isinstance(each, dict)]
+    except yaml.YAMLError:
+        return []
+
+
+# --- shells
+
+
+def _in_shell(text: str) -> Iterator[Launched]:
+    """Yield the engines that the commands of a shell start."""
+    joined = re.sub(r"\\\r?\n", " ", text)
+    for line in joined.splitlines():
+        if line.strip() and not line.strip().startswith("#"):
+            words = _words(line.strip().removeprefix("$ "))
+            yield from _in_words(words)
+
+
+def _words(line: str) -> list[str]:
+    # A placeholder such as <port> is a word, not a redirection.
+    line = re.sub(r"<([A-Za-z][\w .:/-]*)>", lambda match: match[1].replace(" ", "-"), line)
+    line = re.sub(r"\s[12](?=>)", " ", line)  # the descriptor of 2>&1 is no word
+    reader = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
+    reader.whitespace_split = True
+    reader.commenters = ""
+    try:
+        words = list(reader)
+    except ValueError as error:
+        raise InputError("current", shorten(line), f"{error}; quote it as a shell would take it") from None
+    return words[: _comment(words)]
+
+
+def _comment(words: list[str]) -> int:
+    return next((at for at, word in enumerate(words) if word == "#" or word.startswith("# ")), len(words))
+
+
+def _in_words(words: list[str], image: str = "") -> Iterator[Launched]:
+    """Yield the engines that the words of one or several commands start."""
+    for command in _commands(words):
+        names = [os.path.basename(word) for word in command]
+        for at, word in enumerate(names):
+            pair = (word, names[at + 1] if at + 1 < len(names) else "")
+            if pair in LAUNCHERS:
+                yield Launched(LAUNCHERS[pair], command[at + 2 :], image)
+                break
+            if word == "trtllm-serve":
+                rest = command[at + 1 :]
+                yield Launched("tensorrt-llm", rest[1:] if rest[:1] == ["serve"] else rest, image)
+                break
+            if word in ("bash", "sh") and (at == 0 or names[at - 1] == "exec"):
+                script = next((after for flag, after in pairwise(command[at:]) if re.fullmatch(r"-\w*c", flag)), None)
+                if script is not None:
+                    yield from _in_shell(script)
+                    break
+            if word in ("docker", "podman", "nerdctl") and pair[1] == "run":
+                yield from _in_docker(command[at + 2 :])
+                break
+
+
+def _commands(words: list[str]) -> Iterator[list[str]]:
+    """Yield the commands of a line, without what follows a redirection."""
+    command: list[str] = []
+    is_redirected = False
+    for word in words:
+        if word in ENDS or re.fullmatch(r"[&|;<>]+", word):
+            is_redirected = any(mark in word for mark in "<>")
+            if not is_redirected:
+                yield command
+                command = []
+        elif is_redirected:
+            is_redirected = False
+        else:
+            command.append(word)
+    yield command
+
+
+def _in_docker(words: list[str]) -> Iterator[Launched]:
+    """Yield the engine of `docker run`: its image's own, or what its arguments start."""
+    entrypoint = ""
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        name, equals, value = words[at].partition("=")
+        at += 1
+        takes_none = name in DOCKER_SWITCHES or bool(re.fullmatch(r"-[itdP]+", name))
+        if not equals and not takes_none:
+            value = words[at] if at < len(words) else ""
+            at += 1
+        if name == "--entrypoint":
+            entrypoint = value
+    if at < len(words):
+        yield from _in_container(words[at], [entrypoint] if entrypoint else [], words[at + 1 :])
+
+
+def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> Iterator[Launched]:
+    found = list(_in_words([*entrypoint, *arguments], image))
+    if found or entrypoint:
+        yield from (Launched(each.engine, each.words, image) for each in found)
+        return
+    name = image.lower()
+    engine = next((engine for part, engine in IMAGES.items() if part in name), None)
+    if engine is not None and not re.search(r"router|lmcache-server|frontend", name):
+        yield Launched(engine, arguments[1:] if arguments[:1] == ["serve"] else arguments, image)
+
+
+# --- manifests
+
+
+def _in_manifest(node: Any) -> Iterator[Launched]:
+    """Yield the engines in Compose services, pods, Helm values of the production stack, llm-d and Dynamo."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _in_manifest(each)
+    if not isinstance(node, dict):
+        return
+    if isinstance(node.get("vllmConfig"), dict):
+        yield _of_values(node)
+        return
+    if isinstance(node.get("image"), str) and ({"command", "args", "entrypoint"} & set(node)):
+        environment = _environment(node)
+        entrypoint, arguments = _texts(node.get("entrypoint")), _texts(node.get("command"))
+        if "args" in node:  # a pod's command is the entrypoint
+            entrypoint, arguments = arguments, _texts(node["args"])
+        entrypoint = [_filled(word, environment) for word in entrypoint]
+        arguments = [_filled(word, environment) for word in arguments]
+        devices = _devices(node)
+        for found in _in_container(node["image"], entrypoint, arguments):
+            yield Launched(found.engine, found.words, found.image, devices)
+        return
+    for value in node.values():
+        yield from _in_manifest(value)
+
+
+def _of_values(node: dict[str, Any]) -> Launched:
+    """Return the engine of an entry of the production stack's `modelSpec`."""
+    config = node["vllmConfig"]
+    words = [str(node.get("modelURL", ""))] if node.get("modelURL") else []
+    for name, flag in VALUES.items():
+        value = config.get(name)
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif value is not None:
+            words += [flag, str(value)]
+    words += [str(word) for word in config.get("extraArgs", [])]
+    devices = node.get("requestGPU")
+    image = f"{node.get('repository', '')}:{node.get('tag', '')}"
+    return Launched("vllm", words, image, devices if isinstance(devices, int) else None)
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the words of a command: a list, or text as a shell takes it."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return _words(re.sub(r"\s*\n\s*", " ", value))
+    words = []
+    for each in value:
+        text = str(each)
+        is_pair = re.fullmatch(r"--[\w.-]+ [^{\n]+", text.strip()) is not None  # "--max-num-seqs 64" as one argument
+        words += text.strip().split(" ", 1) if is_pair else [text]
+    return words
+
+
+def _environment(node: dict[str, Any]) -> dict[str, str]:
+    given = node.get("env", node.get("environment", {}))
+    if isinstance(given, dict):
+        return {str(name): str(value) for name, value in given.items()}
+    found = {}
+    for each in given or []:
+        if isinstance(each, dict) and "value" in each:
+            found[str(each.get("name"))] = str(each["value"])
+        elif isinstance(each, str) and "=" in each:
+            name, _, value = each.partition("=")
+            found[name] = value
+    return found
+
+
+def _filled(word: str, environment: Mapping[str, str]) -> str:
+    """Return a word with the variables that the container defines, or that have a default, in their places."""
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1] or match[2] or match[4], match[3]
+        return environment.get(name, match[0] if default is None else default)
+
+    return re.sub(r"\$\((\w+)\)|\$\{(\w+)(?::?-([^}]*))?\}|\$(\w+)", value, word)
+
+
+def _devices(node: dict[str, Any]) -> int | None:
+    resources = node.get("resources", {})
+    for kind in ("limits", "requests"):
+        of = resources.get(kind, {}) if isinstance(resources, dict) else {}
+        for name, number in (of or {}).items():
+            if str(name).endswith("/gpu") and str(number).isdecimal():
+                return int(number)
+    return None
