@@ -27,6 +27,9 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 }
 """Settings of generation_config.json that are defaults of requests, and the values that are taken."""
 
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header of a file of weights, as of the safetensors library; a sparse file may tell of any."""
+
 ENCODER_DECODERS = ("t5", "mt5")
 """Of the family t5."""
 FROM_PARTS = ("gemma3",)
@@ -166,7 +169,7 @@ def _headers(directory: Path) -> Iterator[str]:
     for path in weight_files(directory):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            is_whole = 8 + length <= path.stat().st_size
+            is_whole = length <= MAX_HEADER_BYTES and 8 + length <= path.stat().st_size
             yield file.read(length).decode(errors="replace") if is_whole else ""
 
 

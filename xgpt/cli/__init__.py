@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed
+from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable
 from xgpt.core.version import __version__
 
 COMMANDS = (
@@ -169,5 +169,5 @@ def _fail(message: str, code: int) -> None:
 
     for handler in logging.getLogger().handlers:
         handler.flush()  # so that nothing follows
-    click.echo(f"xgpt: {' '.join(message.split())}", err=True)
+    click.echo(f"xgpt: {printable(' '.join(message.split()))}", err=True)
     sys.exit(code)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from xgpt.core.errors import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -19,11 +21,12 @@ def show(*parts: object) -> None:
     """Print tables and text on standard output, at a width that pipes keep whole."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    # Names of models and workloads are text, whatever brackets or colons they have.
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120)
+        console = Console(highlight=False, markup=False, emoji=False, width=120)
     for part in parts:
-        console.print(part)
+        console.print(printable(part) if isinstance(part, str) else part)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -31,11 +34,11 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     from rich import box
     from rich.table import Table
 
-    result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    result = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i == 0 else "right", no_wrap=column not in ("settings", "best"))
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*map(printable, row))
     return result
 
 

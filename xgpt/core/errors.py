@@ -8,6 +8,7 @@ XgptError (4: a defect of ours)
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable
 
 MAX_SHOWN = 200
@@ -89,3 +90,11 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
 def cut(text: str, most: int = MAX_SHOWN) -> str:
     """Return a text's first `most` characters, the last ones dots if there are more."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def printable(text: str) -> str:
+    """Return a text without the characters that command a terminal; lines and tabs stay."""
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character)[0] != "C" else repr(character)[1:-1]
+        for character in text
+    )

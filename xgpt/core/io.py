@@ -121,6 +121,8 @@ def load_yaml(path: Path, field: str) -> Any:
     except yaml.YAMLError as error:
         summary = " ".join(str(error).split())
         raise InputError(field, str(path), f"it is not YAML: {summary}") from None
+    except RecursionError:
+        raise InputError(field, str(path), "it nests too deeply") from None
     if document is None:
         raise InputError(field, str(path), "it is empty")
     return document

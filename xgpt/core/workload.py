@@ -32,6 +32,9 @@ BLOCK = 100
 LARGEST_CV = 100
 """Above it, nearly all gaps would be too short for a float."""
 
+MAX_LENGTHS = 1 << 20
+"""Largest number of different lengths of a distribution: each has its probability in a plan."""
+
 
 class TraceLengths(NamedTuple):
     """Requests of a trace, in order of time where it has times.
@@ -71,6 +74,9 @@ def histogram(distribution: LengthDistribution) -> Histogram:
     if distribution.min > distribution.max:
         raise InputError("min", distribution.min, f"it must be at most max, which is {distribution.max}")
     lengths = range(distribution.min, distribution.max + 1)
+    if len(lengths) > MAX_LENGTHS:
+        says = f"a distribution has at most {MAX_LENGTHS} lengths, from min {distribution.min} on"
+        raise InputError("max", distribution.max, says)
     mass = (
         np.ones(len(lengths))
         if isinstance(distribution, Uniform)

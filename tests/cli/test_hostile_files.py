@@ -1,0 +1,55 @@
+"""Files of strangers: none takes all memory, ends in an internal error, or commands the terminal."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from xgpt.checkpoints import files
+from xgpt.cli import cli
+from xgpt.core.errors import InputError
+
+LENGTHS = "input: {{kind: uniform, min: 1, max: {}}}\noutput: {{kind: uniform, min: 1, max: 2}}\n"
+PLAN = ["plan", "--model", "llama-3.1-8b", "--cluster", "h200x1", "--latency-bound", "8", "--objective", "saturated"]
+
+
+def workload(directory: Path, text: str) -> list[str]:
+    path = directory / "w.yaml"
+    path.write_text(text)
+    return [*PLAN, "--workload", str(path), "-o", str(directory / "plan.json")]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: " + "[" * 20_000 + "]" * 20_000, "nests too deeply"),
+        ("name: x\nsource: here\n" + LENGTHS.format(2**31), "at most 1048576 lengths"),
+    ],
+)
+def test_files_that_would_take_all_memory_or_the_stack(text: str, says: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, workload(tmp_path, text))
+    assert isinstance(result.exception, InputError)
+    assert says in str(result.exception)
+
+
+def test_names_command_no_terminal(tmp_path: Path) -> None:
+    """Brackets were taken for markup, and ended in an internal error; an escape sequence reached the terminal."""
+    name = "[red]x[/nothing] \x1b[31m :smile:"
+    text = f"name: {json.dumps(name)}\nsource: here\n" + LENGTHS.format(100)
+    result = CliRunner().invoke(cli, workload(tmp_path, text))
+    assert result.exit_code == 0, result.exception
+    assert "\x1b" not in result.output
+    assert "[red]x[/nothing] \\x1b[31m :smile:" in result.output
+
+
+def test_a_header_of_five_gibibytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file has any length, and takes no place."""
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", 5 << 30))
+        file.truncate((5 << 30) + 8)
+    assert list(files._headers(tmp_path)) == [""]
