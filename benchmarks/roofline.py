@@ -217,7 +217,7 @@ def kv_bytes(worker: Worker) -> float:
 def prompt_flops(spec: ModelSpec, length: int) -> float:
     """Of a prompt with the logits of its last token: of others the last layer's keys and values are all it needs."""
     of_token = 2 * layer_params(spec) + attention_flops(spec, (length + 1) / 2)
-    keys_and_values = 2 * spec.hidden_size * spec.kv_bytes_per_layer("float32") / BYTES_PER_ELEMENT["float32"]
+    keys_and_values = 2 * spec.hidden_size * spec.kv_bytes_of(spec.kinds[0], "float32") / BYTES_PER_ELEMENT["float32"]
     saved = of_token / spec.num_layers - keys_and_values
     return length * of_token - (length - 1) * saved + 2 * head_params(spec)
 

@@ -7,14 +7,15 @@
     all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + fixed, or 2 (t-1) hops
     from one device to another           b / (link eff) + one hop
 
-A group of t devices shares matrices, heads and vocabulary evenly. Where layers differ (dense ones among those with
-experts, windows in some), a layer's times are their mean. Latent attention decodes on what is kept of each token, which
-every device of a group holds as a whole. Source: ExeGPT sec. 3 names what is profiled.
+A group of t devices shares matrices, heads and vocabulary evenly. Where layers are of several kinds
+(`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on what is kept of each token, which every
+device of a group holds as a whole. A recurrent block reads and writes its state; sparse attention scores all tokens
+with its index, and reads the best. Source: ExeGPT sec. 3 names what is profiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from xgpt.core.errors import InputError
 from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
+    Block,
     ClusterSpec,
     CrossTimes,
     Curve,
@@ -30,11 +32,15 @@ from xgpt.core.schema import (
     EncoderLayerTimes,
     EngineSpec,
     Experts,
+    Indexer,
+    LatentAttention,
     LayerTimes,
     Link,
     ModelSpec,
+    Part,
     Profile,
     Quantization,
+    Recurrent,
     Surface,
 )
 from xprofiler.experts import Routing
@@ -102,9 +108,15 @@ def profile(
 def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     """Tensor-parallel degrees, each with the expert-parallel degrees within it: one, and all devices of the group."""
     degrees = tp_degrees(spec, cluster)
-    if spec.experts is None:
+    experts = [kind.experts for kind in spec.kinds if kind.experts is not None]
+    if not experts:
         return tuple((t, 1) for t in degrees)
-    return tuple((t, ep) for t in degrees for ep in dict.fromkeys((1, t)) if _shares_experts(spec.experts, t // ep, ep))
+    return tuple(
+        (t, ep)
+        for t in degrees
+        for ep in dict.fromkeys((1, t))
+        if all(_shares_experts(of, t // ep, ep) for of in experts)
+    )
 
 
 def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
@@ -118,16 +130,19 @@ def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
     """
     most = cluster.devices_per_node if cluster.intra_node is not None else 1
     degrees = (2**i for i in range(most.bit_length()))
-    return tuple(t for t in degrees if t <= most and _shares_evenly(spec, t))
+    return tuple(t for t in degrees if t <= most and all(_shares_evenly(kind, t) for kind in spec.kinds))
 
 
-def _shares_evenly(spec: ModelSpec, t: int) -> bool:
-    kv_heads = spec.num_kv_heads
-    if spec.experts is not None and not any(_shares_experts(spec.experts, t // ep, ep) for ep in (1, t)):
+def _shares_evenly(kind: Block, t: int) -> bool:
+    experts = kind.experts
+    if experts is not None and not any(_shares_experts(experts, t // ep, ep) for ep in (1, t)):
         return False
-    if (spec.experts is None or spec.experts.dense_layers) and spec.ffn_size % t:
+    if kind.ffn_size % t or (kind.recurrent is not None and kind.recurrent.num_heads % t):
         return False
-    return spec.num_heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
+    if (attention := kind.attention) is None:
+        return True
+    kv_heads = attention.num_kv_heads
+    return attention.num_heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)
 
 
 class Transfers(TypedDict):
@@ -223,13 +238,25 @@ class Kernels:
         """Return the seconds of reading `kept_bytes` of each token."""
         return batch * context * kept_bytes / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
-    def latent_attention(self, batch: int, context: int, heads: float, spec: ModelSpec) -> float:
+    def latent_attention(self, batch: int, context: int, heads: float, latent: LatentAttention) -> float:
         """Return the seconds of a decode on latent K/V, which all heads share."""
-        assert spec.latent is not None
-        kept = spec.latent.kept_per_token
-        read = batch * context * spec.kv_bytes_per_layer(self.kv_dtype) / (self._bandwidth * self.efficiency.kv)
-        flops = 2 * batch * context * heads * (kept + spec.latent.kv_rank)
+        kept = latent.kept_per_token
+        read = batch * context * kept * BYTES_PER_ELEMENT[self.kv_dtype] / (self._bandwidth * self.efficiency.kv)
+        flops = 2 * batch * context * heads * (kept + latent.kv_rank)
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
+
+    def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
+        """Return the seconds in which an index scores so many pairs of tokens, in eight bits on every device."""
+        flops = 2 * pairs * indexer.num_heads * indexer.head_dim
+        read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
+        return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
+
+    def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
+        """Return the seconds in which the states of a batch take in `length` tokens each, on one device of t."""
+        share = min(t, recurrent.num_heads)
+        moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
+        flops = 6 * batch * length * recurrent.state_elements / share
+        return max(moved_s, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def copy(self, elements: float) -> float:
         return elements * self.size / self._bandwidth
@@ -256,17 +283,15 @@ class Kernels:
 
 def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
     kv_heads = max(1.0, spec.num_kv_heads / t)
-    kept_bytes = spec.kv_bytes_per_layer(kernels.kv_dtype, kv_heads)
-    num_all_reduces = 2
     cross, cross_kv_params = None, 0.0
     if spec.is_encoder_decoder:
         cross_kv_params = 2 * spec.hidden_size * kv_heads * spec.head_dim
-        num_all_reduces = 3
+        kept_bytes = spec.kv_bytes_of(spec.kinds[0], kernels.kv_dtype, t)
         cross = CrossTimes(
             keys_values=curve(lambda n: kernels.matrix(n, cross_kv_params), TOKENS),
             attention=surface(lambda b, length: kernels.decode_attention(b, length, kept_bytes)),
         )
-    products = _products(spec, kernels, t, ep, cross_kv_params)
+    products, num_all_reduces = _products(spec, kernels, t, ep, cross_kv_params), _all_reduces(spec)
 
     def rest(tokens: int) -> float:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
@@ -286,6 +311,25 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
     )
 
 
+def _all_reduces(spec: ModelSpec) -> float:
+    """Return the all-reduces of a layer in the mean: one after what mixes tokens, one after what follows."""
+    if spec.is_encoder_decoder:
+        return 3
+    of_kind = [
+        (kind.attention is not None or kind.recurrent is not None) + bool(kind.ffn_size or kind.experts)
+        for kind in spec.kinds
+    ]
+    return _mean(spec, of_kind)
+
+
+def _mean(spec: ModelSpec, values: Sequence[float]) -> float:
+    """Return the mean over layers of what each kind of them takes."""
+    if len(values) == 1:
+        return values[0]
+    counts = [len(kind.layers) for kind in spec.kinds]
+    return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+
+
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
     """Return a function: seconds of a layer's matrix products, by tokens, on the busiest device of a group.
 
@@ -294,58 +338,103 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
     Args:
         left_out: weights that belong to another table.
     """
-    num_products: float = NUM_PRODUCTS + (2 if spec.is_encoder_decoder else 0)
-    stored = spec.quantization
-    if spec.experts is None:
+    if spec.is_encoder_decoder:
         params = spec.decoder_layer_params / t - left_out
-        return lambda tokens: kernels.matrix(tokens, params, num_products, stored)
-    experts, share = spec.experts, spec.num_expert_layers() / spec.num_layers
-    shared: float = spec.attention_params - spec.unshared_params
-    shared += (1 - share) * spec.ffn_params + share * spec.shared_expert_params
-    params = shared / t + spec.unshared_params
-    # Of a layer with experts, the router's product and those of the shared experts.
-    num_products += share * (1 + 2 * (experts.shared_ffn_size > 0) - 2)
-    routing, each = Routing(experts, ep), spec.expert_params / (t // ep)
-    outside = None if stored is not None and stored.experts_only else stored
+        return lambda tokens: kernels.matrix(tokens, params, NUM_PRODUCTS + 2, spec.quantization)
+    of_kinds = [_products_of(spec, kind, kernels, t, ep) for kind in spec.kinds]
+    return lambda tokens: _mean(spec, [of_kind(tokens) for of_kind in of_kinds])
+
+
+def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
+    """Return a function: seconds of the matrix products of one kind of layer, by tokens."""
+    sizes, stored, experts = spec.sizes, spec.quantization, kind.experts
+    by_format: dict[Quantization | None, list[float]] = {}
+
+    def add(part: Part, params: float, products: int) -> None:
+        found = by_format.setdefault(None if stored is None else stored.of(part), [0.0, 0])
+        found[0], found[1] = found[0] + params, found[1] + products
+
+    unshared = sizes.unshared(kind)
+    mixers = (kind.attention is not None) + (kind.recurrent is not None)
+    if mixers:
+        add("attention", (sizes.mixer(kind) - unshared) / t + unshared, 2 * mixers)
+    if kind.ffn_size:
+        add("dense", sizes.dense(kind) / t, 2)
+    if experts is None:
+        groups = list(by_format.items())
+        return lambda tokens: sum(kernels.matrix(tokens, params, n, of) for of, (params, n) in groups)
+    add("shared", sizes.beside_experts(kind) / t, 1 + 2 * (experts.shared_ffn_size > 0))
+    groups = list(by_format.items())
+    routing, each = Routing(experts, ep), sizes.expert(kind) / (t // ep)
+    of_experts = None if stored is None else stored.of("experts")
 
     def seconds(tokens: int) -> float:
-        return kernels.matrix(tokens, params, num_products, outside) + share * kernels.grouped(
-            tokens, each, routing, stored
-        )
+        others = sum(kernels.matrix(tokens, params, n, of) for of, (params, n) in groups)
+        return others + kernels.grouped(tokens, each, routing, of_experts)
 
     return seconds
 
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
-    """Return attention of prompts and of decode: the mean over layers with a window and without."""
-    heads = spec.num_heads / t
-    width = spec.head_dim if spec.latent is None else (spec.head_dim + spec.latent.value_head_dim) / 2
-    kept_bytes = spec.kv_bytes_per_layer(kernels.kv_dtype, max(1.0, spec.num_kv_heads / t))
+    """Return attention of prompts and of decode: the mean over the kinds of layers."""
+    kinds = [_Mixing(spec, kind, kernels, t) for kind in spec.kinds]
+    return (
+        surface(lambda b, length: _mean(spec, [kind.prompt(b, length) for kind in kinds])),
+        surface(lambda b, length: _mean(spec, [kind.decode(b, length) for kind in kinds])),
+    )
 
-    def prompt(batch: int, length: int, window: int | None) -> float:
-        if window is None or length <= window:
-            return kernels.prompt_attention(batch, length, heads * width, causal=True)
+
+class _Mixing:
+    """Seconds in which one kind of layer mixes tokens, on one device of a group of t."""
+
+    def __init__(self, spec: ModelSpec, kind: Block, kernels: Kernels, t: int) -> None:
+        self._kernels, self._kind, self._t = kernels, kind, t
+        if (attention := kind.attention) is not None:
+            self._heads = attention.num_heads / t
+            self._width = (attention.head_dim + attention.values) / 2
+            self._kept_bytes = spec.kv_bytes_of(kind, kernels.kv_dtype, t) - attention.index_bytes
+            if not attention.keeps:  # it reads what an earlier layer keeps
+                kept = attention.model_copy(update={"keeps": True}).kept_elements(t)
+                self._kept_bytes = kept * BYTES_PER_ELEMENT[kernels.kv_dtype]
+
+    def prompt(self, batch: int, length: int) -> float:
+        """Return the seconds of a batch of prompts of one length."""
+        kernels, seconds = self._kernels, 0.0
+        if self._kind.recurrent is not None:
+            seconds += kernels.recurrence(batch, length, self._kind.recurrent, self._t)
+        if (attention := self._kind.attention) is None:
+            return seconds
+        reach, indexer = attention.window, attention.indexer
+        if indexer is not None:
+            reach = indexer.top_k + (attention.window or 0)
+            if not indexer.is_shared:
+                seconds += kernels.index(batch * length * length / 2 / attention.compression, 0.0, indexer)
+        elif attention.compression > 1:
+            reach = round(length / 2 / attention.compression) + (attention.window or 0)
+        if reach is None or length <= reach:
+            return seconds + kernels.prompt_attention(batch, length, self._heads * self._width, causal=True)
         # Beyond the window each token sees all of it; up to there, half of it in the mean.
         fixed = kernels.efficiency.attention_s
-        inside = kernels.prompt_attention(batch, window, heads * width, causal=True) - fixed
-        return inside * (1 + 2 * (length - window) / window) + fixed
+        inside = kernels.prompt_attention(batch, reach, self._heads * self._width, causal=True) - fixed
+        return seconds + inside * (1 + 2 * (length - reach) / reach) + fixed
 
-    def decode(batch: int, context: int, window: int | None) -> float:
-        context = context if window is None else min(context, window)
-        if spec.latent is not None:
-            return kernels.latent_attention(batch, context, heads, spec)
-        return kernels.decode_attention(batch, context, kept_bytes)
-
-    window, full = spec.sliding_window, 1.0
-    if window is not None:
-        full = len(spec.full_attention_layers) / spec.num_layers
-
-    def mean(of: Callable[[int, int, int | None], float]) -> Surface:
-        if window is None:
-            return surface(lambda b, length: of(b, length, None))
-        return surface(lambda b, length: full * of(b, length, None) + (1 - full) * of(b, length, window))
-
-    return mean(prompt), mean(decode)
+    def decode(self, batch: int, context: int) -> float:
+        """Return the seconds of a token of each of a batch of requests."""
+        kernels, seconds = self._kernels, 0.0
+        if self._kind.recurrent is not None:
+            seconds += kernels.recurrence(batch, 1, self._kind.recurrent, self._t)
+        if (attention := self._kind.attention) is None:
+            return seconds
+        reach, indexer = context // attention.compression, attention.indexer
+        if indexer is not None:
+            if not indexer.is_shared:
+                seconds += kernels.index(batch * reach, batch * context * attention.index_bytes, indexer)
+            reach = min(reach, indexer.top_k)
+        if attention.window is not None:
+            reach = min(context, attention.window if attention.compression == 1 else reach + attention.window)
+        if attention.latent is not None:
+            return seconds + kernels.latent_attention(batch, reach, self._heads, attention.latent)
+        return seconds + kernels.decode_attention(batch, reach, self._kept_bytes)
 
 
 def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTimes:

@@ -19,6 +19,7 @@ Array = npt.NDArray[np.float64]
 Rows = dict[str, npt.NDArray[Any]]
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
+STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
 """What the tables call a format of stored weights."""
 DIVIDED = 0.9
 """Share of one device's time at most that tables of experts divided among several may hold for the largest batch."""

@@ -78,6 +78,8 @@ def profile(
     """
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported for decoder-only models")
+    if spec.blocks:
+        raise InputError("model", spec.name, "no tables hold its blocks: leave the import out")
     if dtype not in TABLE_DTYPES:
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)

@@ -100,12 +100,14 @@ def obtain_profile(
     Args:
         dtype: None: the model's own; on a CPU, the one that it runs in.
         engine: whose loop goes around a datasheet's kernels.
-        kv_dtype: type of K/V; None: that of the dtype.
+        kv_dtype: type of K/V; None: that which the checkpoint asks for, or else that of the dtype.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
     """
     dtype = dtype_of(spec, cluster, dtype)
+    if kv_dtype is None and not cluster.is_local and spec.quantization is not None and spec.quantization.kv_float8:
+        kv_dtype = "float8" if cluster.device.type == "gpu" else None
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
     if not cluster.is_local:
         return analytic.profile(spec, cluster, dtype, engine, kv_dtype)

@@ -192,6 +192,7 @@ class Candidates:
                 self._block_size,
                 engine,
                 kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
+                context=self.lengths.mean_whole_input + self.lengths.mean_output,
             )
             try:
                 found = memory()
@@ -199,7 +200,8 @@ class Candidates:
                     found = memory(slots=problem.deployed.max_batch or 0)
                 elif engine is not None and engine.sampling_bytes:
                     # As many as it holds without them: a few too many, so what is left for K/V is never overstated.
-                    most = capacity(self.lengths, found.blocks_beside(0), self._block_size, "quantile")
+                    blocks, own = found.blocks_beside(0), found.request_blocks
+                    most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own)
                     found = memory(slots=min(self._max_batch, int(most[0])))
             except InfeasibleError as error:
                 found = error.with_traceback(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from xgpt.core.io import sha256
 from xgpt.core.schema import (
     Admission,
@@ -35,6 +37,9 @@ def plan_of(
     """
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
+    most = int(space.capacity) if space.kv == "quantile" else None
+    if limits.memory.request_blocks:  # what requests keep whatever their length is set aside for so many
+        most = _slots(space, values)
     return Plan(
         model=problem.model,
         checkpoint=problem.checkpoint,
@@ -45,7 +50,7 @@ def plan_of(
         workload=problem.workload,
         constraint=problem.constraint,
         policy=settings,
-        admission=Admission(kv=space.kv, max_running=int(space.capacity) if space.kv == "quantile" else None),
+        admission=Admission(kv=space.kv, max_running=most),
         replicas=space.placement.replicas,
         block_size=limits.block_size,
         stages=stages,
@@ -64,6 +69,11 @@ def plan_of(
     )
 
 
+def _slots(space: Space, values: dict[str, float]) -> int:
+    """Return the requests at once for which memory is set aside, of each replica."""
+    return max(1, int(space.capacity_beside(np.asarray([values["peak_tokens"]]))[0]))
+
+
 def _stages(
     space: Space, values: dict[str, float], is_encoder_decoder: bool
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
@@ -76,8 +86,11 @@ def _stages(
     for name, layout in zip(lanes, space.placement.layouts, strict=True):
         memory = limits.encode_memory if name == "encode" and limits.encode_memory else limits.memory
         step_tokens = values["decode_batch"] if name == "decode" else values["peak_tokens"]
-        blocks = int(memory.blocks_beside(step_tokens)[0])
-        memory_bytes += memory.device_bytes(blocks, step_tokens)
+        slots = _slots(space, values) if memory.request_blocks else 0
+        if name == "encode":
+            slots = min(slots, round(values["encode_batch"]) * (len(layout.lane) + 1))
+        blocks = int(memory.blocks_beside(step_tokens)[0] - slots * memory.request_blocks)
+        memory_bytes += memory.device_bytes(blocks, step_tokens, slots)
         encoded = decoded = 0
         for shape in layout.lane:
             encoder = (encoded, encoded + shape.encoder_layers)

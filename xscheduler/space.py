@@ -194,7 +194,10 @@ class Space:
         blocks = limits.memory.blocks_beside(
             step_tokens if limits.encode_memory is None else np.zeros_like(step_tokens)
         )
-        in_memory = capacity(self.lengths, blocks, limits.block_size, self.kv, limits.memory.kept_blocks)
+        memory = limits.memory
+        in_memory = capacity(
+            self.lengths, blocks, limits.block_size, self.kv, memory.kept_blocks, memory.request_blocks
+        )
         return np.minimum(in_memory, limits.max_batch * self.placement.microbatches)
 
     def prompts_fit(self, encode_tokens: Array, step_tokens: Array) -> npt.NDArray[np.bool_]:
@@ -332,7 +335,8 @@ class Space:
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
     """Return the requests that a lane holds without activations: the same for all placements on it."""
-    return float(capacity(lengths, memory.blocks_beside(np.zeros(1)), block_size, kv, memory.kept_blocks)[0])
+    blocks = memory.blocks_beside(np.zeros(1))
+    return float(capacity(lengths, blocks, block_size, kv, memory.kept_blocks, memory.request_blocks)[0])
 
 
 class Evaluation:

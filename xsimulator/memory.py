@@ -77,15 +77,22 @@ class StepBuffers:
 
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
-    """Return a token's elements in a layer on one device, and those between the products of its experts."""
-    products, experts = 3 if spec.gated_ffn else 2, spec.experts
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim / stage.tp
-    if experts is None:
-        return 5 * spec.hidden_size + max(products * spec.ffn_size / stage.tp, heads), 0.0
-    width = experts.ffn_size * stage.ep / stage.tp
-    between = max(width, spec.hidden_size) + max((products - 1) * width, spec.hidden_size)
-    dense = max(experts.shared_ffn_size, spec.ffn_size if experts.dense_layers else 0) / stage.tp
-    return 5 * spec.hidden_size + max(products * dense, heads), experts.active * between
+    """Return a token's elements in the widest layer on one device, and those between the products of its experts."""
+    products, layer, between = spec.sizes.products, 0.0, 0.0
+    for kind in spec.kinds:
+        wide = float(products * kind.ffn_size)
+        if kind.attention is not None:
+            attention = kind.attention
+            heads = attention.num_heads * (attention.head_dim + attention.values)
+            wide = max(wide, heads + attention.num_kv_heads * (attention.head_dim + attention.values))
+        if kind.recurrent is not None:
+            wide = max(wide, kind.recurrent.weights / spec.hidden_size)
+        if (experts := kind.experts) is not None:
+            width, inner = experts.ffn_size * stage.ep / stage.tp, experts.width_in(spec.hidden_size)
+            wide = max(wide, products * experts.shared_ffn_size)
+            between = max(between, experts.active * (max(width, inner) + max((products - 1) * width, inner)))
+        layer = max(layer, wide / stage.tp)
+    return 5 * spec.hidden_size + layer, between
 
 
 class LaneMemory:
@@ -116,6 +123,7 @@ class LaneMemory:
         keeps: EngineSpec | None = None,
         kept_blocks: int = 0,
         slots: int = 0,
+        context: float | None = None,
         *,
         must_fit: bool = True,
     ) -> None:
@@ -141,14 +149,25 @@ class LaneMemory:
             spec.layer_weight_bytes(precision.weights, int(end - count), int(end))
             for end, count in zip(last, decoder, strict=True)
         ]
-        unshared = decoder * spec.unshared_bytes(precision.weights)
+        unshared = np.asarray(
+            [
+                spec.unshared_bytes(precision.weights, int(end - count), int(end))
+                for end, count in zip(last, decoder, strict=True)
+            ]
+        )
         shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
-        self.weight_bytes: Array = (shared + tables * table) / tp + unshared
+        tables = tables * table + embeds * state * spec.layer_embedding_params
+        self.weight_bytes: Array = (shared + tables) / tp + unshared
         if keeps is not None:
             self.weight_bytes += _padding(spec, precision.weights, lane, last, keeps.expert_multiple)
         """Of one device of each stage."""
-        kept = [spec.kv_bytes_per_layer(precision.kv, max(spec.num_kv_heads / of, 1.0)) for of in tp]
-        self._block_bytes: Array = block_size * decoder * np.asarray(kept)
+        kept = [
+            _kept(spec, precision.kv, stage, int(end), context if keeps is not None and keeps.drops_windows else None)
+            for stage, end in zip(lane, last, strict=True)
+        ]
+        self._block_bytes: Array = block_size * np.asarray([grows for grows, _ in kept])
+        self.request_bytes: Array = np.asarray([constant for _, constant in kept])
+        """What a request keeps on a device of each stage whatever its length: states, and K/V within windows."""
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
@@ -162,6 +181,7 @@ class LaneMemory:
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
         self._occupied: Array = occupied
         """What K/V cannot have of `_usable` on a device of each stage, activations left out."""
+        # One block takes at least a byte: a model without growing K/V is limited by its requests.
         distinct = {
             (a, b, *row): i
             for i, (a, b, row) in enumerate(zip(occupied, self._block_bytes, self._buffers.rows.tolist(), strict=True))
@@ -180,41 +200,81 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """Blocks for which every stage has room once a step of `step_tokens` has its activations. # [n] -> [n]"""
+        """Blocks for which every stage has room once a step of `step_tokens` has its activations. # [n] -> [n]
+
+        What requests keep whatever their length is to come out of them: see `request_blocks`.
+        """
         free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
+        if self.request_bytes.any():
+            block = np.maximum(block, 1.0)
         with np.errstate(divide="ignore"):
             blocks = np.where(block > 0, free / block, np.inf)
         return np.floor(np.maximum(blocks.min(axis=0), 0.0))
+
+    @property
+    def request_blocks(self) -> float:
+        """Blocks that what a request keeps whatever its length is worth, on the stage where they are most."""
+        if not self.request_bytes.any():
+            return 0.0
+        return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
 
     def free_bytes(self, step_tokens: npt.ArrayLike) -> Array:
         """Return the bytes that K/V may take on a device of each different stage. # [n] -> [distinct stages, n]"""
         tokens, stages = np.atleast_1d(np.asarray(step_tokens, float)), self._distinct
         return self._usable - self._occupied[stages, None] - self._buffers.of(tokens, stages)
 
-    def device_bytes(self, blocks: float, step_tokens: float) -> tuple[int, ...]:
-        """Bytes in use on each device, stage by stage, with these K/V blocks and the largest step's activations."""
+    def device_bytes(self, blocks: float, step_tokens: float, requests: float = 0.0) -> tuple[int, ...]:
+        """Bytes in use on each device, stage by stage, with these K/V blocks, requests and the largest step."""
         activations = self._buffers.of(np.asarray([float(step_tokens)]))[:, 0]
-        by_stage = self.fixed_bytes + activations + blocks * self._block_bytes
+        by_stage = self.fixed_bytes + activations + blocks * self._block_bytes + requests * self.request_bytes
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
+
+
+def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: float | None) -> tuple[float, float]:
+    """Return the bytes that a device of a stage keeps of each token, and of each request whatever its length."""
+    grows = constant = 0.0
+    for kind in spec.kinds:
+        count = kind.count(end - stage.decoder_layers, end)
+        kept, window = spec.kv_bytes_of(kind, dtype, stage.tp), kind.attention and kind.attention.window
+        if kind.recurrent is not None:
+            constant += count * kind.recurrent.state_bytes / min(stage.tp, kind.recurrent.num_heads)
+        compression = 1 if kind.attention is None else kind.attention.compression
+        if window and compression > 1:
+            constant += count * kept * compression * window
+            grows += count * kept
+        elif window and context is not None and window < context:
+            constant += count * kept * window
+        else:
+            grows += count * kept
+    return grows, constant
 
 
 def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiple: int) -> Array:
     """Return the bytes by which experts grow on a device where kernels take widths in multiples. # [stages]"""
-    experts, stored = spec.experts, spec.quantization
-    if experts is None or stored is None or stored.kind != PADDED:
+    stored = spec.quantization
+    if stored is None or stored.kind != PADDED:
         return np.zeros(len(lane))
-    size = min(float(BYTES_PER_ELEMENT[dtype]), stored.bytes_per_weight)
-    grown = []
+    size, grown = spec.bytes_per_weight(dtype, "experts"), []
     for stage, end in zip(lane, ends, strict=True):
-        width = experts.ffn_size / (stage.tp // stage.ep)
-        layers = spec.num_expert_layers(int(end) - stage.decoder_layers, int(end))
-        ratio = -(-width // multiple) * multiple / width - 1
-        grown.append(ratio * layers * experts.number * spec.expert_params * size / stage.tp)
+        more = 0.0
+        for kind in spec.kinds:
+            if (experts := kind.experts) is not None:
+                width = experts.ffn_size * stage.ep / stage.tp
+                layers = kind.count(int(end) - stage.decoder_layers, int(end))
+                more += (
+                    (-(-width // multiple) * multiple / width - 1) * layers * experts.number * spec.sizes.expert(kind)
+                )
+        grown.append(more * size / stage.tp)
     return np.asarray(grown)
 
 
 def capacity(
-    lengths: Lengths, blocks: npt.ArrayLike, block_size: int, kv: KvPromise = "reserve", kept_blocks: int = 0
+    lengths: Lengths,
+    blocks: npt.ArrayLike,
+    block_size: int,
+    kv: KvPromise = "reserve",
+    kept_blocks: int = 0,
+    request_blocks: float = 0.0,
 ) -> npt.NDArray[np.float64]:
     """Requests that may be inside at once.
 
@@ -226,17 +286,20 @@ def capacity(
     Args:
         kept_blocks: blocks for prompts that later ones find; the outputs so far must fit into the others. What is
             promised and not used yet keeps prompts, too.
+        request_blocks: blocks that each request takes besides, whatever its length.
     """
     if kept_blocks:
         mean, mean_square = lengths.output_blocks(block_size)
-        beside = _solve(2.33, mean, mean_square, np.asarray(blocks, float) - kept_blocks)
-        return np.minimum(beside, capacity(lengths, blocks, block_size, kv))
+        mean_square += request_blocks * (2 * mean + request_blocks)
+        beside = _solve(2.33, mean + request_blocks, mean_square, np.asarray(blocks, float) - kept_blocks)
+        return np.minimum(beside, capacity(lengths, blocks, block_size, kv, request_blocks=request_blocks))
     if kv == "reserve":
         z, (mean, mean_square) = 2.33, lengths.reserved_blocks(block_size)
+        mean_square += request_blocks * (2 * mean + request_blocks)
     else:
         z, (mean, mean_square) = 3.09, lengths.occupied_blocks(block_size)
         mean_square -= mean**2
-    return _solve(z, mean, mean_square, np.asarray(blocks, float))
+    return _solve(z, mean + request_blocks, mean_square, np.asarray(blocks, float))
 
 
 def _solve(z: float, mean: float, mean_square: float, blocks: Array) -> Array:

@@ -41,6 +41,7 @@ class Blocks:
     """Memory of a lane that is all K/V blocks."""
 
     kept_blocks = 0
+    request_blocks = 0.0
 
     def __init__(self, blocks: int, lane: Lane) -> None:
         self.blocks = blocks

@@ -137,7 +137,7 @@ def test_devices_hold_the_model_together(name: str, tps: tuple[int, ...], layers
         16,
     )
     held = sum(memory.weight_bytes * tps)
-    copies = sum((tp - 1) * n * spec.unshared_bytes("bfloat16") for tp, n in zip(tps, split, strict=True))
+    copies = sum((tp - 1) * n * spec.unshared_bytes("bfloat16", 0, 1) for tp, n in zip(tps, split, strict=True))
     head = 2 * spec.vocab_size * spec.hidden_size * (spec.tie_embeddings and len(tps) > 1)
     assert held == pytest.approx(spec.weight_bytes("bfloat16") + copies + head, rel=1e-9)
     assert (memory.fixed_bytes >= memory.weight_bytes + WORKSPACE_BYTES).all()

@@ -177,7 +177,7 @@ FAMILIES: Mapping[str, Fields] = {
             decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
             num_local_experts
             """),
-        _DECODER | _FULL,
+        _DECODER | _FULL | {"qkv_bias": (False,), "shared_expert_intermediate_size": (0,), "use_qk_norm": (True,)},
         _ROUTED | {"sliding_window"},
     ),
     "gpt_oss": Fields(
@@ -234,7 +234,16 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
         elif name in known.aliases:
             if value not in (None, config.get(known.aliases[name])):
                 raise InputError(f"config.json: {name}", value, f"{known.aliases[name]} must say the same")
-        elif name not in passed:
+        elif name not in passed and not _is_off(name, value):
             raise InputError(
                 f"config.json: {name}", value, f"a {family} field that is not known; remove it if it changes nothing"
             )
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether a value of a field that is not known says that there is no such thing."""
+    if value is None or (isinstance(value, (list, dict, str)) and not value):
+        return True
+    if name.startswith(("use_", "do_", "scale_", "norm_")):
+        return False
+    return value is False or (value == 0 and type(value) is int and name.endswith("_size"))

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from xgpt.checkpoints.families import given_by_default, language_model
 from xgpt.checkpoints.fields import check_fields
 from xgpt.checkpoints.readers import FAMILIES, OTHER_NAMES, common
+from xgpt.checkpoints.readers.planned import PLAIN, planned
 from xgpt.core.errors import InputError
 from xgpt.core.io import parse
 from xgpt.core.schema import DType, ModelSpec
@@ -32,8 +34,6 @@ MAX_HEADER_BYTES = 100_000_000
 
 ENCODER_DECODERS = ("t5", "mt5")
 """Of the family t5."""
-FROM_PARTS = ("gemma3",)
-"""Whose config.json holds that of a language model."""
 
 
 def read_spec(directory: Path) -> ModelSpec:
@@ -69,7 +69,8 @@ def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
     config = _read_object(path) or {}
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
-    spec = spec_of(config, (directory or path).resolve().name, generation, headers, str(path))
+    side = _read_object(path.parent / "hf_quant_config.json")
+    spec = spec_of(config, (directory or path).resolve().name, generation, headers, side, str(path))
     end = None if directory is None else _tokenizer_end(directory)
     if end is None or end in spec.eos_token_ids or end >= spec.vocab_size:
         return spec
@@ -81,6 +82,7 @@ def spec_of(
     name: str,
     generation: Mapping[str, Any] = MappingProxyType({}),
     headers: Sequence[str] = (),
+    side: Mapping[str, Any] | None = None,
     source: str = "config.json",
 ) -> ModelSpec:
     """Return the model that a config describes.
@@ -88,20 +90,19 @@ def spec_of(
     Args:
         generation: what generation_config.json holds.
         headers: those of the weights' files, in JSON.
+        side: what hf_quant_config.json holds; None: there is none.
         source: where the config was read from, for messages.
 
     Raises:
         InputError: as `read_spec` does.
     """
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in {*FAMILIES, *FROM_PARTS}:
-        raise InputError(
-            f"{source}: model_type", family, f"known families: {', '.join(sorted({*FAMILIES, *FROM_PARTS}))}"
-        )
-    family, config = _text_of(family, config)
-    check_fields(family, config)
+    family, config = language_model(config, source)
+    config = given_by_default(family) | config
+    if family not in PLAIN:
+        check_fields(family, config)
     try:
-        fields = common(config, generation) | FAMILIES[family](config)
+        fields = planned(family, config) if family in PLAIN else FAMILIES[family](config)
+        fields = common(config, generation, side) | fields
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)
     except KeyError as error:
@@ -112,7 +113,8 @@ def spec_of(
         is_stored = any('"lm_head.weight"' in header for header in headers)
         # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
-    fields |= {"name": name, "family": OTHER_NAMES.get(family, family)}
+    fields.setdefault("default_dtype", "bfloat16")  # as vLLM takes it
+    fields |= {"name": name, "family": "other" if family in PLAIN else OTHER_NAMES.get(family, family)}
     return parse(fields, ModelSpec, source)
 
 
@@ -207,21 +209,6 @@ def _stored_dtype(headers: Sequence[str]) -> DType | None:
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     found = {STORED_DTYPES[name] for name in names}
     return found.pop() if len(found) == 1 else None
-
-
-def _text_of(family: str, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the family and config.json of a model's language part: of Gemma 3, which may read images, too.
-
-    Raises:
-        InputError: it holds no such part.
-    """
-    if family != "gemma3":
-        return family, config
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise InputError("config.json: text_config", text, "it must be an object")
-    outside = {name: config[name] for name in ("dtype", "torch_dtype", "eos_token_id") if name in config}
-    return "gemma3_text", outside | text | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:

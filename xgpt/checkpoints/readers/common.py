@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from xgpt.checkpoints.readers.stored import quantization
 from xgpt.core.errors import InputError
 from xgpt.core.schema import StoredDType
 
@@ -43,8 +44,14 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
     return ACTIVATIONS[name]
 
 
-def common(config: dict[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that every family writes in the same way."""
+def common(
+    config: dict[str, Any], generation: Mapping[str, Any], side: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the fields that every family writes in the same way.
+
+    Args:
+        side: what hf_quant_config.json holds; None: there is none.
+    """
     eos = generation.get("eos_token_id")
     if eos is None:
         eos = config.get("eos_token_id")
@@ -59,7 +66,7 @@ def common(config: dict[str, Any], generation: Mapping[str, Any]) -> dict[str, A
         if dtype not in get_args(StoredDType):
             raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
         fields["default_dtype"] = dtype
-    if (stored := quantization(config)) is not None:
+    if (stored := quantization(config, side)) is not None:
         fields["quantization"] = stored
     return fields
 
@@ -93,38 +100,3 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
     if window is None or len(full) == num_layers:
         return {}
     return {"sliding_window": window, "full_attention_layers": tuple(full)}
-
-
-def quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return how weights are stored; None: in the dtype.
-
-    Raises:
-        InputError: the method is not one of those known.
-    """
-    given = config.get("quantization_config")
-    if given is None:
-        return None
-    known = "fp8, mxfp4, gptq and awq of 4 bits, modelopt's FP8, compressed-tensors of 8 bits or 4-bit integers"
-    refused = InputError("config.json: quantization_config", given, f"known methods: {known}")
-    if not isinstance(given, dict):
-        raise refused
-    match given:
-        case {"quant_method": "fp8", "weight_block_size": [_, _]}:
-            return {"kind": "fp8_block"}
-        case {"quant_method": "fp8"}:
-            return {"kind": "fp8", "finds_scales": given.get("activation_scheme", "dynamic") == "dynamic"}
-        case {"quant_method": "modelopt", "quant_algo": "FP8"}:
-            return {"kind": "fp8"}
-        case {"quant_method": "mxfp4"}:
-            return {"kind": "mxfp4", "experts_only": True}
-        case {"quant_method": "gptq" | "awq", "bits": 4}:
-            return {"kind": "int4"}
-        case {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights, **group}}}:
-            match weights, group.get("input_activations"):
-                case {"num_bits": 8, "type": "float"}, {"num_bits": 8, **scales}:
-                    return {"kind": "fp8", "finds_scales": bool(scales.get("dynamic"))}
-                case {"num_bits": 8, "type": "int"}, {"num_bits": 8}:
-                    return {"kind": "int8"}
-                case {"num_bits": 4, "type": "int"}, None:
-                    return {"kind": "int4"}
-    raise refused

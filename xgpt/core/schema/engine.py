@@ -71,6 +71,8 @@ class EngineSpec(Frozen):
     """Whether the buffers between the products of experts stay allocated while tokens are sampled."""
     expert_multiple: PositiveInt = 1
     """Number of which the width of an expert in MXFP4 is padded to a multiple on each device."""
+    drops_windows: bool = False
+    """Whether keys and values that have left all windows of a layer are freed."""
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     max_batch: PositiveInt | None = None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
+from xgpt.core.schema.model_blocks import Attention, Block, Sizes
 from xgpt.core.schema.model_parts import (
     Experts,
     LatentAttention,
     LinearRope,
     LongRope,
+    Part,
     Quantization,
     RopeScaling,
     YarnRope,
@@ -36,7 +39,9 @@ Family = Literal[
     "minimax_m2",
     "deepseek_v2",
     "deepseek_v3",
+    "other",
 ]
+"""Families that are run, and those whose shapes are read in full; "other": planned from its blocks."""
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
@@ -145,6 +150,11 @@ class ModelShape(Frozen):
     quantization: Quantization | None = None
     """How the checkpoint stores weights in fewer bits than the dtype has; None: in the dtype."""
 
+    layer_embedding_params: NonNegativeInt = 0
+    """Weights of embeddings that each layer adds to its input, of all layers together."""
+    blocks: tuple[Block, ...] = ()
+    """Layers of different kinds; empty: all layers are as the fields above say."""
+
     @property
     def shape(self) -> ModelShape:
         """The shape alone, without the fields of subclasses."""
@@ -246,16 +256,32 @@ class ModelSpec(ModelShape):
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property
+    def kinds(self) -> tuple[Block, ...]:
+        """The kinds of decoder layers, with the layers of each."""
+        full = self.full_attention_layers if self.sliding_window else ()
+        return self.blocks or _kinds(
+            self.num_layers,
+            Attention(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                window=self.sliding_window,
+                latent=self.latent,
+            ),
+            full,
+            self.ffn_size,
+            self.experts,
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the kinds' numbers of weights depend on."""
+        return Sizes(hidden=self.hidden_size, products=3 if self.gated_ffn else 2)
+
+    @property
     def attention_params(self) -> int:
-        """Number of weights of an attention block: all projections."""
-        q_and_out = 2 * self.hidden_size * self.num_heads * self.head_dim
-        k_and_v = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-        if (latent := self.latent) is None:
-            return q_and_out + k_and_v
-        heads, hidden = self.num_heads, self.hidden_size
-        made = heads * (self.head_dim - latent.rope_head_dim + latent.value_head_dim)
-        out = hidden * heads * latent.value_head_dim
-        return self.query_params + self.unshared_params + latent.kv_rank * made + out
+        """Number of weights of the first layer's attention."""
+        return self.sizes.mixer(self.kinds[0])
 
     @property
     def query_params(self) -> int:
@@ -264,39 +290,19 @@ class ModelSpec(ModelShape):
         return (rank or self.hidden_size) * self.num_heads * self.head_dim
 
     @property
-    def unshared_params(self) -> int:
-        """Number of weights of an attention block that every device of a tensor-parallel group holds whole."""
-        if self.latent is None:
-            return 0
-        return self.hidden_size * ((self.latent.q_rank or 0) + self.latent.kept_per_token)
-
-    @property
     def ffn_params(self) -> int:
         """Weights of a feed-forward block without experts."""
-        return self._products_of_ffn * self.hidden_size * self.ffn_size
+        return self.sizes.products * self.hidden_size * self.ffn_size
 
     @property
     def expert_params(self) -> int:
         """Weights of one expert."""
-        return 0 if self.experts is None else self._products_of_ffn * self.hidden_size * self.experts.ffn_size
-
-    @property
-    def shared_expert_params(self) -> int:
-        """Number of weights that every token passes in a layer with experts: shared experts and router."""
-        if self.experts is None:
-            return 0
-        return self.hidden_size * (self._products_of_ffn * self.experts.shared_ffn_size + self.experts.number)
-
-    @property
-    def _products_of_ffn(self) -> int:
-        return 3 if self.gated_ffn else 2
+        return max(self.sizes.expert(kind) for kind in self.kinds)
 
     def num_expert_layers(self, first: int = 0, last: int | None = None) -> int:
         """Number of layers with experts among [first, last)."""
-        if self.experts is None:
-            return 0
         last = self.num_layers if last is None else last
-        return last - first - sum(first <= layer < last for layer in self.experts.dense_layers)
+        return sum(kind.count(first, last) for kind in self.kinds if kind.experts is not None)
 
     @property
     def encoder_layer_params(self) -> int:
@@ -309,33 +315,26 @@ class ModelSpec(ModelShape):
 
     def decoder_params(self, first: int = 0, last: int | None = None) -> int:
         """Return the number of weights of decoder layers [first, last), by default of all."""
-        last = self.num_layers if last is None else last
-        with_experts = self.num_expert_layers(first, last)
-        blocks = 2 if self.is_encoder_decoder else 1
-        total = (last - first) * blocks * self.attention_params + (last - first - with_experts) * self.ffn_params
-        if self.experts is not None:
-            total += with_experts * (self.experts.number * self.expert_params + self.shared_expert_params)
-        return total
+        last, sizes = self.num_layers if last is None else last, self.sizes
+        cross = (last - first) * self.attention_params if self.is_encoder_decoder else 0
+        return cross + sum(kind.count(first, last) * sizes.whole(kind) for kind in self.kinds)
 
     @property
     def embedding_params(self) -> int:
-        """Token embedding and output head (one matrix when tied)."""
-        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        """Token embedding and output head (one matrix when tied), and embeddings of layers."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.layer_embedding_params
 
-    def kv_bytes_per_layer(self, dtype: DType, num_kv_heads: float | None = None) -> float:
-        """Return the bytes that a decoder layer keeps of a token.
-
-        Args:
-            num_kv_heads: of which keys and values are kept; None: all. Of latent attention they do not matter.
-        """
-        vectors, size = 2 * (num_kv_heads or self.num_kv_heads), self.head_dim
-        if self.latent is not None:
-            vectors, size = 1, self.latent.kept_per_token
-        return vectors * (size * BYTES_PER_ELEMENT[dtype] + (SCALE_BYTES if dtype == "int8" else 0))
+    def kv_bytes_of(self, kind: Block, dtype: DType, group: int = 1) -> float:
+        """Return the bytes that a device of a group keeps of a token in a layer of this kind."""
+        if (attention := kind.attention) is None or not attention.keeps:
+            return 0.0
+        vectors = 1 if attention.latent is not None else 2 * max(attention.num_kv_heads / group, 1.0)
+        scales = vectors * SCALE_BYTES if dtype == "int8" else 0.0
+        return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the bytes that all decoder layers keep of a token."""
-        return self.num_layers * int(self.kv_bytes_per_layer(dtype))
+        """Return the bytes that all decoder layers keep of a token, as long as it is within their windows."""
+        return sum(len(kind.layers) * int(self.kv_bytes_of(kind, dtype)) for kind in self.kinds)
 
     @property
     def unpacked(self) -> ModelSpec:
@@ -344,21 +343,50 @@ class ModelSpec(ModelShape):
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
         """Return the bytes of the weights of decoder layers [first, last), by default of all."""
-        total, size = self.decoder_params(first, last), BYTES_PER_ELEMENT[dtype]
-        if self.quantization is None:
-            return float(total * size)
-        stored = self.num_expert_layers(first, last) * self.expert_params * (self.experts.number if self.experts else 0)
-        if not self.quantization.experts_only:
-            stored = total
-        return stored * min(size, self.quantization.bytes_per_weight) + (total - stored) * size
+        last, sizes = self.num_layers if last is None else last, self.sizes
+        cross = (last - first) * self.attention_params if self.is_encoder_decoder else 0
+        total = float(cross * self.bytes_per_weight(dtype, "attention"))
+        for kind in self.kinds:
+            number = 0 if kind.experts is None else kind.experts.number
+            of_layer = sizes.mixer(kind) * self.bytes_per_weight(dtype, "attention")
+            of_layer += sizes.dense(kind) * self.bytes_per_weight(dtype, "dense")
+            of_layer += sizes.beside_experts(kind) * self.bytes_per_weight(dtype, "shared")
+            of_layer += number * sizes.expert(kind) * self.bytes_per_weight(dtype, "experts")
+            total += kind.count(first, last) * of_layer
+        return total
 
-    def unshared_bytes(self, dtype: DType) -> float:
-        """Return the bytes of a decoder layer's weights that every device of a tensor-parallel group holds whole."""
-        size: float = BYTES_PER_ELEMENT[dtype]
-        if self.quantization is not None and not self.quantization.experts_only:
-            size = min(size, self.quantization.bytes_per_weight)
-        return self.unshared_params * size
+    def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
+        """Return the bytes of weights of decoder layers that every device of a tensor-parallel group holds whole."""
+        last = self.num_layers if last is None else last
+        unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
+        return unshared * self.bytes_per_weight(dtype, "attention")
+
+    def bytes_per_weight(self, dtype: DType, part: Part) -> float:
+        """Return the bytes of a weight of one part of a layer."""
+        stored = None if self.quantization is None else self.quantization.of(part)
+        size = float(BYTES_PER_ELEMENT[dtype])
+        return size if stored is None else min(size, stored.bytes_per_weight)
 
     def weight_bytes(self, dtype: DType) -> int:
         others = self.embedding_params + self.num_encoder_layers * self.encoder_layer_params
         return math.ceil(others * BYTES_PER_ELEMENT[dtype] + self.layer_weight_bytes(dtype))
+
+
+@lru_cache(maxsize=256)
+def _kinds(
+    num_layers: int, attention: Attention, full: tuple[int, ...], ffn_size: int, experts: Experts | None
+) -> tuple[Block, ...]:
+    """Return the kinds of layers that differ only in having a window, and experts, or not."""
+    whole, dense = set(full), set(range(num_layers)) if experts is None else set(experts.dense_layers)
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for layer in range(num_layers):
+        found.setdefault((layer in whole, layer in dense), []).append(layer)
+    return tuple(
+        Block(
+            layers=tuple(layers),
+            attention=attention.model_copy(update={"window": None}) if sees_all else attention,
+            ffn_size=ffn_size if is_dense else 0,
+            experts=None if is_dense else experts,
+        )
+        for (sees_all, is_dense), layers in found.items()
+    )

@@ -38,6 +38,8 @@ class Experts(Frozen):
     """Number of groups from which a token chooses, by its highest score; with sigmoid, by its two highest."""
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
+    latent_size: PositiveInt | None = None
+    """Width that tokens are projected to before routed experts, and back after them; None: the hidden size."""
 
     @model_validator(mode="after")
     def _check(self) -> Experts:
@@ -49,6 +51,10 @@ class Experts(Frozen):
         if self.active > self.active_groups * self.number // self.num_groups:
             raise ValueError(f"active: {self.active} exceeds the experts of {self.active_groups} groups")
         return self
+
+    def width_in(self, hidden: int) -> int:
+        """Return the width of what enters a routed expert."""
+        return self.latent_size or hidden
 
 
 class LatentAttention(Frozen):
@@ -75,33 +81,63 @@ class LatentAttention(Frozen):
         return self.kv_rank + self.rope_head_dim
 
 
+Part = Literal["attention", "dense", "shared", "experts"]
+"""Parts of a layer whose weights may be stored in another format: blocks that mix tokens, dense feed-forward blocks,
+shared experts, and routed experts."""
+EIGHT_BITS = ("fp8", "fp8_block", "int8", "mxfp8")
+_BITS = {"fp8": 8.0, "fp8_block": 8.0, "int8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
+
+
 class Quantization(Frozen):
     """The format in which a checkpoint stores weights in fewer bits than its dtype has.
 
     - fp8: products in eight bits, a scale for each matrix or row;
     - fp8_block: products in eight bits, a scale for each 128 x 128 weights and each 128 activations;
+    - mxfp8: products in eight bits, a scale of eight for each 32 weights;
     - mxfp4: four bits, a scale of eight for each 32 weights, unpacked for products in the dtype;
-    - int4: four bits, a scale of 16 for each 128 weights, unpacked for products in the dtype;
+    - nvfp4: four bits, a scale of eight for each 16 weights, unpacked for products in the dtype;
+    - int4: four bits, a scale of 16 for each `group_size` weights, unpacked for products in the dtype;
     - int8: products in eight bits, a scale for each output of the weights and for each token.
 
     Embedding, output head, norms and routers stay in the dtype.
     """
 
-    kind: Literal["fp8", "fp8_block", "mxfp4", "int4", "int8"]
+    kind: Literal["fp8", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "int8"]
     """Format of the weights."""
     experts_only: bool = False
     """Whether attention, shared experts and dense blocks stay in the dtype."""
+    kept: tuple[Part, ...] = ()
+    """Further parts that stay in the dtype."""
+    eight_bit_parts: tuple[Part, ...] = ()
+    """Parts that are in eight bits where the others have four."""
     finds_scales: bool = False
     """Whether each step finds the scale of its activations anew (fp8); otherwise the checkpoint holds one a matrix."""
+    group_size: PositiveInt = 128
+    """Weights that share a scale (int4), or along each side of a block of them (fp8_block)."""
+    has_zero_points: bool = False
+    """Whether each group has a zero point of four bits, too (int4)."""
+    kv_float8: bool = False
+    """Whether the checkpoint asks for keys and values in eight bits."""
 
     @property
     def computes_in_eight_bits(self) -> bool:
         """Whether products run in eight bits; otherwise weights are unpacked for products in the dtype."""
-        return self.kind in ("fp8", "fp8_block", "int8")
+        return self.kind in EIGHT_BITS
 
     @property
     def bytes_per_weight(self) -> float:
-        return {"fp8": 1.0, "fp8_block": 1.0, "mxfp4": 4.25 / 8, "int4": 4.125 / 8, "int8": 1.0}[self.kind]
+        """Bytes of a weight, its share of scales included."""
+        if self.kind == "int4":
+            return (4 + (16 + 4 * self.has_zero_points) / self.group_size) / 8
+        return _BITS[self.kind] / 8
+
+    def of(self, part: Part) -> Quantization | None:
+        """Return the format of a part; None: it stays in the dtype."""
+        if part in self.kept or (self.experts_only and part != "experts"):
+            return None
+        if part in self.eight_bit_parts:
+            return Quantization(kind="fp8", finds_scales=self.finds_scales)
+        return self
 
 
 class RopeScaling(Frozen):

@@ -14,7 +14,8 @@ from tests.planned import num_params
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ModelSpec, Quantization
-from xgpt.resolve import load_model
+from xgpt.resolve import load_cluster, load_model
+from xprofiler.store import obtain_profile
 
 SIZES = {
     "vocab_size": 211,
@@ -157,7 +158,7 @@ def test_whether_a_checkpoint_holds_the_scales_of_activations(
         ("qwen3_moe", "use_sliding_window", True),
         ("qwen3_moe", "mlp_only_layers", 3),
         ("mistral", "partial_rotary_factor", 0.5),
-        ("mistral", "model_type", "llama4"),
+        ("mistral", "model_type", "mamba2"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(case: str, field: str, value: Any, tmp_path: Path) -> None:
@@ -168,3 +169,114 @@ def test_what_is_not_understood_is_refused_by_name(case: str, field: str, value:
     with pytest.raises(InputError, match=field) as refused:
         read_spec(directory)
     assert "\n" not in str(refused.value)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MODELOPT = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+
+
+def written(directory: Path, **files: Any) -> ModelSpec:
+    """Read a directory with these JSON files."""
+    directory.mkdir()
+    for name, value in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(value))
+    return read_spec(directory)
+
+
+def test_a_side_file_says_how_weights_and_keys_and_values_are_stored(tmp_path: Path) -> None:
+    eight = written(tmp_path / "fp8", config=LLAMA, hf_quant_config=MODELOPT)
+    assert eight.quantization == Quantization(kind="fp8", kv_float8=True)
+    assert 8.5e9 < eight.weight_bytes("bfloat16") < 9.2e9
+    attention = ["lm_head", *(f"model.layers.{layer}.self_attn*" for layer in range(32))]
+    side = {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "exclude_modules": attention}}
+    four = written(tmp_path / "nvfp4", config=LLAMA, hf_quant_config=side)
+    assert four.quantization == Quantization(kind="nvfp4", kept=("attention",), kv_float8=True)
+    feed_forward, others = 32 * 3 * 4096 * 14336, 2 * 128256 * 4096 + 32 * 2 * 4096 * (4096 + 1024)
+    assert four.weight_bytes("bfloat16") == pytest.approx(feed_forward * 4.5 / 8 + 2 * others)
+    assert obtain_profile(four, None, load_cluster("h100x1")).kv_dtype == "float8"
+
+
+def test_a_config_of_modelopt_needs_no_method(tmp_path: Path) -> None:
+    given = {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+    spec = written(tmp_path / "model", config=LLAMA | {"quantization_config": given})
+    assert spec.quantization == Quantization(kind="fp8", kv_float8=True)
+
+
+def test_smaller_groups_take_more_memory(tmp_path: Path) -> None:
+    sizes = []
+    for group in (32, 128):
+        given = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+        sizes.append(written(tmp_path / str(group), config=LLAMA | {"quantization_config": given}))
+    weights = 32 * (3 * 4096 * 14336 + 2 * 4096 * (4096 + 1024))
+    more = sizes[0].weight_bytes("bfloat16") - sizes[1].weight_bytes("bfloat16")
+    assert more == pytest.approx(weights * 20 / 8 * (1 / 32 - 1 / 128), rel=1e-6)
+
+
+def test_what_vllm_takes_where_no_dtype_is_named(tmp_path: Path) -> None:
+    without = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    assert written(tmp_path / "model", config=without).default_dtype == "bfloat16"
+
+
+OFFICIAL = {
+    "gemma 3, sizes left out": (
+        {
+            "model_type": "gemma3",
+            "torch_dtype": "bfloat16",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 3840,
+                "intermediate_size": 15360,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 48,
+                "num_key_value_heads": 8,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        },
+        11.77e9,
+    ),
+    "qwen3 coder, neutral values": (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 6144,
+            "intermediate_size": 8192,
+            "moe_intermediate_size": 2560,
+            "num_attention_heads": 96,
+            "num_hidden_layers": 62,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_experts": 160,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 262144,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+            "qkv_bias": False,
+            "use_qk_norm": True,
+            "shared_expert_intermediate_size": 0,
+        },
+        480.15e9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_configs_are_read(name: str, tmp_path: Path) -> None:
+    config, published = OFFICIAL[name]
+    assert num_params(written(tmp_path / "model", config=config)) == pytest.approx(published, rel=1e-3)
+
+
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    config = json.loads(json.dumps(config_of("deepseek_v3").to_dict()))
+    named = [written(tmp_path / name, config=config | {"model_type": name}) for name in ("deepseek_v3", "kimi_k2")]
+    assert named[0] == named[1].model_copy(update={"name": "deepseek_v3"})

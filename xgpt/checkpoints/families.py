@@ -1,0 +1,88 @@
+"""Find the language model in a config.json, whatever its family is called, and fill in what transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from xgpt.checkpoints.readers import FAMILIES
+from xgpt.checkpoints.readers.planned import PLAIN
+from xgpt.core.errors import InputError
+
+ALIASES: Mapping[str, str] = {
+    "bailing_moe": "dots1",
+    "bailing_moe_v2": "dots1",
+    "deepseek_ref": "deepseek_v4",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified_text": "gemma4_text",
+    "glm46v_text": "glm4v_text",
+    "glm_ocr_text": "glm4",
+    "kimi_k2": "deepseek_v3",
+    "llama4": "llama4_text",
+    "mimo_v2": "mimo_v2_flash",
+    "minimax_m3": "minimax_m3_vl_text",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "mistral4_text": "mistral4",
+    "phi4_multimodal": "phi3",
+    "phi4mm": "phi3",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "step3p7": "step3p5",
+    "step3p7_text": "step3p5",
+}
+"""Families that are another by the same fields."""
+PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Where a config.json of a model that also reads images or sound holds its language model."""
+
+
+def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, Any]]:
+    """Return the family of a model's language part, and its config.
+
+    Raises:
+        InputError: the family is not known.
+    """
+    outer = config.get("model_type")
+    for name in PARTS:
+        if isinstance(part := config.get(name), dict):
+            kept = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+            outside = {field: config[field] for field in kept if field in config}
+            inner = part.get("model_type")
+            if inner is None or _known(inner) is None:
+                inner = inner if _known(f"{outer}") is None else outer
+            return language_model(outside | part | {"model_type": inner}, source)
+    family = _known(f"{outer}")
+    if family is None:
+        raise InputError(f"{source}: model_type", outer, f"known families: {', '.join(sorted(known_families()))}")
+    return family, config
+
+
+def known_families() -> set[str]:
+    """Return every model_type that is read."""
+    return {*FAMILIES, *PLAIN, *ALIASES}
+
+
+def _known(family: str) -> str | None:
+    family = ALIASES.get(family, family)
+    return family if family in FAMILIES or family in PLAIN else None
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "defaults.json").read_text(encoding="utf-8"))
+    return found
+
+
+def given_by_default(family: str) -> dict[str, Any]:
+    """Return the values that transformers gives fields which a config.json leaves out.
+
+    The table is made from transformers' config classes: `python -m tools.make_config_defaults`.
+    """
+    return _defaults().get(family, {})

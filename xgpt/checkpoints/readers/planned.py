@@ -1,0 +1,430 @@
+"""Read config.json of families that are planned for and not run here: each layer's sizes, as a list of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xgpt.checkpoints.readers.common import count
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Attention, Block, Experts, Indexer, LatentAttention, Recurrent
+
+Config = dict[str, Any]
+
+SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
+RECURRENT = ("linear_attention", "mamba", "conv", "short_conv")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PLAIN = _words("""
+    afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4
+    falcon gemma gemma4_text glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_moe_dsa granite granitemoe
+    granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 kimi_linear laguna lfm2 lfm2_moe llama4_text
+    longcat_flash mellum mimo mimo_v2_flash minimax_m3_vl_text ministral3 mistral4 nemotron nemotron_h olmo2 olmo3 phi
+    phimoe qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl_moe_text
+    qwen3_vl_text seed_oss smollm3 stablelm starcoder2 step3p5
+    """)
+"""Families, by the model_type of the language model."""
+UNGATED = _words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
+"""Families whose feed-forward blocks have no gate."""
+TIED = _words("cohere cohere2 falcon gemma gemma4_text hunyuan_v1_dense lfm2 lfm2_moe smollm3 starcoder2")
+"""Families that tie embedding and head unless config.json says otherwise."""
+
+
+def planned(family: str, config: Config) -> Config:
+    """Return fields of `ModelSpec` of a family in `PLAIN`.
+
+    Raises:
+        InputError: a size is not understood.
+        KeyError: one is left out.
+    """
+    config = RENAMED.get(family, lambda given: given)(dict(config))
+    if "num_hidden_layers" not in config and "num_layers" in config:
+        config["num_hidden_layers"] = config["num_layers"]
+    number, hidden = count(config, "num_hidden_layers"), count(config, "hidden_size")
+    mixers, feeds = _mixers(family, config, number), _feeds(family, config, number)
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for layer in range(number):
+        found.setdefault((*mixers[layer], *feeds[layer]), []).append(layer)
+    blocks = [
+        Block(layers=tuple(layers), attention=attention, recurrent=recurrent, ffn_size=ffn, experts=experts)
+        for (attention, recurrent, ffn, experts), layers in found.items()
+    ]
+    attentions = [block.attention for block in blocks if block.attention is not None]
+    if not attentions:
+        raise InputError("config.json: layer_types", "no attention", "a model with some attention is needed")
+    first = attentions[0]
+    dense = tuple(layer for layer in range(number) if feeds[layer][1] is None)
+    experts = next((block.experts for block in blocks if block.experts is not None), None)
+    longest = config.get("max_position_embeddings") or config.get("model_max_length")
+    return {
+        "num_layers": number,
+        "hidden_size": hidden,
+        "num_heads": first.num_heads,
+        "num_kv_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
+        "latent": first.latent,
+        "ffn_size": max(max(block.ffn_size for block in blocks), experts.ffn_size if experts else 0, 1),
+        "gated_ffn": family not in UNGATED,
+        "activation": "silu" if family not in UNGATED else "relu",
+        "max_context": longest,
+        "tie_embeddings": config.get("tie_word_embeddings", family in TIED),
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "experts": experts and experts.model_copy(update={"dense_layers": dense}),
+        "layer_embedding_params": _layer_embeddings(config, number) if family == "gemma4_text" else 0,
+        "blocks": tuple(blocks),
+    }
+
+
+def _layer_embeddings(config: Config, number: int) -> int:
+    """Return the weights of the embedding that each layer has of its own (Gemma 4 E2B, E4B)."""
+    width = config.get("hidden_size_per_layer_input") or 0
+    return int(
+        number * width * (config.get("vocab_size_per_layer_input", config["vocab_size"]) + config["hidden_size"])
+    )
+
+
+# What mixes tokens ----------------------------------------------------------------------------------------------
+
+
+def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | None, Recurrent | None]]:
+    kinds = _layer_types(family, config, number)
+    found: list[tuple[Attention | None, Recurrent | None]] = []
+    for layer, kind in enumerate(kinds):
+        if kind in ("moe", "mlp"):
+            found.append((None, None))
+        elif kind in RECURRENT:
+            found.append((None, _recurrent(family, config)))
+        else:
+            found.append((_attention(family, config, layer, kind), None))
+    return found
+
+
+def _layer_types(family: str, config: Config, number: int) -> list[str]:
+    """Return what mixes tokens in each layer."""
+    given = config.get("layers_block_type") or config.get("layer_types")
+    if given is not None:
+        if not isinstance(given, list) or len(given) != number or not all(isinstance(kind, str) for kind in given):
+            raise InputError("config.json: layer_types", given, f"it must name a kind for each of {number} layers")
+        return list(given)
+    if (every := config.get("full_attention_interval")) is not None:
+        return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(number)]
+    if family == "qwen3_next" or family.startswith("qwen3_5"):
+        return ["linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(number)]
+    every = {"cohere2": 4, "olmo3": 4, "gemma4_text": 6, "afmoe": 4}.get(family)
+    every = config.get("sliding_window_pattern", config.get("global_attn_every_n_layers", every))
+    if every and config.get("sliding_window"):
+        return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(number)]
+    if family in ("starcoder2", "mellum", "ministral3") and config.get("sliding_window"):
+        return ["sliding_attention"] * number
+    return ["full_attention"] * number
+
+
+def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    value_dim, has_values, keeps, slides = config.get("v_head_dim"), True, True, kind in SLIDING
+    window = config.get("sliding_window") or config.get("sliding_window_size")
+    if kind == "chunked_attention":
+        window = config.get("attention_chunk_size")
+    if slides and "swa_num_attention_heads" in config:
+        heads, kv_heads = config["swa_num_attention_heads"], config["swa_num_key_value_heads"]
+        head_dim, value_dim = config.get("swa_head_dim", head_dim), config.get("swa_v_head_dim", value_dim)
+    if (of_layers := config.get("num_attention_heads_per_layer")) is not None:
+        heads = of_layers[layer]
+    if family == "gemma4_text" and not slides:
+        head_dim = config.get("global_head_dim") or 512
+        if config.get("attention_k_eq_v"):
+            has_values, kv_heads = False, config.get("num_global_key_value_heads") or kv_heads
+    if family == "gemma4_text":
+        keeps = layer < count(config, "num_hidden_layers") - (config.get("num_kv_shared_layers") or 0)
+    latent = indexer = None
+    if family == "deepseek_v4":
+        return _compressed(config, kind)
+    if config.get("kv_lora_rank"):
+        rope_dim = count(config, "qk_rope_head_dim")
+        head_dim = count(config, "qk_nope_head_dim") + rope_dim
+        latent = LatentAttention(
+            kv_rank=count(config, "kv_lora_rank"),
+            q_rank=config.get("q_lora_rank"),
+            rope_head_dim=rope_dim,
+            value_head_dim=count(config, "v_head_dim"),
+        )
+        kv_heads, value_dim = heads, None
+    types = config.get("indexer_types")
+    if config.get("index_topk") and family != "deepseek_v4" and kind != "full_attention_without_index":
+        indexer = Indexer(
+            num_heads=count(config, "index_n_heads"),
+            head_dim=count(config, "index_head_dim"),
+            top_k=count(config, "index_topk"),
+            is_shared=types is not None and types[layer] == "shared",
+        )
+    return Attention(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        window=window if slides else None,
+        latent=latent,
+        indexer=indexer,
+        is_gated=bool(config.get("attn_output_gate", family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")))
+        or family == "afmoe"
+        or bool(config.get("mla_use_output_gate")),
+        has_values=has_values,
+        keeps=keeps,
+        other_params=OTHER_WEIGHTS.get(family, lambda config, heads: 0)(config, heads),
+    )
+
+
+def _compressed(config: Config, kind: str) -> Attention:
+    """Return DeepSeek-V4's attention: on the last tokens, and on entries that each stand for several earlier ones."""
+    hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
+    rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
+    weights = hidden * rank + rank * heads * dim + hidden * dim + heads * dim * out_rank + groups * out_rank * hidden
+    compression, indexer = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}.get(kind, 1), None
+    if compression == 4:
+        index_heads, index_dim = count(config, "index_n_heads"), count(config, "index_head_dim")
+        indexer = Indexer(num_heads=index_heads, head_dim=index_dim, top_k=count(config, "index_topk"))
+        weights += (4 * dim + 4 * index_dim + index_heads) * hidden + rank * index_heads * index_dim
+        weights += compression * 2 * (dim + index_dim)
+    elif compression > 1:
+        weights += 2 * dim * hidden + compression * dim
+    streams = config.get("hc_mult", 1)
+    mixing = 2 * (2 + streams) * streams * streams * hidden if streams > 1 else 0
+    return Attention(
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=dim // 2,  # one vector is key and value
+        window=count(config, "sliding_window"),
+        indexer=indexer,
+        compression=compression,
+        weights=weights,
+        other_params=mixing,
+    )
+
+
+OTHER_WEIGHTS: dict[str, Callable[[Config, int], int]] = {
+    "gemma4_text": lambda config, heads: 2 * config["hidden_size"] * (config.get("hidden_size_per_layer_input") or 0),
+    "laguna": lambda config, heads: config["hidden_size"] * heads if config.get("gating", True) else 0,
+    "step3p5": lambda config, heads: config["hidden_size"] * heads,
+    "bailing_hybrid": lambda config, heads: config["hidden_size"] * heads,
+}
+"""Weights of a gate with one value a head."""
+
+
+def _recurrent(family: str, config: Config) -> Recurrent:
+    hidden = count(config, "hidden_size")
+    if "conv_L_cache" in config:  # LFM2: a gated short convolution
+        width = config["conv_L_cache"]
+        return Recurrent(
+            num_heads=config["num_attention_heads"],
+            weights=4 * hidden * hidden + hidden * width,
+            state_elements=hidden * width,
+            state_bytes=2 * hidden * width,
+        )
+    heads: int | None = config.get("mamba_num_heads") or config.get("mamba_n_heads")
+    if heads is not None:
+        inner = heads * count(config, "mamba_head_dim" if "mamba_head_dim" in config else "mamba_d_head")
+        states = count(config, "ssm_state_size" if "ssm_state_size" in config else "mamba_d_state")
+        groups = config.get("n_groups") or config.get("mamba_n_groups") or 1
+        width = config.get("conv_kernel") or config.get("mamba_d_conv") or 4
+        mixed = inner + 2 * groups * states
+        return Recurrent(
+            num_heads=heads,
+            weights=hidden * (inner + mixed + heads) + inner * hidden + mixed * width,
+            state_elements=inner * states,
+            state_bytes=4 * inner * states + 2 * mixed * (width - 1),
+        )
+    if family in ("kimi_linear", "bailing_hybrid"):
+        heads, size = config["linear_num_heads"], config["linear_head_dim"]
+        inner, width = heads * size, config.get("linear_conv_kernel_dim", 4)
+        gates = 2 * hidden * inner if family == "bailing_hybrid" else 2 * (hidden * size + size * inner)
+        return Recurrent(
+            num_heads=heads,
+            weights=4 * hidden * inner + gates + hidden * heads + 3 * inner * width,
+            state_elements=heads * size * size,
+            state_bytes=4 * heads * size * size + 2 * 3 * inner * (width - 1),
+        )
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    heads = config["linear_num_value_heads"]
+    values, width = heads * config["linear_value_head_dim"], config.get("linear_conv_kernel_dim", 4)
+    mixed, elements = 2 * keys + values, heads * config["linear_key_head_dim"] * config["linear_value_head_dim"]
+    return Recurrent(
+        num_heads=heads,
+        weights=hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden + mixed * width,
+        state_elements=elements,
+        state_bytes=4 * elements + 2 * mixed * (width - 1),
+    )
+
+
+# What follows -----------------------------------------------------------------------------------------------------
+
+
+def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
+    """Return the width of the feed-forward block that every token passes, and the experts, of each layer."""
+    experts, ffn = _experts(family, config), _ffn_size(family, config)
+    kinds = config.get("layers_block_type")
+    found: list[tuple[int, Experts | None]] = []
+    for layer in range(number):
+        if kinds is not None and kinds[layer] not in ("moe", "mlp"):
+            found.append((0, None))
+        elif experts is not None and (kinds[layer] == "moe" if kinds else _is_sparse(family, config, layer, number)):
+            found.append((ffn if family == "gemma4_text" else 0, experts))
+        else:
+            found.append((ffn, None))
+    return found
+
+
+def _ffn_size(family: str, config: Config) -> int:
+    for name in ("dense_intermediate_size", "intermediate_size_mlp", "ffn_hidden_size"):
+        if config.get(name):
+            return int(config[name])
+    size = int(config.get("intermediate_size") or 0)
+    if family.startswith("lfm2") and config.get("block_auto_adjust_ff_dim"):
+        width = int(config.get("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
+        multiple = config.get("block_multiple_of", 256)
+        return -(-width // multiple) * multiple
+    if family == "granitemoehybrid":
+        return int(config["shared_intermediate_size"])
+    return size
+
+
+def _experts(family: str, config: Config) -> Experts | None:
+    names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+    number = next((config[name] for name in names if config.get(name)), 0)
+    if not number or (family == "gemma4_text" and not config.get("enable_moe_block")):
+        return None
+    chosen = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+    active = next((config[name] for name in chosen if config.get(name)), 1)
+    active = active[0] if isinstance(active, list) else active
+    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    size = size[0] if isinstance(size, list) else size
+    shared = 0
+    for name in ("shared_expert_intermediate_size", "share_expert_dim", "shared_intermediate_size"):
+        shared = shared or config.get(name) or 0
+    if config.get("moe_shared_expert_intermediate_size"):
+        shared = int(config["moe_shared_expert_intermediate_size"]) * int(config.get("n_shared_experts") or 1)
+    if not shared:
+        several: Any = config.get("n_shared_experts") or config.get("num_shared_experts") or 0
+        several = several or config.get("moe_num_shared_experts") or config.get("num_shared_expert") or 0
+        shared = size * (several[0] if isinstance(several, list) else several)
+    if family == "llama4_text":
+        shared = size
+    return Experts(
+        number=number,
+        active=min(active, number),
+        ffn_size=size,
+        shared_ffn_size=shared,
+        latent_size=config.get("moe_latent_size") or config.get("routed_expert_hidden_size"),
+    )
+
+
+def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
+    """Whether a layer has experts."""
+    if (kinds := config.get("mlp_layer_types")) is not None:
+        return kinds[layer] != "dense"
+    if (layers := config.get("moe_layers")) is not None:
+        return layer in layers
+    if isinstance(frequency := config.get("moe_layer_freq"), list):
+        return bool(frequency[layer])
+    if (every := config.get("interleave_moe_layer_step")) is not None:
+        return every > 0 and (layer + 1) % every == 0
+    if (start := config.get("moe_layer_start_index")) is not None:
+        end = config.get("moe_layer_end_index")
+        end = number - 1 if end in (None, -1) else end
+        return start <= layer <= end and (layer + 1) % config.get("moe_layer_interval", 1) == 0
+    if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get("decoder_sparse_step", 1):
+        return False
+    return layer >= (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
+
+
+# Families that name sizes otherwise ---------------------------------------------------------------------------------
+
+
+def _nemotron_h(config: Config) -> Config:
+    if pattern := config.get("hybrid_override_pattern"):
+        config["layers_block_type"] = [
+            {"M": "mamba", "E": "moe", "*": "full_attention", "-": "mlp"}[letter] for letter in pattern
+        ]
+    config["num_hidden_layers"] = len(config["layers_block_type"])
+    return config
+
+
+def _mimo_v2(config: Config) -> Config:
+    if pattern := config.get("hybrid_layer_pattern"):
+        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    config.setdefault("swa_num_attention_heads", config["num_attention_heads"])
+    config.setdefault("swa_num_key_value_heads", 8)
+    return config
+
+
+def _kimi_linear(config: Config) -> Config:
+    if (of := config.get("linear_attn_config")) is not None:
+        full, number = {layer - 1 for layer in of["full_attn_layers"]}, config["num_hidden_layers"]
+        config["layer_types"] = ["full_attention" if i in full else "linear_attention" for i in range(number)]
+        config |= {"linear_num_heads": of["num_heads"], "linear_head_dim": of["head_dim"]}
+        config["linear_conv_kernel_dim"] = of.get("short_conv_kernel_size", 4)
+    return config
+
+
+def _deepseek_v4(config: Config) -> Config:
+    number = config["num_hidden_layers"]
+    if (ratios := config.get("compress_ratios")) is not None:
+        names = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+        config["layer_types"] = [names[ratio] for ratio in ratios[:number]]
+    return config
+
+
+def _falcon(config: Config) -> Config:
+    heads = config["num_attention_heads"]
+    if config.get("new_decoder_architecture"):
+        config["num_key_value_heads"] = config.get("num_kv_heads") or heads
+    else:
+        config["num_key_value_heads"] = 1 if config.get("multi_query", True) else heads
+    config["ffn_hidden_size"] = config.get("ffn_hidden_size") or 4 * config["hidden_size"]
+    config.setdefault("max_position_embeddings", 2048)
+    return config
+
+
+def _step3p5(config: Config) -> Config:
+    number, every = config["num_hidden_layers"], 4
+    if "layer_types" not in config and config.get("sliding_window"):
+        config["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(number)]
+    if "swa_num_attention_heads" not in config and config.get("num_sliding_attention_heads"):
+        config["swa_num_attention_heads"] = config["num_sliding_attention_heads"]
+        config["swa_num_key_value_heads"] = config["num_key_value_heads"]
+    return config
+
+
+def _minimax_m3(config: Config) -> Config:
+    if (sparse := config.get("sparse_attention_config")) is not None:
+        config |= {
+            "index_n_heads": sparse.get("sparse_num_index_heads", sparse.get("index_n_heads", 4)),
+            "index_head_dim": sparse.get("sparse_index_dim", sparse.get("index_head_dim", 128)),
+            "index_topk": 2048,
+        }
+        frequency = sparse.get("sparse_attention_freq") or []
+        config["layer_types"] = [
+            "sparse_attention" if on else "full_attention_without_index" for on in frequency
+        ] or None
+    elif config.get("index_topk_blocks"):
+        config["index_topk"] = config["index_topk_blocks"] * config["index_block_size"]
+        kinds = config.get("layer_types") or []
+        config["layer_types"] = [
+            "full_attention_without_index" if kind == "full_attention" else kind for kind in kinds
+        ] or None
+    return config
+
+
+RENAMED: dict[str, Callable[[Config], Config]] = {
+    "nemotron_h": _nemotron_h,
+    "mimo_v2_flash": _mimo_v2,
+    "kimi_linear": _kimi_linear,
+    "deepseek_v4": _deepseek_v4,
+    "falcon": _falcon,
+    "step3p5": _step3p5,
+    "minimax_m3_vl_text": _minimax_m3,
+}
