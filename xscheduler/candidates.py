@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Constraint, Precision, Profile
+from xscheduler.engine_limits import why_not_divided
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
 from xscheduler.placement_bounds import Array, PlacementBounds, PolicyBounds
@@ -20,7 +21,7 @@ from xsimulator.costs.step_cost import LaneCost
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, capacity
-from xsimulator.stages import Lane
+from xsimulator.stages import Lane, lane, spread
 
 BLOCK_SIZE = 16
 
@@ -37,10 +38,10 @@ class Candidates:
         self.lengths = Lengths(problem.workload, problem.reused)
         _check_context(problem, self.lengths)
         self._models = _Predictors(problem, self.lengths)
-        self._placements = Placements(
-            problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices
-        )
         engine = problem.engine
+        self._placements = Placements(
+            problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices, engine
+        )
         self._block_size = BLOCK_SIZE if engine is None else engine.block_size
         self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
         if engine is not None and engine.max_batch is not None and "max_batch" not in problem.fixed:
@@ -65,6 +66,22 @@ class Candidates:
     def num_devices(self) -> int:
         """Devices that plans may take."""
         return self._placements.num_devices
+
+    def devices_needed(self) -> int | None:
+        """Return the least number of the cluster's devices that hold the model and one longest request, in a pipeline.
+
+        None: not even a device for each layer would do.
+        """
+        model, longest = self.problem.model, self.lengths.max_input + self.lengths.max_output
+        if model.is_encoder_decoder:
+            return None
+        for number in range(1, model.num_layers + 1):
+            memory = self.memory(lane((1,) * number, spread(model.num_layers, [1.0] * number)))
+            if isinstance(memory, LaneMemory):
+                blocks = memory.blocks_beside(min(longest, 2048))[0] - memory.request_blocks
+                if blocks * self._block_size >= longest:
+                    return number
+        return None
 
     @property
     def widest(self) -> Lane:
@@ -161,6 +178,9 @@ class Candidates:
             InputError: the cluster, the model or the profile has no such placement.
         """
         size = tp_degree * num_stages
+        engine = self.problem.deployed or self.problem.engine
+        if (reason := why_not_divided(self.problem.model, engine, tp_degree, ep_degree)) is not None:
+            raise InputError("placement", f"tensor-parallel degree {tp_degree}", reason)
         for placement in self._placements.one_lane(kind, size, replicas):
             layout = placement.layouts[0]
             if (

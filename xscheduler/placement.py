@@ -13,7 +13,8 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-from xgpt.core.schema import ClusterSpec, ModelSpec, Plan, Profile, TensorParallel
+from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Plan, Profile, TensorParallel
+from xscheduler.engine_limits import why_not_divided
 from xsimulator.costs.curves import Grid, Line
 from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
@@ -116,6 +117,7 @@ class Placements:
 
     Args:
         max_devices: largest number of devices to use.
+        engine: the engine that runs the plan, which cannot start some divisions; None: one without such limits.
     """
 
     def __init__(
@@ -125,11 +127,13 @@ class Placements:
         profile: Profile,
         lengths: Lengths,
         max_devices: int | None = None,
+        engine: EngineSpec | None = None,
     ) -> None:
         self._model = model
         self._cluster = cluster
         self._profile = profile
         self._lengths = lengths
+        self._groups = [group for group in profile.groups if why_not_divided(model, engine, *group) is None]
         self.num_devices = min(cluster.num_devices, max_devices or cluster.num_devices)
         self._shared: dict[tuple[int, int, bool, bool, int], tuple[LanePlacement, ...]] = {}
         self._seconds: dict[tuple[tuple[int, int], bool, bool, bool], float] = {}
@@ -194,7 +198,7 @@ class Placements:
 
     def _layouts(self, size: int, encode: bool, decode: bool, first_device: int) -> Iterator[LanePlacement]:
         model, profile = self._model, self._profile
-        for degree, ep in profile.groups:
+        for degree, ep in self._groups:
             for tp_devices in _splits(size, degree):
                 tps = degrees(size, degree, tp_devices)
                 if len(tps) > 1 and profile.hop is None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xscheduler.candidates import Candidates
+from xscheduler.engine_limits import why_not_divided
 
 
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
@@ -79,7 +80,13 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
 
 def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     """Return an error that says which values nothing can be held at."""
-    held = ", ".join(f"{name}={value}" for name, value in candidates.problem.fixed.items())
+    problem = candidates.problem
+    held = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
+    tp = problem.fixed.get("tp", 1)
+    parts = [problem.fixed["ep"]] if "ep" in problem.fixed else [1, tp]
+    reasons = [why_not_divided(problem.model, problem.engine, tp, ep) for ep in parts]
+    if reasons[0] is not None and None not in reasons:
+        return InfeasibleError(f"fix: {held}: {reasons[0]}", nearest_bound_s=None, binding="fix")
     return InfeasibleError(
         f"fix: no schedule of {', '.join(kinds)} on {candidates.problem.cluster.name} fits in memory with {held}; "
         "leave one of them out",
@@ -89,15 +96,14 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return why no placement holds the model, from the one that spreads it widest."""
-    memory = candidates.memory(candidates.widest)
+    """Return why no placement holds the model, from the one that spreads it widest, and how many devices would."""
+    memory, needed = candidates.memory(candidates.widest), candidates.devices_needed()
+    of = candidates.problem.cluster.device.name
+    enough = "" if needed is None else f"; {needed} devices of {of} would do"
+    says = "memory: the K/V of a single request does not fit; take more memory or shorter requests"
     if isinstance(memory, InfeasibleError):
-        return memory
-    return InfeasibleError(
-        "memory: the K/V of a single request does not fit; take more memory or shorter requests",
-        nearest_bound_s=None,
-        binding="memory",
-    )
+        says = str(memory)
+    return InfeasibleError(says + enough, nearest_bound_s=None, binding="memory")
 
 
 def round_up(seconds: float) -> str:

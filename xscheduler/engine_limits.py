@@ -1,0 +1,72 @@
+"""Say which divisions of a model an engine cannot start: what its kernels and its loader refuse."""
+
+from __future__ import annotations
+
+from xgpt.core.schema import Block, EngineSpec, ModelSpec, Quantization
+
+GROUPED = ("fp8_block", "int4")
+"""Formats whose weights are scaled by blocks or groups, which devices of a group must hold whole."""
+
+
+def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
+    """Return why an engine cannot divide a model's layers among `tp` devices; None: it can.
+
+    Blocks of 128 x 128 weights in FP8, and groups of weights in four bits, must not be cut: vLLM, SGLang and
+    TensorRT-LLM refuse such shards when they load them.
+
+    Args:
+        engine: None, or xgpt's own, unpacks weights: only heads, widths and experts must divide.
+        ep: parts into which these devices divide the experts of a layer, each with whole ones.
+    """
+    for kind in model.kinds:
+        reason = _undivided(kind, tp, ep)
+        if reason is None and engine is not None and engine.framework != "native":
+            reason = _cut(model, kind, tp, ep)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _undivided(kind: Block, tp: int, ep: int) -> str | None:
+    """Return which size does not divide by the devices."""
+    sizes: list[tuple[str, int, int]] = []
+    if (attention := kind.attention) is not None:
+        if attention.num_heads % tp:
+            return f"{attention.num_heads} attention heads do not divide by {tp}"
+        few, many = sorted((attention.num_kv_heads, tp))
+        if attention.latent is None and many % few:
+            return f"{attention.num_kv_heads} key/value heads neither divide by {tp} nor {tp} by them"
+    if kind.recurrent is not None:
+        sizes.append(("heads of a recurrent layer", kind.recurrent.num_heads, tp))
+    if kind.ffn_size:
+        sizes.append(("columns of a feed-forward block", kind.ffn_size, tp))
+    if (experts := kind.experts) is not None:
+        sizes += [("experts", experts.number, ep), ("columns of an expert", experts.ffn_size, max(1, tp // ep))]
+    return next((f"{size} {name} do not divide by {parts}" for name, size, parts in sizes if size % parts), None)
+
+
+def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
+    """Return which part's blocks or groups of weights would be cut."""
+    stored, parts = model.quantization, []
+    if stored is None:
+        return None
+    if kind.ffn_size:
+        parts.append((stored.of("dense"), "a feed-forward block", kind.ffn_size, tp))
+    if (experts := kind.experts) is not None:
+        parts.append((stored.of("experts"), "an expert", experts.ffn_size, max(1, tp // ep)))
+        if experts.shared_ffn_size:
+            parts.append((stored.of("shared"), "the shared experts", experts.shared_ffn_size, tp))
+    if (attention := kind.attention) is not None:
+        width = attention.num_heads * attention.values
+        parts.append((stored.of("attention"), "attention's heads", width, tp))
+    return next((reason for part in parts if (reason := _cut_part(*part)) is not None), None)
+
+
+def _cut_part(stored: Quantization | None, name: str, size: int, devices: int) -> str | None:
+    if stored is None or stored.kind not in GROUPED or devices == 1 or size // devices % stored.group_size == 0:
+        return None
+    what = "blocks" if stored.kind == "fp8_block" else "groups"
+    return (
+        f"{size} columns of {name} over {devices} devices are {size // devices:,} each, no multiple of the "
+        f"{what} of {stored.group_size} that its weights are scaled by"
+    )
