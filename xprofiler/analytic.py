@@ -246,7 +246,7 @@ class Kernels:
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds in which an index scores so many pairs of tokens, in eight bits on every device."""
+        """Return the seconds in which an index scores pairs of tokens, in eight bits on every device."""
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s

@@ -38,7 +38,7 @@ def plan_of(
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
     most = int(space.capacity) if space.kv == "quantile" else None
-    if limits.memory.request_blocks:  # what requests keep whatever their length is set aside for so many
+    if limits.memory.request_blocks:  # for each of them what it keeps whatever its length is set aside
         most = _slots(space, values)
     return Plan(
         model=problem.model,

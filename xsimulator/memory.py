@@ -42,7 +42,7 @@ class StepBuffers:
 
     xgpt's own engine runs a step in slices and lets go of each before the next. Others run a step of the largest size
     before they size K/V memory, and sample for as many requests as their batches are made for: the hidden states of all
-    tokens stay, and beside them is the larger of a layer's tensors and of what logits and sampling take. Buffers
+    tokens stay, and with them the larger of a layer's tensors and of what logits and sampling take. Buffers
     between the products of experts stay, too, in versions that keep them.
 
     Args:
@@ -70,7 +70,7 @@ class StepBuffers:
         self.rows = np.asarray(rows)
 
     def of(self, step_tokens: Array, stages: npt.NDArray[np.intp] | slice = slice(None)) -> Array:
-        """Return the bytes beside a largest step of so many tokens. # [n] -> [stages, n]"""
+        """Return the bytes of a largest step with this many tokens. # [n] -> [stages, n]"""
         stays, layer, sampled = self.rows[stages].T[:, :, None]
         tokens = np.minimum(step_tokens, self._most)
         return stays * tokens + np.maximum(layer * tokens, sampled)

@@ -218,7 +218,7 @@ def _check_starts(space: Space, longest: int, step_tokens: npt.NDArray[np.int64]
     memory = space.limits.memory
     blocks = memory.blocks_beside(step_tokens)[0] - memory.request_blocks
     if (tokens := int(blocks) * space.limits.block_size) < longest:
-        accepted = f"K/V memory holds {max(tokens, 0):,} tokens, so vLLM does not start; give at most so many"
+        accepted = f"K/V memory holds {max(tokens, 0):,} tokens, so vLLM does not start; give no more"
         raise InputError("current: --max-model-len", longest, accepted)
 
 

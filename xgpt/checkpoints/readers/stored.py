@@ -1,4 +1,4 @@
-"""Read how a checkpoint stores weights in few bits: from config.json, and from hf_quant_config.json beside it."""
+"""Read how a checkpoint stores weights in few bits: from config.json, and from hf_quant_config.json next to it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Attention(Frozen):
     indexer: Indexer | None = None
     """The index of sparse attention; None: attention reads all tokens in reach."""
     is_gated: bool = False
-    """Whether the output has a gate, computed beside the queries."""
+    """Whether the output has a gate, computed with the queries."""
     has_values: bool = True
     """Whether values have a projection of their own; otherwise they are the keys."""
     keeps: bool = True
@@ -126,7 +126,7 @@ class Block(Frozen):
     attention: Attention | None = None
     """Attention; None: a recurrent block mixes tokens, or nothing does."""
     recurrent: Recurrent | None = None
-    """A block with constant state, in place of attention or beside it."""
+    """A block with constant state, in place of attention or together with it."""
     ffn_size: NonNegativeInt = 0
     """Width between the products of a feed-forward block that every token passes; 0: there is none."""
     experts: Experts | None = None
