@@ -8,7 +8,6 @@ from math import floor
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from xgpt.benchmark import Load, bench_plan
 from xgpt.comparing.current import CurrentEngine, check_model
@@ -25,7 +24,6 @@ from xscheduler.objectives.rates import predicted_rate, rate_of, with_capacities
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.search import Method
-from xscheduler.space import Space
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is relaxed to see what that gains; None: no bound."""
@@ -193,10 +191,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     )
     micro = placement.microbatches
     step_tokens = np.asarray([current.max_num_batched_tokens])
-    space = of.candidates.space("chunked", placement)
-    if deployed is not None and deployed.framework == "vllm":
-        _check_starts(space, current.max_model_len or problem.model.max_context, step_tokens)
-    most = floor(space.capacity_beside(step_tokens)[0])
+    most = floor(of.candidates.space("chunked", placement).capacity_beside(step_tokens)[0])
     settings = ChunkedSettings(
         # A step is a micro-batch's; vLLM's limits are those of a step, and of all requests inside.
         token_budget=micro * current.max_num_batched_tokens,
@@ -207,19 +202,6 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     if cluster.device.type == "gpu":
         _check_starts(plan, current)
     return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
-
-
-def _check_starts(space: Space, longest: int, step_tokens: npt.NDArray[np.int64]) -> None:
-    """Refuse a server that does not start: vLLM's K/V memory must hold a request of the longest context.
-
-    Raises:
-        InputError: it does not.
-    """
-    memory = space.limits.memory
-    blocks = memory.blocks_beside(step_tokens)[0] - memory.request_blocks
-    if (tokens := int(blocks) * space.limits.block_size) < longest:
-        accepted = f"K/V memory holds {max(tokens, 0):,} tokens, so vLLM does not start; give no more"
-        raise InputError("current: --max-model-len", longest, accepted)
 
 
 def gain_of(best: Plan, current: Plan) -> Gain | None:
