@@ -28,7 +28,8 @@ from xgpt.core.io import dump_json, load_json, write_atomic
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.core.traces import read_lengths
 from xgpt.core.workload import sample
-from xgpt.fleet_planning import FleetRequest, plan_fleet_of
+from xgpt.fleet_planning import plan_fleet_of
+from xgpt.requests import FleetRequest
 from xgpt.resolve import load_workload
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import Day, cut
@@ -188,9 +189,9 @@ def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
                 "cluster": case.cluster,
                 "latency_bound_s": case.latency_bound_s,
             }
-            asked |= {"ttft_s": case.ttft_s, "quantile": ATTAIN}
-            request = FleetRequest(trace=Path(case.name), interval_s=case.interval_s)
-            write_atomic(path, dump_json(plan_fleet_of(case.draw(seed), request, asked)))
+            asked |= {"ttft_s": case.ttft_s, "attain": ATTAIN}
+            request = FleetRequest(trace=Path(case.name), interval_s=case.interval_s, **asked)
+            write_atomic(path, dump_json(plan_fleet_of(case.draw(seed), request)))
     if not path.is_file():
         return {}
     fleet, best = (load_json(state / f"{case.name}.{seed}.json", FleetPlan, "fleet") for seed in (0, 1))

@@ -1,4 +1,4 @@
-"""Write docs/reference from the code: `python -m tools.make_reference`."""
+"""Write options, keyword arguments and docs/reference from the code: `python -m tools.make_reference`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pydantic_core import PydanticUndefined
 
 from tools.fields import descriptions, reachable
 from tools.make_schema import OUTPUTS
+from tools.request_options import keywords_pyi, options_json
 from xgpt.cli import COMMANDS
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
 
-FOLDER = Path(__file__).parent.parent / "docs" / "reference"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "reference"
 EXIT_CODES = """| exit code | meaning |
 |---|---|
 | 0 | done |
@@ -141,6 +143,8 @@ PAGES = {"commands.md": commands, "files.md": files}
 
 
 if __name__ == "__main__":
+    (ROOT / "xgpt" / "options.json").write_text(options_json())  # the command line is made of it
+    (ROOT / "xgpt" / "keywords.pyi").write_text(keywords_pyi())
     FOLDER.mkdir(exist_ok=True)
     for name, write in PAGES.items():
         (FOLDER / name).write_text(write())

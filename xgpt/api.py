@@ -7,24 +7,35 @@ workloads are shipped names, paths of files, or objects of `xgpt.core.schema`.
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from xgpt.arguments import (
-    BenchArguments,
-    FleetArguments,
-    LoadArguments,
-    PathLike,
-    PlanArguments,
-    ProblemArguments,
-    ProfileArguments,
-    check,
-)
 from xgpt.core.errors import InputError
 from xgpt.core.schema import EngineKind, Plan, Profile
+from xgpt.requests import (
+    REQUESTS,
+    AutoscaleRequest,
+    BenchRequest,
+    CompareRequest,
+    FleetRequest,
+    Load,
+    PlanRequest,
+    ProfileRequest,
+    ReplanRequest,
+    ReportRequest,
+    Request,
+    ServeFields,
+    SimulateRequest,
+    as_plan_request,
+    plan_request,
+    request_of,
+)
 
 if TYPE_CHECKING:
     from threading import Event
@@ -33,20 +44,74 @@ if TYPE_CHECKING:
     from xgpt.benchmark import Benched
     from xgpt.comparing.compare import Compared, OnStart
     from xgpt.core.arrival_process import ArrivalProcess
-    from xgpt.core.policies.tcb import Batching
     from xgpt.core.progress import Progress
     from xgpt.core.schema.fleet import FleetPlan
     from xgpt.diagnosis import Finding
     from xgpt.exporting.export import Target
+    from xgpt.keywords import (
+        AutoscaleKeywords,
+        BenchKeywords,
+        CompareKeywords,
+        FleetKeywords,
+        PlanKeywords,
+        ProfileKeywords,
+        ReplanKeywords,
+        ReportKeywords,
+        ServeKeywords,
+        SimulateKeywords,
+    )
     from xgpt.solving import Planned
     from xscheduler.fleet.recommender import Recommendation
     from xscheduler.replanning.replanner import Replanned
     from xsimulator.run import Simulated
 
+PathLike = str | os.PathLike[str]
+FIELDS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("options.json").read_bytes())
+"""The fields of each command's request, with their texts."""
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanArguments]) -> Plan:
+def _takes(request: type[Request]) -> Callable[[F], F]:
+    """Return a decorator that gives a function's signature and docstring the fields of its request."""
+    command = next(name for name, each in REQUESTS.items() if each is request)
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        known = {one.name for one in own}
+        named = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty
+                if field.is_required()
+                else field.get_default(call_default_factory=True),
+                annotation=field.annotation,
+            )
+            for name, field in request.model_fields.items()
+            if name not in known
+        ]
+        function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        function.__doc__ = (function.__doc__ or "").replace("        **asked\n", _documented(command, known))
+        return function
+
+    return decorate
+
+
+def _documented(command: str, known: Collection[str]) -> str:
+    """Return the lines of a docstring about the fields of a request, without those that are known."""
+    lines = []
+    for field in FIELDS.get(command, ()):
+        if field["name"] not in known:
+            unset = f" None: {field['unset']}." if field["unset"] else ""
+            text = f"{field['name']}: {field['text']}{unset}"
+            lines.append(textwrap.fill(text, 120, initial_indent=8 * " ", subsequent_indent=12 * " "))
+    return "\n".join(lines) + "\n"
+
+
+@_takes(PlanRequest)
+def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Plan:
     """Return the plan with the highest throughput under a latency bound, with its proof.
 
     >>> import xgpt
@@ -59,37 +124,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         latency_bound_s: seconds to the last token that the quantile of requests must keep: from arrival under objective
             "arrivals", from admission under "saturated". None: no bound.
         progress: is called with (done, total, what is being done).
-        model: a name, a YAML file, a checkpoint directory, a Hugging Face id, or a shape. By default opt-125m.
-        config: config.json of an id; None: the one in huggingface_hub's cache. Nothing is downloaded.
-        cluster: a name, a YAML file, or devices; None: this machine.
-        dtype: type that the model runs in; None: its own; float32 on a CPU.
-        kv_dtype: type of K/V; None: that of a given profile, or of the dtype.
-        workload: a name, a YAML file, a trace (CSV, JSON lines), or histograms of lengths. By default summarization.
-        profile: step times, or their file; None: the cached ones; without them this machine is measured, or the
-            datasheet of the devices is used.
-        engine: the engine that will run the plan, by name or file; None: the profile's.
-        price: price of one device for an hour; None: the cluster's.
-        objective: "arrivals": the highest rate of Poisson arrivals that keeps the bounds, waiting included;
-            "saturated": throughput while requests are always waiting. None: arrivals; saturated with `sla` or `search`.
-        quantile: share of requests that must keep the bounds, by default 0.99.
-        sla: with "saturated", what must keep the bound: "length", a request whose output has the quantile's length;
-            "request", the quantile of all requests.
-        ttft_s, tpot_s: bounds on the time to the first token, and on the mean time between tokens.
-        ttft_quantile, tpot_quantile: with "arrivals": share of requests that must keep this bound by itself; None:
-            `quantile` of them must keep all bounds together.
-        headroom: share by which steps may take longer than predicted; None: the known error of the profile's kind.
-        arrival_rate_per_s: requests a second that the plan must sustain.
-        policy: a policy; "auto", the default: the best of all but slack; "exegpt": the better of rra and
-            waa; "waa": the better of waa-c and waa-m.
-        search: with "saturated": the method; None: branch-and-bound.
-        kv: "reserve", the default: set each request's maximum of K/V memory aside; "quantile": admit as many requests
-            as fit 99.9% of the time.
-        burstiness: coefficient of variation of the gaps between arrivals, by default 1: a Poisson process.
-        order: order in which waiting requests enter, by default fcfs; slack also tries in-time.
-        fix: values at which control variables are held, by name (token_budget, max_batch, ...; of the placement: tp,
-            ep, pp, replicas).
-        devices: use at most this number; "auto": the fewest that sustain the arrival rate.
-        among: clusters with their prices, instead of `cluster`: the cheapest that sustains the arrival rate is used.
+        **asked
 
     Raises:
         InputError: an argument is not accepted, or does not go with another one.
@@ -99,9 +134,8 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
 
 
-def solve(
-    *, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanArguments]
-) -> Planned:
+@_takes(PlanRequest)
+def solve(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Planned:
     """Return the whole result of planning: each policy's best plan, and the clusters that were compared.
 
     >>> import xgpt
@@ -116,20 +150,17 @@ def solve(
         XgptError: as `plan` does.
     """
     from xgpt import solving
-    from xgpt.requests import plan_request
 
-    check(asked, PlanArguments)
     return solving.solve(plan_request(latency_bound_s=latency_bound_s, **asked), progress)
 
 
+@_takes(FleetRequest)
 def fleet(
     trace: PathLike,
     *,
     latency_bound_s: float | None,
-    attain: float = 0.99,
-    among: Mapping[str, float] | None = None,
     progress: Progress | None = None,
-    **asked: Unpack[FleetArguments],
+    **asked: Unpack[FleetKeywords],
 ) -> FleetPlan:
     """Return how many replicas of which plan hold each interval of a day's load at the least cost.
 
@@ -138,39 +169,28 @@ def fleet(
 
     Args:
         trace: CSV or JSON lines with times, or YAML of rates and workloads over hours.
-        latency_bound_s: time from arrival to the last token; None: no bound on it.
-        attain: share of the day's requests that keep the bounds.
-        among: clusters with the price of one device for an hour, whose replicas may be mixed; None: `cluster` alone.
-        interval_s: seconds in which the fleet does not change, by default 900.
-        least_stay_s: least seconds for which a started replica stays, by default 0.
-        startup_s: seconds from ordering a replica until it begins to load weights, by default 60.
-        devices: largest number of devices of each cluster, one number or one for each name; None: as many as needed.
-        least_replicas: least number of replicas at any time, by default 1.
-        seed: seed of the requests that are drawn from rates, by default 0.
-
-    `model`, `cluster`, `dtype`, `kv_dtype`, `profile`, `engine`, `price`, `ttft_s`, `tpot_s`, `headroom` and `policy`
-    are those of `plan`.
+        latency_bound_s: seconds from arrival to the last token; None: no bound on it.
+        progress: is called with (done, total, what is being done).
+        **asked
 
     Raises:
         InputError: an argument is not accepted, or the trace is malformed.
         InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
         MachineError: this machine cannot be measured.
     """
-    from xgpt.fleet_planning import FleetRequest, fleet_request, plan_fleet
+    from xgpt.fleet_planning import plan_fleet
 
-    check(asked, FleetArguments)
-    of_fleet = {name: value for name, value in asked.items() if name in FleetRequest.model_fields}
-    of_plan = {name: value for name, value in asked.items() if name not in of_fleet}
-    request = fleet_request(trace=trace, among=among, **of_fleet)
-    return plan_fleet(request, {**of_plan, "latency_bound_s": latency_bound_s, "quantile": attain}, progress)
+    given: dict[str, Any] = {"trace": trace, "latency_bound_s": latency_bound_s, **asked}
+    return plan_fleet(request_of(FleetRequest, given), progress)
 
 
+@_takes(AutoscaleRequest)
 def autoscale(
     fleet: FleetPlan | PathLike,
     *,
     on_note: Callable[[str], None] = lambda line: None,
     stop: Event | None = None,
-    **asked: Any,
+    **asked: Unpack[AutoscaleKeywords],
 ) -> Recommendation | None:
     """Recommend how many replicas of each kind a fleet should have now, and publish the numbers as a Prometheus metric.
 
@@ -181,9 +201,10 @@ def autoscale(
     None if there is none.
 
     Args:
+        fleet: the plan of a day, or the path of its fleet.json.
         on_note: is called with a line about each look at the load.
         stop: the function returns once it is set; None: on signals only.
-        asked: the fields of `xgpt.autoscaling.recommend.AutoscaleRequest`, by name.
+        **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -191,7 +212,7 @@ def autoscale(
     """
     from xgpt.autoscaling import recommend
 
-    request = recommend.autoscale_request(**asked)
+    request = request_of(AutoscaleRequest, dict(asked))
     return recommend.autoscale(_fleet(fleet), request, on_note, stop)
 
 
@@ -212,16 +233,13 @@ def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: 
     return recommend.simulate(_fleet(fleet), Path(trace), look_s)
 
 
+@_takes(CompareRequest)
 def compare(
     *,
     latency_bound_s: float | None,
-    current: str | None = None,
-    measure: bool = False,
-    num_requests: int = 300,
-    seed: int = 0,
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
-    **asked: Unpack[ProblemArguments],
+    **asked: Unpack[CompareKeywords],
 ) -> Compared:
     """Return every policy's best plan under one bound, and the best plans under looser bounds.
 
@@ -232,12 +250,10 @@ def compare(
     [10.0, 12.0, 16.0, None]
 
     Args:
-        current: the `vllm serve` command of the current deployment, to be scored as a plan.
-        measure: run each plan on this machine.
-        num_requests, seed: number and seed of the requests with which each plan is measured.
+        latency_bound_s: see `plan`.
+        progress: is called with (done, total, what is being done).
         on_start: is called with each plan before it is measured.
-
-    The other arguments are those of `plan`, with the same defaults.
+        **asked
 
     Raises:
         InputError: an argument is not accepted, or the current deployment cannot run the same work as the plans.
@@ -246,15 +262,15 @@ def compare(
     """
     from xgpt.benchmark import Load
     from xgpt.comparing import compare as comparing
-    from xgpt.requests import plan_request
 
-    check(asked, ProblemArguments)
-    request = plan_request(latency_bound_s=latency_bound_s, **asked)
-    load = Load(num_requests) if measure else None
-    return comparing.compare(request, current, load, seed, progress, on_start)
+    given: dict[str, Any] = {"latency_bound_s": latency_bound_s, **asked}
+    request = request_of(CompareRequest, given)
+    load = Load(request.num_requests) if request.measure else None
+    return comparing.compare(as_plan_request(request), request.current, load, request.seed, progress, on_start)
 
 
-def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArguments]) -> Profile:
+@_takes(ProfileRequest)
+def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords]) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported.
 
     >>> import xgpt
@@ -263,14 +279,8 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
     ('analytic', 'h200')
 
     Args:
-        model: a name, a YAML file, a checkpoint directory, or a Hugging Face id; by default opt-125m.
-        config: config.json of an id; None: the one in huggingface_hub's cache.
-        cluster: "local", the default, is measured; for others the datasheet is used.
-        dtype: type that the model runs in; None: its own; float32 on a CPU.
-        kv_dtype: type of K/V; None: that of the dtype.
-        engine: engine whose steps are measured, by default "native", xgpt's own.
-        import_from: "aiconfigurator", or a folder of its tables.
-        framework: engine whose kernels are imported; None: vLLM.
+        progress: is called with (done, total, what is being done).
+        **asked
 
     Raises:
         InputError: a model, cluster or table is not known, or the model does not run in that dtype there.
@@ -278,18 +288,11 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileArgument
     """
     from xprofiler.store import new_profile
 
-    check(asked, ProfileArguments)
-    return new_profile(asked, progress)
+    return new_profile(**dict(request_of(ProfileRequest, dict(asked))), progress=progress)
 
 
-def simulate(
-    plan: Plan | PathLike,
-    *,
-    burstiness: float | None = None,
-    own_times: bool = False,
-    profile: PathLike | Profile | None = None,
-    **load: Unpack[LoadArguments],
-) -> Simulated:
+@_takes(SimulateRequest)
+def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simulated:
     """Return a run of a plan, request by request, on the simulated engine.
 
     >>> import xgpt
@@ -300,13 +303,7 @@ def simulate(
     (True, True)
 
     Args:
-        burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts.
-        own_times: replay the workload, a trace, as recorded: its pairs of lengths and its arrival times.
-        profile: the profile that the plan was made from; None: the copy kept on this machine.
-        workload: a name, a file, or histograms; None: the plan's own.
-        num_requests: requests that are measured, by default 2000; some more run before and after them.
-        arrival_rate_per_s: rate of Poisson arrivals; None: requests are always waiting.
-        seed: seed of lengths and arrivals, by default 0.
+        **asked
 
     Raises:
         InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
@@ -314,30 +311,24 @@ def simulate(
     from xprofiler.store import profile_of
     from xsimulator.run import run_simulation
 
-    check(load, LoadArguments)
+    request = request_of(SimulateRequest, dict(asked))
     plan = _plan(plan)
-    if burstiness is not None and load.get("arrival_rate_per_s") is None:
-        raise InputError("burstiness", burstiness, "it goes with `arrival_rate_per_s`")
-    arrivals, num_requests = _arrivals(load, 2000, burstiness or 1.0)
+    if request.burstiness is not None and request.arrival_rate_per_s is None:
+        raise InputError("burstiness", request.burstiness, "it goes with `arrival_rate_per_s`")
+    arrivals, num_requests = _arrivals(request, 2000, request.burstiness or 1.0)
     return run_simulation(
         plan,
-        profile_of(plan, _given(profile)),
-        _given(load.get("workload")),
+        profile_of(plan, request.profile),
+        request.workload,
         num_requests,
         arrivals,
-        load.get("seed", 0),
-        own_times=own_times,
+        request.seed,
+        own_times=request.own_times,
     )
 
 
-def replan(
-    plan: Plan | PathLike,
-    lengths: PathLike,
-    *,
-    profile: PathLike | Profile | None = None,
-    horizon_s: float = 600.0,
-    least_gain: float = 0.05,
-) -> Replanned:
+@_takes(ReplanRequest)
+def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywords]) -> Replanned:
     """Return the best plan under other lengths than a running plan was made for, its gain, and the switch's cost.
 
     >>> import tempfile, xgpt
@@ -353,9 +344,7 @@ def replan(
     Args:
         lengths: a trace (CSV, JSON lines), or the URL of a running server: then the plan that it runs now is judged,
             under the lengths that it has observed.
-        profile: the profile that the plan was made from; None: the copy kept on this machine.
-        horizon_s: seconds in which a change of placement must repay its pause.
-        least_gain: least gain of throughput, as a share, for which the plan is changed.
+        **asked
 
     Raises:
         InputError: the trace is malformed, or the server runs another model.
@@ -365,39 +354,22 @@ def replan(
     from xscheduler.replanning import Terms
     from xscheduler.replanning.replanner import Replanned, observe_source, propose
 
-    running, observation = observe_source(_plan(plan), os.fspath(lengths))
-    terms = Terms(least_gain=least_gain, horizon_s=horizon_s)
-    decision, then = propose(running, profile_of(running, _given(profile)), observation, terms)
+    request = request_of(ReplanRequest, {"lengths": lengths, **asked})
+    running, observation = observe_source(_plan(plan), request.lengths)
+    terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)
+    decision, then = propose(running, profile_of(running, request.profile), observation, terms)
     return Replanned(running, observation, decision, then or running)
 
 
-def bench(
-    target: Plan | PathLike,
-    *,
-    calibrate: bool = False,
-    profile: PathLike | Profile | None = None,
-    ca_file: PathLike | None = None,
-    engine: EngineKind = "native",
-    batching: Batching = "flat",
-    **load: Unpack[BenchArguments],
-) -> Benched:
+@_takes(BenchRequest)
+def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
     """Return predicted and measured figures of a plan on this machine, or a client's figures of an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
         target: a plan, which is served in a process of its own while it is measured, or the URL of any endpoint.
-        calibrate: fit the plan's profile to the measured steps.
-        profile: the profile that the plan was made from; None: the copy kept on this machine.
-        ca_file: certificate authorities for an https endpoint (PEM); None: the system's.
-        engine: engine that runs the plan.
-        batching: layout of a whole batch; the prediction is for a flat one.
-        workload: request lengths; None: the plan's own, for an endpoint those of summarization.
-        num_requests: requests that are measured, by default 300.
-        arrival_rate_per_s: rate of Poisson arrivals; None: the engine is kept saturated.
-        concurrency: outstanding requests at an endpoint, by default 32.
-        stream: ask for streamed answers; those of an endpoint always are.
-        seed: seed of the requests, by default 0.
+        **asked
 
     Raises:
         InputError: the plan cannot hold the requests, or arguments do not go together.
@@ -407,35 +379,30 @@ def bench(
     from xgpt.resolve import workload_of
     from xprofiler.store import profile_of
 
-    check(load, BenchArguments)
+    request = request_of(BenchRequest, dict(asked))
+    profile = request.profile
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     if profile is not None and is_url:
         raise InputError("profile", str(profile), "it goes with a plan; a URL's steps are not known")
-    if is_url and calibrate:
-        raise InputError("calibrate", calibrate, "it goes with a plan; a URL's steps are not known")
-    if ca_file is not None and not is_url:
-        raise InputError("ca_file", str(ca_file), "it goes with an https URL")
-    if batching != "flat" and is_url:
-        raise InputError("batching", batching, "it goes with a plan; the server behind a URL has its own")
+    if is_url and request.calibrate:
+        raise InputError("calibrate", request.calibrate, "it goes with a plan; a URL's steps are not known")
+    if request.ca_file is not None and not is_url:
+        raise InputError("ca_file", str(request.ca_file), "it goes with an https URL")
+    if request.batching != "flat" and is_url:
+        raise InputError("batching", request.batching, "it goes with a plan; the server behind a URL has its own")
     of = str(target) if is_url else _plan(target)
-    given = _given(load.get("workload"))
-    workload = None if given is None else workload_of(given, of.model if isinstance(of, Plan) else None)
-    arrivals, num_requests = _arrivals(load, 300)
+    workload = None
+    if request.workload is not None:
+        workload = workload_of(request.workload, of.model if isinstance(of, Plan) else None)
+    arrivals, num_requests = _arrivals(request, 300)
     return benches.bench(
         of,
-        benches.Load(
-            num_requests,
-            workload,
-            arrivals,
-            load.get("stream", False),
-            load.get("concurrency", 32),
-            None if ca_file is None else Path(ca_file),
-        ),
-        load.get("seed", 0),
-        engine=engine,
-        batching=batching,
-        profile=profile_of(of, _given(profile)) if profile is not None and isinstance(of, Plan) else None,
-        calibrate=calibrate,
+        benches.Load(num_requests, workload, arrivals, request.stream, request.concurrency, request.ca_file),
+        request.seed,
+        engine=request.engine,
+        batching=request.batching,
+        profile=profile_of(of, profile) if profile is not None and isinstance(of, Plan) else None,
+        calibrate=request.calibrate,
     )
 
 
@@ -468,7 +435,8 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     return export(_plan(plan), to)
 
 
-def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | None = None, seed: int = 0) -> str:
+@_takes(ReportRequest)
+def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -> str:
     """Return a plan, or a day's fleet, as one self-contained HTML page.
 
     >>> import xgpt
@@ -478,8 +446,7 @@ def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | N
     True
 
     Args:
-        profile: the profile that the plan was made from; None: the copy kept on this machine.
-        seed: seed of the simulated requests.
+        **asked
 
     Raises:
         InputError: the plan's profile is not here, or its memory cannot hold its own workload.
@@ -491,12 +458,13 @@ def report(plan: Plan | FleetPlan | PathLike, *, profile: PathLike | Profile | N
     from xgpt.reporting.report import report
     from xprofiler.store import profile_of
 
+    request = request_of(ReportRequest, dict(asked))
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
-        if profile is not None:
-            raise InputError("profile", str(profile), "a fleet's page simulates nothing: leave it out")
+        if request.profile is not None:
+            raise InputError("profile", str(request.profile), "a fleet's page simulates nothing: leave it out")
         return fleet_report(_fleet(plan))
     plan = _plan(plan)
-    return report(plan, profile_of(plan, _given(profile)), np.random.default_rng(seed))
+    return report(plan, profile_of(plan, request.profile), np.random.default_rng(request.seed))
 
 
 def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> None:
@@ -533,8 +501,9 @@ def doctor() -> list[Finding]:
     return examine()
 
 
+@_takes(ServeFields)
 def serve(
-    plan: Plan | PathLike, *, on_note: Callable[[str], None] = lambda line: None, dry_run: bool = False, **asked: Any
+    plan: Plan | PathLike, *, on_note: Callable[[str], None] = lambda line: None, **asked: Unpack[ServeKeywords]
 ) -> None:
     """Serve a plan behind an OpenAI-compatible endpoint until SIGTERM or SIGINT, in the main thread.
 
@@ -542,8 +511,7 @@ def serve(
 
     Args:
         on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
-        dry_run: check all that can be checked, and start nothing.
-        asked: the fields of `xgpt.ServeRequest`, by name.
+        **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -552,8 +520,7 @@ def serve(
     from xgpt.core.io import parse_arguments
     from xgpt.serving import serve as serving
 
-    request = parse_arguments(asked, serving.ServeRequest)
-    serving.serve(_plan(plan), request, on_note, dry_run=dry_run)
+    serving.serve(_plan(plan), parse_arguments(dict(asked), serving.ServeRequest), on_note)
 
 
 @contextmanager
@@ -584,17 +551,17 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
         yield url
 
 
-def _arrivals(load: LoadArguments, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
+def _arrivals(load: Load, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
     """Return the arrivals of a load (None: saturated), and the number of requests to measure."""
     from xgpt.core.arrival_process import ArrivalProcess
 
-    rates, num_requests = load.get("arrival_rate_per_s"), load.get("num_requests")
+    rates = load.arrival_rate_per_s
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests
-    if of_stages is not None and num_requests is not None:
+    if of_stages is not None and load.num_requests is not None:
         accepted = f"the stages bring {of_stages}: leave it out, or leave the last stage's seconds out"
-        raise InputError("num_requests", num_requests, accepted)
-    return arrivals, of_stages or num_requests or default
+        raise InputError("num_requests", load.num_requests, accepted)
+    return arrivals, of_stages or load.num_requests or default
 
 
 def _plan(given: Plan | PathLike) -> Plan:
@@ -619,8 +586,3 @@ def _fleet(given: FleetPlan | PathLike) -> FleetPlan:
     from xgpt.core.schema.fleet import FleetPlan
 
     return given if isinstance(given, FleetPlan) else load_json(Path(given), FleetPlan, "fleet")
-
-
-def _given(value: PathLike | T | None) -> str | T | None:
-    """Return a name or path as text, and anything else as it is."""
-    return os.fspath(value) if isinstance(value, str | os.PathLike) else value

@@ -26,9 +26,18 @@ from xgpt.core.busy import busy_of_workers
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies.routing import share_of_replica
-from xgpt.core.policies.tcb import Batching
 from xgpt.core.processes import end_with_parent
-from xgpt.core.schema import BenchReport, Comparison, CoreWaits, EngineKind, Plan, Profile, UrlReport, Workload
+from xgpt.core.schema import (
+    Batching,
+    BenchReport,
+    Comparison,
+    CoreWaits,
+    EngineKind,
+    Plan,
+    Profile,
+    UrlReport,
+    Workload,
+)
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import Floats, Ints, TraceLengths, sample
 from xgpt.resolve import load_workload

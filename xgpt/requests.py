@@ -1,85 +1,529 @@
-"""The request of a plan: one validated object, whether it comes from Python or the command line."""
+"""What can be asked for: one model for each command and function of the API, declared field by field.
+
+`python -m tools.make_reference` makes from these models: the options of the command line (`xgpt/options.json`), the
+keyword arguments of `xgpt.api` as editors see them (`xgpt/keywords.pyi`), and the pages in docs/reference. A field's
+docstring is the help of its option; in it, `name` stands for another field. A class's `group` is the heading under
+which help lists the class's own fields.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from xgpt.core.errors import InputError
 from xgpt.core.io import parse_arguments
 from xgpt.core.schema import (
     AdmissionOrder,
+    Batching,
     ClusterSpec,
     Constraint,
     DType,
+    EngineKind,
     EngineSpec,
     Frozen,
     KvPromise,
     ModelSpec,
+    Objective,
     Profile,
+    SearchMethod,
     Workload,
 )
+from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.policy import PolicyChoice
-from xgpt.resolve import check_names
-from xscheduler.search.base import Method
 
-Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
-"""A shipped name, or a path."""
+R = TypeVar("R", bound="Request")
 
 
-class PlanRequest(Frozen):
-    """The arguments of a plan, checked. Names are looked up later, by `xgpt.problems.resolve`.
+@dataclass(frozen=True)
+class Option:
+    """How a field is given at the command line, as far as its name and type do not say it.
 
     Attributes:
-        order: order of admission; None: fcfs, or in-time where tuning finds that better.
-        model: a name, a path, a Hugging Face id, or the model's shape.
-        config: config.json of an id; None: the one in huggingface_hub's cache.
-        dtype: type that the model runs in; None: its own; float32 on a CPU.
-        kv_dtype: type of K/V; None: that of a given profile, or of the dtype.
-        profile: a file or its content; None: the cached one, a measurement, or the datasheet's.
-        engine: the engine that runs the plan, by name or file; None: the profile's.
-        price: price of one device for an hour; None: the cluster's.
-        constraint: the bounds, and what is maximised under them.
-        devices: largest number of devices to use; "auto": the fewest that sustain the arrival rate; None: all.
-        fix: values at which control variables, `tp`, `ep`, `pp` and `replicas` are held.
-        among: clusters with the price of one device for an hour, instead of `cluster`: the cheapest is used.
+        flag: the option; "": --name with dashes, or --no-name for a switch that is on by default; None: there is none.
+        metavar: what help shows for its value.
+        kind: how its text is read: a name in `xgpt.cli.values.KINDS`; "": by the field's type.
+        unset: what stands for None, as help shows it.
+        names: kind of shipped configs whose names the shell completes.
+        is_required: whether the command line refuses to go without it.
     """
 
-    model: Name | ModelSpec = "opt-125m"
-    config: Name | None = None
-    cluster: Name | ClusterSpec = "local"
-    dtype: DType | None = None
-    kv_dtype: DType | None = None
-    workload: Name | Workload = "summarization"
-    profile: Name | Profile | None = None
-    engine: Name | EngineSpec | None = None
-    price: PositiveFloat | None = None
-    constraint: Constraint = Constraint(objective="arrivals")
+    flag: str | None = ""
+    metavar: str = ""
+    kind: str = ""
+    unset: str = ""
+    names: str = ""
+    is_required: bool = False
+
+
+TOGETHER = Option(metavar="SHARE", unset="`quantile` of requests keep all bounds together")
+Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
+"""A shipped name, or a path."""
+Share = Annotated[float, Field(gt=0, lt=1)]
+Variation = Annotated[float, Field(gt=0, le=100)]
+Seconds = Annotated[float, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Rates = float | tuple[tuple[float, float | None], ...]
+"""Requests a second, or stages of them: (rate, seconds)."""
+
+
+class Request(Frozen):
+    """The base of all requests.
+
+    Attributes:
+        most_used: fields that help lists first.
+    """
+
+    most_used: ClassVar[tuple[str, ...]] = ()
+
+
+class ModelAndDevices(Request):
+    """A model, and the devices that it runs on."""
+
+    group: ClassVar[str] = "Problem"
+    model: Annotated[Name | ModelSpec, Option(names="models")] = "opt-125m"
+    """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
+    config: Annotated[Name | None, Option(metavar="FILE", unset="the one in huggingface_hub's cache")] = None
+    """config.json of the model, if `model` is a Hugging Face id. Nothing is downloaded."""
+    cluster: Annotated[Name | ClusterSpec, Option(names="clusters")] = "local"
+    """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
+    dtype: Annotated[DType | None, Option(unset="the model's own; float32 on a CPU")] = None
+    """Number type to run in."""
+    kv_dtype: Annotated[DType | None, Option(unset="that of a given profile, or of the dtype")] = None
+    """Number type of keys and values: int8 on CPUs, float8 on GPUs that are planned for."""
+
+
+class Planned(ModelAndDevices):
+    """What is planned for: a model on devices, with a profile, an engine and a price."""
+
+    group: ClassVar[str] = "Problem"
+    price: Annotated[PositiveFloat | None, Option(metavar="P", unset="the cluster file's")] = None
+    """Price of one device for an hour, in any currency."""
+    profile: Annotated[
+        Name | Profile | None,
+        Option(metavar="FILE", unset="the cached one; else this machine is measured, or its devices' datasheet used"),
+    ] = None
+    """Profile (step times) to plan from."""
+    engine: Annotated[Name | EngineSpec | None, Option(metavar="NAME", unset="the profile's")] = None
+    """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a
+    YAML file."""
+
+
+class Bounds(Request):
+    """Bounds on the times of a request."""
+
+    group: ClassVar[str] = "Bounds"
+    latency_bound_s: Annotated[PositiveFloat | None, Option("--latency-bound", "S|inf", "bound")] = None
+    """Seconds within which a request must end, or inf for no bound. They count from its arrival; if throughput with
+    requests always waiting is maximised, from its admission."""
+    ttft_s: Annotated[PositiveFloat | None, Option("--ttft", "S", "seconds")] = None
+    """Bound on the time to first token, in seconds."""
+    tpot_s: Annotated[PositiveFloat | None, Option("--tpot", "S", "seconds")] = None
+    """Bound on the mean time per output token, in seconds."""
+    headroom: Annotated[
+        Annotated[float, Field(ge=0, lt=1)] | None,
+        Option(
+            metavar="SHARE",
+            unset="the known error of the profile's kind (0.05 measured, 0.1 imported, 0.12 from a datasheet), or its "
+            "spread if larger",
+        ),
+    ] = None
+    """Share by which steps may take longer than predicted before a bound is broken."""
+
+
+class ObjectiveAndShares(Bounds):
+    """What is maximised under the bounds, and which share of requests must keep them."""
+
+    group: ClassVar[str] = "Bounds"
+    objective: Annotated[Objective | None, Option(unset="arrivals; saturated with `sla` or `search=exhaustive`")] = None
+    """What to maximise. arrivals: the highest Poisson arrival rate that keeps the bounds, waiting included. saturated:
+    throughput while requests are always waiting, latency counted from admission, as in ExeGPT."""
+    quantile: Share = 0.99
+    """Share of requests that must keep the bounds."""
+    sla: Annotated[Sla | None, Option(unset="length")] = None
+    """With `objective=saturated`: what must keep the bound. length: a request whose output has the quantile's length.
+    request: the quantile of all requests, by simulation."""
+    ttft_quantile: Annotated[Share | None, TOGETHER] = None
+    """Share of requests that must keep `ttft_s` by itself, as in MLPerf's server scenario."""
+    tpot_quantile: Annotated[Share | None, TOGETHER] = None
+    """Share of requests that must keep `tpot_s` by itself."""
+
+
+class Policy(Request):
+    """Which kinds of schedules are searched."""
+
+    group: ClassVar[str] = "Search"
     policy: PolicyChoice = "auto"
-    search: Method = "branch-and-bound"
+    """Kind of schedule. rra: encode a batch of prompts, run several decode steps, and again. waa: some devices encode
+    and the others decode; waa-c divides them by computation, waa-m by memory. chunked: each step decodes and encodes
+    pieces of prompts. orca: the same with whole prompts. static: a batch runs until all of it has finished. slack:
+    chunked, with as many prompt tokens a step as running requests have time for under `tpot_s`, tuned by simulation.
+    exegpt: the better of rra and waa. auto: the best of all but slack."""
+
+
+class ProblemRequest(Planned, ObjectiveAndShares):
+    """A planning problem, and how to search it."""
+
+    group: ClassVar[str] = "Search"
+    most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload")
+    workload: Annotated[Name | Workload, Option(names="workloads")] = "summarization"
+    """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    search: SearchMethod = "branch-and-bound"
+    """Method of search; exhaustive goes with `objective=saturated`."""
     kv: KvPromise = "reserve"
-    order: AdmissionOrder | None = None
-    devices: PositiveInt | Literal["auto"] | None = None
-    among: dict[str, PositiveFloat] | None = None
-    fix: dict[str, PositiveInt] = Field(default_factory=dict)
+    """How memory for keys and values is promised. reserve: each request's maximum is set aside. quantile: as many
+    requests enter as fit 99.9% of the time; the newest is preempted if they do not fit."""
+
+    @property
+    def constraint(self) -> Constraint:
+        """The objective and the bounds, as a plan has them."""
+        given = {name: getattr(self, name) for name in Constraint.model_fields if name in type(self).model_fields}
+        return Constraint(**{name: value for name, value in given.items() if value is not None})
 
 
-def plan_request(**asked: Any) -> PlanRequest:
-    """Return the request that keyword arguments make: the fields of `PlanRequest` and those of its constraint.
+class Arrivals(Request):
+    """How requests arrive."""
 
-    None stands for an argument that was not given.
+    group: ClassVar[str] = "Arrivals"
+    burstiness: Annotated[Variation | None, Option(metavar="CV", kind="positive", unset="1")] = None
+    """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
+
+
+class PlanRequest(ProblemRequest, Policy, Arrivals):
+    """A plan. Names are looked up later, by `xgpt.problems.resolve`."""
+
+    group: ClassVar[str] = "Search"
+    most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "output")
+    arrival_rate_per_s: Annotated[PositiveFloat | None, Option("--arrival-rate", "R")] = None
+    """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
+    devices: Annotated[PositiveInt | Literal["auto"] | None, Option(metavar="auto|N", kind="devices")] = None
+    """Use at most N devices of the cluster; auto: the fewest that sustain `arrival_rate_per_s`."""
+    among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
+    """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, on the fewest
+    devices. PRICE is that of one device for an hour."""
+    order: Annotated[AdmissionOrder | None, Option(unset="fcfs; slack also tries in-time")] = None
+    """Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can keep
+    `ttft_s`, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest output (finishes a given
+    set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
+    fix: Annotated[dict[str, PositiveInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
+    """Hold a control variable at a value, as token_budget=8192 or max_batch=128. Those of the placement: tp, ep, pp,
+    replicas. Policies without that variable are left out. Repeatable."""
+
+
+class CompareRequest(ProblemRequest):
+    """A comparison of all policies."""
+
+    group: ClassVar[str] = "Comparison"
+    most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "current")
+    current: Annotated[str | None, Option(metavar="COMMAND|FILE")] = None
+    """What runs today, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run, or a
+    Compose file, pod manifest or Helm values that start one."""
+    measure: bool = False
+    """Also run each plan on this machine."""
+    num_requests: Annotated[PositiveInt, Option("--requests")] = 300
+    """With `measure`: number of requests for each plan."""
+    seed: NonNegativeInt = 0
+    """With `measure`: seed of lengths."""
+
+
+class FleetRequest(Planned, Bounds, Policy):
+    """The fleet of a day."""
+
+    group: ClassVar[str] = "Fleet"
+    most_used: ClassVar[tuple[str, ...]] = ("trace", "latency_bound_s", "model", "cluster", "output")
+    trace: Annotated[Path, Option(metavar="FILE", is_required=True)]
+    """A day's requests with their times (CSV, JSON lines), or its rates and workloads over hours (YAML)."""
+    attain: Annotated[Share, Option(metavar="SHARE")] = 0.99
+    """Share of the day's requests that must keep the bounds."""
+    among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
+    """Instead of `cluster`: replicas on any of these clusters, mixed. PRICE is that of one device for an hour."""
+    devices: Annotated[
+        PositiveInt | dict[str, PositiveInt] | None,
+        Option(metavar="N|CLUSTER=N,…", kind="counts", unset="as many as needed; with `cluster=local`, this machine's"),
+    ] = None
+    """Use at most N devices of each cluster."""
+    interval_s: Annotated[Seconds, Option("--interval", "S")] = 900.0
+    """Length of an interval, within which the fleet does not change."""
+    least_stay_s: Annotated[NonNegativeFloat, Option("--least-stay", "S")] = 0.0
+    """Least time for which a started replica stays."""
+    startup_s: Annotated[NonNegativeFloat, Option("--startup", "S")] = 60.0
+    """Time from ordering a replica until it begins to load weights: for a machine, an image, an engine."""
+    least_replicas: Annotated[NonNegativeInt, Option(metavar="N")] = 1
+    """Least number of replicas at any time."""
+    seed: NonNegativeInt = 0
+    """Seed of the requests drawn from rates over hours."""
+
+
+class ProfileRequest(ModelAndDevices):
+    """A profile: step times of a model on devices."""
+
+    group: ClassVar[str] = "Source"
+    engine: EngineKind = "native"
+    """Engine whose steps are measured."""
+    import_from: Annotated[str | None, Option(metavar="aiconfigurator|FOLDER")] = None
+    """Import tables that others measured: from the installed package aiconfigurator, or from a folder."""
+    framework: Annotated[str | None, Option(unset="vllm")] = None
+    """Engine whose kernels are imported: vllm, sglang, trtllm, or a version of one, as in vllm-0.15."""
+
+
+class OfAPlan(Request):
+    """A plan that was made from a profile."""
+
+    group: ClassVar[str] = "Plan"
+    profile: Annotated[Name | Profile | None, Option(metavar="FILE", unset="the copy kept on this machine")] = None
+    """Profile that the plan was made from."""
+
+
+class Load(OfAPlan):
+    """The requests with which a plan is simulated or measured."""
+
+    group: ClassVar[str] = "Load"
+    workload: Annotated[Name | Workload | None, Option(unset="the plan's own")] = None
+    """Lengths of these requests: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    num_requests: Annotated[
+        PositiveInt | None,
+        Option(
+            "--requests", unset="2000 simulated or 300 measured, or as many as the stages of `arrival_rate_per_s` bring"
+        ),
+    ] = None
+    """Number of requests that are measured; some more run before and after them."""
+    arrival_rate_per_s: Annotated[
+        Rates | None, Option("--arrival-rate", "R|R:S,…", "rates", "requests are always waiting")
+    ] = None
+    """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
+    seed: NonNegativeInt = 0
+    """Seed of lengths and arrivals."""
+
+
+class SimulateRequest(Load, Arrivals):
+    """A simulated run of a plan."""
+
+    group: ClassVar[str] = "Load"
+    own_times: bool = False
+    """Replay a trace as recorded: its pairs of lengths and its arrival times."""
+
+
+class Running(Request):
+    """What runs a plan."""
+
+    group: ClassVar[str] = "Engine"
+    engine: EngineKind = "native"
+    """What runs the plan: xgpt's own engine, or vLLM under xgpt's schedule."""
+    batching: Batching = "flat"
+    """Layout of a batch. flat: without padding. padded: a row for each request. rows: several requests in each row, one
+    after the other. slots: rows divided into slots, each freed as soon as it has finished. All but flat need a plan of
+    policy static for one device."""
+
+
+class BenchRequest(Load, Running):
+    """A measured run of a plan, or of an endpoint."""
+
+    group: ClassVar[str] = "Client"
+    concurrency: PositiveInt = 32
+    """With a URL: number of outstanding requests."""
+    stream: bool = False
+    """Ask for streamed answers; with a URL they always are."""
+    calibrate: Annotated[bool, Option(None)] = False
+    """Fit the plan's profile to the measured steps."""
+    ca_file: Annotated[Path | None, Option(metavar="FILE", unset="the system's")] = None
+    """Certificate authorities (PEM) for an https URL."""
+
+
+class ReportRequest(OfAPlan):
+    """A page about a plan."""
+
+    group: ClassVar[str] = "Plan"
+    seed: NonNegativeInt = 0
+    """Seed of the simulated requests."""
+
+
+class ReplanRequest(OfAPlan):
+    """A judgement of a plan under other lengths."""
+
+    group: ClassVar[str] = "Plan"
+    lengths: Annotated[Name, Option(metavar="CSV|URL", is_required=True)]
+    """Trace of requests (CSV, JSON lines), or URL of a running server (its API key in XGPT_API_KEY)."""
+    horizon_s: Annotated[PositiveFloat, Option("--horizon", "S")] = 600.0
+    """Seconds within which a change of placement must repay its pause."""
+    least_gain: Annotated[Annotated[float, Field(ge=0, le=1)], Option(metavar="SHARE")] = 0.05
+    """Least gain of throughput, as a share, for which the plan is changed."""
+
+
+def _time_of_day(text: str) -> str:
+    if re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", text) is None:
+        raise ValueError("write HH:MM, as in 08:30")
+    return text
+
+
+class AutoscaleRequest(Request):
+    """A recommendation of a fleet's replicas."""
+
+    group: ClassVar[str] = "Load"
+    scrape: Annotated[tuple[str, ...], Option(metavar="[KIND=]URL")] = ()
+    """URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. A host that resolves to several addresses
+    stands for a replica at each. KIND may be left out if the fleet has one kind. Repeatable."""
+    arrival_rate_per_s: Annotated[NonNegativeFloat | None, Option("--arrival-rate", "R")] = None
+    """The present load, in requests a second, instead of `scrape`."""
+    once: bool = False
+    """Print what is wanted now, and publish nothing."""
+    look_s: Annotated[PositiveFloat, Option("--look", "S")] = 15.0
+    """Time between two looks at the load."""
+    day_begins: Annotated[
+        Annotated[str, AfterValidator(_time_of_day)] | None,
+        Option(metavar="HH:MM", unset="the time at which this command starts"),
+    ] = None
+    """Time of day, UTC, at which the planned day begins."""
+    host: str = "127.0.0.1"
+    """Address at which the metric is published."""
+    port: Port = 8471
+    """Port of the metric; 0: any free one."""
+
+
+class Served(OfAPlan, Running):
+    """The plan that a server runs, and how."""
+
+    group: ClassVar[str] = "Engine"
+    checkpoint: Annotated[Name | None, Option(metavar="DIR", unset="the plan's")] = None
+    """Directory of the weights."""
+    replan: bool = True
+    """Switch to better plans when lengths change."""
+    reuse: bool = True
+    """Share K/V of earlier prompts with later ones."""
+    nnodes: PositiveInt = 1
+    """Number of machines that run the plan together."""
+    node_rank: NonNegativeInt = 0
+    """Rank of this machine among them."""
+    rendezvous: Annotated[str | None, Option("--rdzv-endpoint", "HOST:PORT")] = None
+    """Address of machine 0."""
+    dry_run: bool = False
+    """Check devices, memory and checkpoint, and start nothing."""
+
+
+class Endpoint(Request):
+    """The address of a server, and what it records."""
+
+    group: ClassVar[str] = "Endpoint"
+    host: str = "127.0.0.1"
+    """Address to listen on; one beyond this machine needs `api_key_file`."""
+    port: Port = 8000
+    """Port to listen on; 0: any free one."""
+    api_key_file: Annotated[Path | None, Option(metavar="FILE")] = None
+    """File of API keys, one a line: [NAME] KEY [SETTINGS]. SIGHUP makes the server read it again."""
+    allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-host", "NAME")] = ()
+    """Host name that requests may be addressed to, besides this machine's own. Repeatable."""
+    ssl_certfile: Annotated[Path | None, Option(metavar="FILE")] = None
+    """PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."""
+    ssl_keyfile: Annotated[Path | None, Option(metavar="FILE")] = None
+    """The certificate's private key, if it is in a separate file."""
+    front: Literal["endpoint", "smg"] = "endpoint"
+    """What answers HTTP. smg: the Shepherd Model Gateway, before an engine in a process of its own."""
+    admin_port: Port = 0
+    """With `front=smg`: port of pages, plan and metrics; 0: any."""
+
+
+class RequestLimits(Request):
+    """Limits on the requests that a server takes."""
+
+    group: ClassVar[str] = "Limits"
+    max_waiting: PositiveInt = 4096
+    """Largest number of waiting requests; further ones get 429."""
+    answer_within_s: Annotated[PositiveFloat | None, Option("--answer-within", "[CLASS=]S", "of_class")] = None
+    """Seconds within which an answer must be whole, waiting included; a request that would take longer gets 429 at
+    once. CLASS=S: for requests of one of the plan's classes. Repeatable."""
+    answer_within_of: Annotated[dict[str, PositiveFloat], Option(None)] = Field(default_factory=dict)
+    """The same by class, for requests of these classes."""
+    request_timeout_s: Annotated[PositiveFloat | None, Option("--request-timeout", "S", "seconds_or_0")] = 600.0
+    """Seconds after which an answer that is not whole ends with 504. 0: no limit."""
+    default_max_tokens: Annotated[
+        PositiveInt | None, Option(metavar="N", unset="completions 16, chats the rest of the context")
+    ] = None
+    """max_tokens of a request that names none."""
+    max_max_tokens: Annotated[PositiveInt | None, Option(metavar="N")] = None
+    """Largest max_tokens that a request may ask for."""
+    drain_s: Annotated[Seconds | None, Option("--drain-timeout", "S", unset="30")] = None
+    """Seconds that running requests have to finish after SIGTERM."""
+    shutdown_delay_s: Annotated[NonNegativeFloat, Option("--shutdown-delay", "S")] = 0.0
+    """Seconds after SIGTERM in which requests are still accepted while /ready answers 503, so that load balancers
+    notice."""
+
+
+class ServeFields(Endpoint, RequestLimits, Served):
+    """A server of a plan; `xgpt.serving.serve.ServeRequest` adds what is made of the fields."""
+
+    group: ClassVar[str] = "Logs"
+    most_used: ClassVar[tuple[str, ...]] = ("host", "port", "api_key_file", "checkpoint", "engine")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged."""
+    otlp_endpoint: Annotated[str | None, Option(metavar="URL")] = None
+    """Send OpenTelemetry traces to this URL; the standard OTEL_... variables are read, too."""
+    step_log: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Write every executed step to FILE, one JSON line each."""
+    force: Annotated[bool, Option(None)] = False
+    """Write it over any file, not only over an earlier step log."""
+
+
+REQUESTS: dict[str, type[Request]] = {
+    "plan": PlanRequest,
+    "fleet": FleetRequest,
+    "profile": ProfileRequest,
+    "simulate": SimulateRequest,
+    "compare": CompareRequest,
+    "serve": ServeFields,
+    "autoscale": AutoscaleRequest,
+    "bench": BenchRequest,
+    "replan": ReplanRequest,
+    "report": ReportRequest,
+}
+"""The request of each command."""
+
+
+def request_of(type_: type[R], asked: dict[str, Any]) -> R:
+    """Return the request that keyword arguments make; None stands for an argument that was not given.
 
     Raises:
         InputError: an argument is not known, not accepted, or does not go with another one.
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    given.setdefault("objective", _objective(given))
-    _check_objective(given)
-    _check_clusters(given)
-    bounds = {name: given.pop(name) for name in Constraint.model_fields if name in given}
-    return parse_arguments(given | {"constraint": parse_arguments(bounds, Constraint)}, PlanRequest)
+    if isinstance(given.get("among"), dict):
+        from xgpt.resolve import check_names
+
+        check_names(given["among"])
+    if issubclass(type_, ProblemRequest):
+        given.setdefault("objective", _objective(given))
+        _check_objective(given)
+        _check_clusters(given)
+    if issubclass(type_, AutoscaleRequest) and bool(given.get("scrape")) == ("arrival_rate_per_s" in given):
+        accepted = "give the URLs of the replicas, or the load as `arrival_rate_per_s`, not both"
+        raise InputError("scrape", ", ".join(given.get("scrape", ())) or None, accepted)
+    return parse_arguments(given, type_)
+
+
+def plan_request(**asked: Any) -> PlanRequest:
+    """Return the request of a plan that keyword arguments make; see `request_of`.
+
+    Raises:
+        InputError: as `request_of` does.
+    """
+    return request_of(PlanRequest, asked)
+
+
+def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> PlanRequest:
+    """Return the request of a plan with the fields that another request shares with it and that were given there."""
+    shared = (PlanRequest.model_fields.keys() & request.model_fields_set) - {"among", "devices"}
+    return plan_request(**{name: getattr(request, name) for name in shared} | changes)
 
 
 def _objective(given: dict[str, Any]) -> str:
@@ -116,7 +560,6 @@ def _check_clusters(given: dict[str, Any]) -> None:
             if by_rate:
                 raise InputError(name, given[name], "it goes with `arrival_rate_per_s`")
     if "among" in given:
-        check_names(given["among"])
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:
                 raise InputError(name, given[name], "`among` names the clusters: leave it out")

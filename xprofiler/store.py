@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from contextlib import suppress
 from pathlib import Path
 
-from xgpt.arguments import ProfileArguments
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import cache_dir, dump_json, load_json, sha256, write_atomic
 from xgpt.core.progress import Progress
-from xgpt.core.schema import ClusterSpec, DType, EngineSpec, ModelSpec, Plan, Precision, Profile
+from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xprofiler import analytic, imported, libraries, native_version
 
@@ -55,19 +53,26 @@ def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> D
     return kv_dtype
 
 
-def new_profile(asked: ProfileArguments, progress: Progress | None = None) -> Profile:
+def new_profile(
+    model: str | ModelSpec,
+    cluster: str | ClusterSpec,
+    *,
+    config: str | None = None,
+    dtype: DType | None = None,
+    kv_dtype: DType | None = None,
+    engine: EngineKind = "native",
+    import_from: str | None = None,
+    framework: str | None = None,
+    progress: Progress | None = None,
+) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
 
     Raises:
         InputError: there is no such model, cluster or table, or arguments do not go together.
         MachineError: this machine cannot be measured.
     """
-    config = asked.get("config")
-    model = os.fspath(asked.get("model", "opt-125m"))
-    spec, checkpoint = load_model(model, None if config is None else os.fspath(config))
-    devices = load_cluster(os.fspath(asked.get("cluster", "local")))
-    engine, dtype, kv_dtype = asked.get("engine", "native"), asked.get("dtype"), asked.get("kv_dtype")
-    import_from, framework = asked.get("import_from"), asked.get("framework")
+    spec, checkpoint = (model, None) if isinstance(model, ModelSpec) else load_model(model, config)
+    devices = cluster if isinstance(cluster, ClusterSpec) else load_cluster(cluster)
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with `import_from`")
     if kv_dtype is not None and engine == "vllm":

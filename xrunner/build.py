@@ -10,8 +10,7 @@ import torch
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import BlockTable, Chunk, Step
-from xgpt.core.policies.tcb import Batching
-from xgpt.core.schema import DType, ModelSpec
+from xgpt.core.schema import Batching, DType, ModelSpec
 from xrunner import memory
 from xrunner.ahead import AheadWorker
 from xrunner.attention import AttentionBackend

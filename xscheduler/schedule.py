@@ -10,13 +10,13 @@ from dataclasses import replace
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate
+from xgpt.core.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate, SearchMethod
 from xscheduler.candidates import Candidates
 from xscheduler.frontier import TradeOff, frontier
 from xscheduler.placement import Placement
 from xscheduler.plan_builder import plan_of
 from xscheduler.problem import Problem
-from xscheduler.search import SEARCHES, Method
+from xscheduler.search import SEARCHES
 from xscheduler.space import POLICIES, Space
 from xscheduler.why_not import infeasible
 
@@ -28,9 +28,9 @@ class Scheduler:
         InputError: the workload is longer than the model's context.
     """
 
-    def __init__(self, problem: Problem, method: Method = "branch-and-bound") -> None:
+    def __init__(self, problem: Problem, method: SearchMethod = "branch-and-bound") -> None:
         self.candidates = Candidates(problem)
-        self.method: Method = "optuna" if problem.wish is not None and method == "branch-and-bound" else method
+        self.method: SearchMethod = "optuna" if problem.wish is not None and method == "branch-and-bound" else method
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """The spaces of the plans that were found."""
 
@@ -132,7 +132,7 @@ def headroom_of(constraint: Constraint, profile: Profile) -> float:
     return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
 
 
-def scheduler(problem: Problem, search: Method = "branch-and-bound") -> Scheduler:
+def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:
     """Return the scheduler of a problem; its headroom is the profile's if the constraint names none."""
     headroom = headroom_of(problem.constraint, problem.profile)
     constraint = problem.constraint.model_copy(update={"headroom": headroom})

@@ -11,8 +11,7 @@ from benchmarks.papers.claims import Found, Table, at_least, judged, within
 from benchmarks.papers.tcb import LEAST, where
 from benchmarks.tcb.__main__ import scaled
 from xgpt import bench, plan
-from xgpt.core.policies.tcb import Batching
-from xgpt.core.schema import BenchReport, Plan, StaticSettings
+from xgpt.core.schema import Batching, BenchReport, Plan, StaticSettings
 from xgpt.resolve import load_model
 
 WIDTH, BATCH, NUM_REQUESTS, ROUNDS = 256, 192, 400, 3

@@ -25,7 +25,6 @@ NEEDED = {
     "simulate": ("plan.json",),
     "compare": ("--latency-bound", "8", "--current", "vllm serve m"),
     "serve": ("plan.json", "--dry-run"),
-    "autoscale": ("fleet.json",),
     "bench": ("plan.json",),
     "replan": ("plan.json", "--lengths", "day.csv"),
     "report": ("plan.json",),
@@ -51,7 +50,7 @@ CASES = [
     (command, written, read)
     for command in NEEDED
     for written in options_of(command)
-    if written.name in WRITTEN and command not in ("serve", "autoscale", "export")
+    if written.name in WRITTEN and command not in ("serve", "export")
     for read in options_of(command)
     if is_path(read) and read.name not in WRITTEN and not isinstance(read.type, click.Choice)
 ]

@@ -17,10 +17,8 @@ import pytest
 
 import xgpt
 from xgpt import api
-from xgpt.arguments import BenchArguments, LoadArguments, PlanArguments
 from xgpt.cli import COMMANDS, main
-from xgpt.core.schema import Constraint
-from xgpt.requests import PlanRequest
+from xgpt.requests import REQUESTS, PlanRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
@@ -42,20 +40,19 @@ def test_every_function_is_documented() -> None:
         assert "Raises:" in text and f"xgpt.{name}(" in text, name
 
 
-def test_the_arguments_of_plan_are_the_fields_of_the_request() -> None:
-    of_the_workload = {"classes"}
-    fields = (PlanRequest.model_fields.keys() | Constraint.model_fields.keys()) - {"constraint"} - of_the_workload
-    assert PlanArguments.__annotations__.keys() | {"latency_bound_s"} == fields
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("plan", PlanArguments), ("simulate", LoadArguments), ("bench", BenchArguments)]
-)
-def test_every_argument_is_documented(name: str, arguments: type) -> None:
+@pytest.mark.parametrize("name", [*REQUESTS, "solve"])
+def test_signatures_and_docstrings_have_every_field(name: str) -> None:
+    """As an editor, help() and inspect show them."""
     function = getattr(xgpt, name)
-    own = [parameter.name for parameter in inspect.signature(function).parameters.values() if parameter.kind != 4]
+    fields = REQUESTS.get(name, PlanRequest).model_fields
+    parameters = inspect.signature(function).parameters
+    assert fields.keys() <= parameters.keys()
+    assert not [one for one in parameters.values() if one.kind is inspect.Parameter.VAR_KEYWORD]
+    for field, each in fields.items():
+        default = parameters[field].default
+        assert default is inspect.Parameter.empty or default == each.get_default(call_default_factory=True)
     listed = (inspect.getdoc(function) or "").partition("Args:")[2]
-    assert [one for one in (*own, *arguments.__annotations__) if one != "plan" and f" {one}" not in listed] == []
+    assert name == "solve" or [one for one in parameters if f"    {one}" not in listed and one != "plan"] == []
 
 
 @pytest.mark.parametrize("call", [xgpt.solve, xgpt.plan, xgpt.compare])
@@ -74,9 +71,8 @@ def test_what_compare_would_ignore_is_refused() -> None:
 
 
 def test_an_error_names_arguments_here_and_options_at_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
-    asked: PlanArguments = {"objective": "arrivals", "sla": "request"}
     with pytest.raises(xgpt.InputError) as raised:
-        xgpt.plan(latency_bound_s=8, **asked)
+        xgpt.plan(latency_bound_s=8, objective="arrivals", sla="request")
     assert str(raised.value) == (
         "sla: 'request' is not accepted; it goes with `objective=saturated`: with `objective=arrivals` leave it out"
     )

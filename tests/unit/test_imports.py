@@ -48,7 +48,6 @@ ALLOWED: dict[str, set[str]] = {
     "xrunner.vllm.engine": LOW | {"xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xrunner.vllm.waa": LOW | {"xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xprofiler": LOW | {"xgpt.resolve", "xprofiler"},
-    "xprofiler.store": LOW | {"xgpt.arguments", "xgpt.resolve", "xprofiler"},
     "xprofiler.vllm": LOW | {"xprofiler", "xrunner.vllm"},
     "xprofiler.ranks": LOW | {"xprofiler", "xrunner"},
     "xprofiler.bench": LOW | {"xprofiler", "xrunner"},

@@ -15,8 +15,6 @@ from xsimulator.forecast import FORECASTS
 ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
 ALLOWED = {
     "xgpt/reporting/plan_text.py": "what a plan does, in words for people",
-    "xgpt/cli/options.py": "the choices of --policy: a command's help loads no package",
-    "xgpt/requests.py": "what these choices stand for",
     "xscheduler/objectives/best_plans.py": "what other planners offer, and which policies vLLM runs",
     "xgpt/comparing/compare.py": "vLLM's own scheduler, with which a plan is compared, is chunked",
     "xrunner/vllm/command.py": "how large a step vLLM is told to take, of a policy's own settings",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections import deque
@@ -11,18 +10,15 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, current_thread, main_thread
-from typing import Annotated, Any
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
-from pydantic import AfterValidator, Field, PositiveFloat
 
 from xgpt.autoscaling.scraping import LoadReader, Traffic, target_of
 from xgpt.connection import own_api_key
-from xgpt.core.errors import InputError, MachineError
-from xgpt.core.io import parse_arguments
-from xgpt.core.schema import Frozen
+from xgpt.core.errors import MachineError
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.exporting.pods import Names
+from xgpt.requests import AutoscaleRequest
 from xprofiler.store import profile_of
 from xscheduler.fleet.day_load import cut, read_day
 from xscheduler.fleet.planning import FleetModel, share_kept
@@ -41,44 +37,6 @@ WANTED, READY, NEED, AT = (
     "xgpt_recommended_at_seconds",
 )
 """Names of the metrics."""
-
-
-def _time_of_day(text: str) -> str:
-    if re.fullmatch(r"([01]?\d|2[0-3]):[0-5]\d", text) is None:
-        raise ValueError("write HH:MM, as in 08:30")
-    return text
-
-
-class AutoscaleRequest(Frozen):
-    """The arguments of a recommendation."""
-
-    scrape: tuple[str, ...] = ()
-    """URLs of replicas, as KIND=URL; KIND may be left out if the fleet has one kind."""
-    arrival_rate_per_s: Annotated[float, Field(ge=0)] | None = None
-    """The present load, in requests a second, instead of `scrape`."""
-    once: bool = False
-    """Return after the first recommendation, and publish nothing."""
-    look_s: PositiveFloat = 15.0
-    """Time between two looks at the load."""
-    day_begins: Annotated[str, AfterValidator(_time_of_day)] | None = None
-    """HH:MM, UTC, at which the planned day begins; None: now."""
-    host: str = "127.0.0.1"
-    """Address at which the metric is published."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8471
-    """Port at which it is published; 0: any free one."""
-
-
-def autoscale_request(**asked: Any) -> AutoscaleRequest:
-    """Return the request that keyword arguments make; None stands for one that was not given.
-
-    Raises:
-        InputError: an argument is not accepted, or the load comes from nowhere or from two places.
-    """
-    request = parse_arguments({name: value for name, value in asked.items() if value is not None}, AutoscaleRequest)
-    if bool(request.scrape) == (request.arrival_rate_per_s is not None):
-        accepted = "give the URLs of the replicas, or the load as `arrival_rate_per_s`, not both"
-        raise InputError("scrape", ", ".join(request.scrape) or None, accepted)
-    return request
 
 
 def autoscale(

@@ -6,51 +6,21 @@ from typing import Any
 
 import click
 
+from xgpt.cli import options
 from xgpt.cli.options import json_option, refuse_idle
-from xgpt.cli.values import Decimal, Whole
 
 
-@click.command("autoscale")
+@options.command("autoscale")
 @click.argument("fleet_path", metavar="FLEET.JSON")
 @click.option(
-    "--scrape",
-    multiple=True,
-    metavar="[KIND=]URL",
-    help="URL of replicas, whose /metrics are read with the key in XGPT_API_KEY. A host that resolves to several "
-    "addresses stands for a replica at each. KIND may be left out if the fleet has one kind. Repeatable.",
-)
-@click.option(
-    "--arrival-rate",
-    "arrival_rate_per_s",
-    type=Decimal(0),
-    metavar="R",
-    help="The present load, in requests a second, instead of --scrape.",
-)
-@click.option("--once", is_flag=True, help="Print what is wanted now, and publish nothing.")
-@click.option(
-    "--look",
-    "look_s",
-    type=Decimal(1),
-    default=15,
-    metavar="S",
-    help="Time between two looks at the load.",
-)
-@click.option(
-    "--day-begins",
-    metavar="HH:MM",
-    help="Time of day, UTC, at which the planned day begins.  [default: the time at which this command starts]",
-)
-@click.option("--host", default="127.0.0.1", help="Address at which the metric is published.")
-@click.option("--port", type=Whole(0, 65535), default=8471, help="Port of the metric; 0: any free one.")
-@click.option(
     "--simulate",
-    "trace",
+    "simulated_trace",
     metavar="FILE",
     help="Instead, follow the recommendations over a day's trace on the simulated clock, and print the share of "
     "requests that keep the bounds, and the cost.",
 )
 @json_option
-def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> None:
+def command(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
     """Recommend how many replicas of each kind a live load takes, as a Prometheus metric for an autoscaler to act on.
 
     The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
@@ -72,13 +42,14 @@ def command(fleet_path: str, as_json: bool, trace: str | None, **asked: Any) -> 
     from xgpt.core.io import load_json
     from xgpt.core.schema.fleet import FleetPlan
 
-    if trace is not None:
+    asked = options.given()
+    if simulated_trace is not None:
         refuse_idle(set(asked) - {"look_s"}, "it does not go with --simulate")
         with render.at_work("simulating"):
-            figures: dict[str, Any] = dict(api.simulate_autoscale(fleet_path, trace, look_s=asked["look_s"]).figures)
+            figures: dict[str, Any] = dict(api.simulate_autoscale(fleet_path, simulated_trace, look_s=look_s).figures)
         rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
         title, columns = "the day on the simulated clock", ["figure", "value"]
-    elif asked["once"]:
+    elif once:
         refuse_idle({"host", "port"}, "it does not go with --once, which publishes nothing")
         with render.at_work("looking at the load"):
             found = api.autoscale(fleet_path, **asked)

@@ -6,25 +6,17 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import batching_option, engine_option, json_option, load_options, refuse_idle
+from xgpt.cli import options
+from xgpt.cli.options import json_option, refuse_idle
 from xgpt.cli.outputs import force_option, output_file, write
-from xgpt.cli.values import Whole
 
 
-@click.command("bench")
+@options.command("bench")
 @click.argument("target", metavar="PLAN.JSON|URL")
-@load_options(300)
-@click.option("--concurrency", type=Whole(1), default=32, help="With a URL: number of outstanding requests.")
-@click.option("--stream", is_flag=True, help="Ask for streamed answers; with a URL they always are.")
 @click.option("--calibrate", metavar="FILE", help="Fit the plan's profile to the measured steps, and write it to FILE.")
 @force_option
-@click.option(
-    "--ca-file", metavar="FILE", help="Certificate authorities (PEM) for an https URL. Default: the system's."
-)
-@engine_option
-@batching_option
 @json_option
-def command(target: str, calibrate: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+def command(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
 
     The API key for a URL is read from the environment variable XGPT_API_KEY.
@@ -46,7 +38,7 @@ def command(target: str, calibrate: str | None, force: bool, as_json: bool, **as
         refuse_idle(["concurrency"], "it goes with a URL; a plan is measured with as many requests as it runs, or more")
     file = None if calibrate is None else output_file(calibrate, "calibrate")
     with render.at_work("serving requests"):
-        found = api.bench(target, calibrate=calibrate is not None, **asked)
+        found = api.bench(target, calibrate=calibrate is not None, **options.given())
     report = found.report
     if file is not None and found.profile is not None:
         write(file, dump_json(found.profile))

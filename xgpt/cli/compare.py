@@ -6,36 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli.options import constraint_options, json_option, problem_options, refuse_idle, search_options
+from xgpt.cli import options
+from xgpt.cli.options import json_option, refuse_idle
 from xgpt.cli.outputs import output_file, output_option, write
-from xgpt.cli.values import Whole
 
 if TYPE_CHECKING:
     from xgpt.core.schema import Plan
 
 
-@click.command("compare")
-@constraint_options
-@problem_options
-@search_options
-@click.option(
-    "--current",
-    metavar="COMMAND|FILE",
-    help="What runs today, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run, "
-    "or a Compose file, pod manifest or Helm values that start one.",
-)
+@options.command("compare")
 @output_option("Write --current as a plan, for xgpt simulate, report and bench.")
-@click.option("--measure", is_flag=True, help="Also run each plan on this machine.")
-@click.option(
-    "--requests",
-    "num_requests",
-    type=Whole(1),
-    default=300,
-    help="With --measure: number of requests for each plan.",
-)
-@click.option("--seed", type=Whole(0), default=0, help="With --measure: seed of lengths.")
 @json_option
-def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+def command(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
     """Compare every policy, each at its own best under the same bound.
 
     \b
@@ -52,9 +34,9 @@ def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> Non
     from xgpt.core.schema.outputs import CompareOutput, GainOutput
     from xgpt.reporting.plan_text import settings_text
 
-    if asked["current"] is None:
+    if current is None:
         refuse_idle(["output"], "it goes with --current: only what runs now is written")
-    if not asked["measure"]:
+    if not measure:
         refuse_idle(["num_requests", "seed"], "it goes with --measure")
     file = None if output is None else output_file(output)
 
@@ -62,7 +44,7 @@ def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> Non
         click.echo(f"measuring {plan.policy.kind}: {settings_text(plan)}; plan {sha256(plan)[:12]}", err=True)
 
     with render.progress_bar() as progress:
-        found = api.compare(**asked, progress=progress, on_start=announce)
+        found = api.compare(**{"latency_bound_s": None, **options.given()}, progress=progress, on_start=announce)
     if file is not None and found.current is not None:
         write(file, dump_json(found.current))
     if as_json:

@@ -6,34 +6,15 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import cluster_option, config_option, dtype_option, json_option, kv_dtype_option, model_option
+from xgpt.cli import options
+from xgpt.cli.options import json_option
 from xgpt.cli.outputs import output_file, output_option, write
 
 
-@click.command("profile")
-@model_option
-@config_option
-@cluster_option
-@dtype_option
-@kv_dtype_option
-@click.option(
-    "--engine",
-    type=click.Choice(["native", "vllm"]),
-    default="native",
-    help="Engine whose steps are measured.",
-)
-@click.option(
-    "--import-from",
-    metavar="aiconfigurator|FOLDER",
-    help="Import tables that others measured: from the installed package aiconfigurator, or from a folder.",
-)
-@click.option(
-    "--framework",
-    help="Engine whose kernels are imported: vllm (default), sglang, trtllm, or a version of one, as in vllm-0.15.",
-)
+@options.command("profile")
 @output_option("Also write the profile here. Profiles of xgpt's own engine are cached in any case.")
 @json_option
-def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+def command(output: str | None, force: bool, as_json: bool, engine: str, import_from: str | None, **_: Any) -> None:
     """Measure step times on this machine, compute them from a datasheet, or import what others measured.
 
     \b
@@ -47,11 +28,11 @@ def command(output: str | None, force: bool, as_json: bool, **asked: Any) -> Non
     from xgpt.core.errors import InputError
     from xgpt.core.io import dump_json, sha256
 
-    if asked["engine"] == "vllm" and asked["import_from"] is None and output is None and not as_json:
+    if engine == "vllm" and import_from is None and output is None and not as_json:
         raise InputError("output", None, "give -o FILE; `xgpt plan --profile FILE` then plans for vLLM")
     file = None if output is None else output_file(output)
     with render.progress_bar() as progress:
-        profile = api.profile(**asked, progress=progress)
+        profile = api.profile(**options.given(), progress=progress)
     if file is not None:
         write(file, dump_json(profile))
     if as_json:

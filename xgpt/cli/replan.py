@@ -6,38 +6,16 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import json_option, plan_profile_option
+from xgpt.cli import options
+from xgpt.cli.options import json_option
 from xgpt.cli.outputs import output_file, output_option, write
-from xgpt.cli.values import Decimal
 
 
-@click.command("replan")
+@options.command("replan")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@click.option(
-    "--lengths",
-    required=True,
-    metavar="CSV|URL",
-    help="Trace of requests (CSV, JSON lines), or URL of a running server (its API key in XGPT_API_KEY).",
-)
-@plan_profile_option
-@click.option(
-    "--horizon",
-    "horizon_s",
-    type=Decimal(0, min_open=True),
-    default=600,
-    metavar="S",
-    help="Seconds within which a change of placement must repay its pause.",
-)
-@click.option(
-    "--least-gain",
-    type=Decimal(0, 1),
-    default=0.05,
-    metavar="SHARE",
-    help="Least gain of throughput, as a share, for which the plan is changed.",
-)
 @output_option("Where to write the plan to run from now on, changed or not.")
 @json_option
-def command(plan_path: str, output: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+def command(plan_path: str, output: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Judge a plan under other lengths: the best plan for them, what it gains, and what the switch costs.
 
     With the URL of a server, the plan that it runs now is judged, which may differ from PLAN.JSON.
@@ -58,7 +36,7 @@ def command(plan_path: str, output: str | None, force: bool, as_json: bool, **as
     file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
     with render.at_work("judging what else could run"):
-        found = api.replan(given, **asked)
+        found = api.replan(given, **options.given())
     if file is not None:
         write(file, dump_json(found.plan))
     if as_json:

@@ -6,17 +6,14 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import plan_profile_option
+from xgpt.cli import options
 from xgpt.cli.outputs import output_file, output_option, write
-from xgpt.cli.values import Whole
 
 
-@click.command("report")
+@options.command("report")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @output_option("Where to write the page.", default="report.html")
-@plan_profile_option
-@click.option("--seed", type=Whole(0), default=0, help="Seed of the simulated requests.")
-def command(plan_path: str, output: str, force: bool, **asked: Any) -> None:
+def command(plan_path: str, output: str, force: bool, **_: Any) -> None:
     """Draw a plan, or a day's fleet, as one self-contained HTML page.
 
     \b
@@ -29,5 +26,5 @@ def command(plan_path: str, output: str, force: bool, **asked: Any) -> None:
 
     file = output_file(output)
     with render.at_work("simulating, and drawing"):
-        page = api.report(plan_path, **asked)
+        page = api.report(plan_path, **options.given())
     write(file, page)

@@ -6,27 +6,17 @@ from typing import Any
 
 import click
 
-from xgpt.cli.options import json_option, load_options
+from xgpt.cli import options
+from xgpt.cli.options import json_option
 from xgpt.cli.outputs import force_option, output_file, write
-from xgpt.cli.values import Decimal
 
 
-@click.command("simulate")
+@options.command("simulate")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@load_options(2000)
-@click.option(
-    "--burstiness",
-    type=Decimal(0, min_open=True),
-    metavar="CV",
-    help="Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts.",
-)
-@click.option(
-    "--own-times", is_flag=True, help="Replay a trace as recorded: its pairs of lengths and its arrival times."
-)
 @click.option("--timeline", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
 @force_option
 @json_option
-def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Run a plan request by request on the simulated engine.
 
     \b
@@ -40,7 +30,7 @@ def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **
 
     file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
-        run = api.simulate(plan_path, **asked)
+        run = api.simulate(plan_path, **options.given())
     if file is not None:
         write(file, run.chrome_trace())
     if as_json:

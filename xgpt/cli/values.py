@@ -92,3 +92,96 @@ class Rates(click.ParamType):
                 self.fail(f"{part!r} is not accepted; rates and seconds are above 0", param, ctx)
             stages.append(stage)
         return stages
+
+
+class SecondsOrNone(Decimal):
+    """A time; 0 means no limit and becomes None."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx) or None
+
+
+class Prices(click.ParamType):
+    """Clusters with their prices, CLUSTER=PRICE,CLUSTER=PRICE."""
+
+    name = "prices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
+        from xgpt.core.errors import InputError
+        from xgpt.core.numbers import decimal
+
+        found: dict[str, float] = {}
+        for part in str(value).split(","):
+            name, _, text = part.strip().rpartition("=")
+            try:
+                price = decimal(text)
+            except ValueError:
+                price = 0.0
+            if not name or name in found or not (math.isfinite(price) and price > 0):
+                raise InputError("among", part, "write CLUSTER=PRICE,CLUSTER=PRICE with prices above 0")
+            found[name] = price
+        return found
+
+
+class Devices(click.ParamType):
+    """A number of devices, or auto; the API refuses any other text."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return int(value) if str(value).isdecimal() else str(value)
+
+
+class DevicesOfEach(click.ParamType):
+    """A number of devices of every cluster, or of each: N, or CLUSTER=N,CLUSTER=N."""
+
+    name = "counts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | dict[str, int]:
+        from xgpt.core.errors import InputError
+        from xgpt.core.numbers import whole
+
+        found: dict[str, int] = {}
+        for part in str(value).split(","):
+            name, _, count = part.strip().rpartition("=")
+            try:
+                found[name] = whole(count)
+            except ValueError:
+                found[name] = 0
+            if found[name] < 1 or (not name and "," in value):
+                raise InputError("devices", part, "write N, or CLUSTER=N,CLUSTER=N with whole numbers of at least 1")
+        return found.get("", found)
+
+
+class Held(click.ParamType):
+    """A control variable and its value, NAME=N: a pair."""
+
+    name = "held"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        from xgpt.core.errors import InputError
+        from xgpt.core.numbers import whole
+
+        name, _, text = (part.strip() for part in str(value).partition("="))
+        try:
+            number = whole(text)
+        except ValueError:
+            number = 0
+        if not name or number < 1:
+            raise InputError("--fix", value, "write NAME=N, a whole number of at least 1")
+        return name, number
+
+
+KINDS: dict[str, click.ParamType] = {
+    "bound": Seconds(allow_inf=True),
+    "counts": DevicesOfEach(),
+    "devices": Devices(),
+    "held": Held(),
+    "of_class": OfClass(),
+    "positive": Decimal(0, min_open=True),
+    "prices": Prices(),
+    "rates": Rates(),
+    "seconds": Seconds(),
+    "seconds_or_0": SecondsOrNone(0),
+}
+"""Kinds of values that a field's type does not tell (`xgpt.requests.Option.kind`)."""

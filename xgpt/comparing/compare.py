@@ -15,7 +15,7 @@ from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
 from xgpt.core.progress import Progress
-from xgpt.core.schema import BenchReport, ChunkedSettings, ClusterSpec, DType, Plan, Precision, Profile
+from xgpt.core.schema import BenchReport, ChunkedSettings, ClusterSpec, DType, Plan, Precision, Profile, SearchMethod
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_engine, load_trace
@@ -23,7 +23,6 @@ from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.rates import predicted_rate, rate_of, with_capacities, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xscheduler.search import Method
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
 """Factors by which the latency bound is relaxed to see what that gains; None: no bound."""
@@ -270,7 +269,7 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         raise InputError("current: --max-model-len", current.max_model_len, accepted)
 
 
-def relax(problem: Problem, search: Method) -> dict[float | None, Plan]:
+def relax(problem: Problem, search: SearchMethod) -> dict[float | None, Plan]:
     """Return the best plan under each relaxed latency bound, in s (None: no bound); empty if there is no bound."""
     bound = problem.constraint.latency_bound_s
     if bound is None:

@@ -51,7 +51,8 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
         value, accepted = None, "give a value"
     elif kind == "extra_forbidden":
         known = {name for of in types for name in of.model_fields}
-        accepted = "there is no such field" + (nearest(names[-1], known) or f"; there are {', '.join(sorted(known))}")
+        accepted = f"there is no such {'field' if field else 'argument'}"
+        accepted += nearest(names[-1], known) or f"; there are {', '.join(sorted(known))}"
     elif kind.startswith("union_tag"):
         names.append(context["discriminator"].strip("'"))
         value = context.get("tag")

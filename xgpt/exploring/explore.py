@@ -88,8 +88,8 @@ class Explorer:
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
         """Return the scheduler of a request, with kept tables, and the part of the answer that needs no bounds."""
-        free = request.constraint.model_copy(update=FREE)
-        key = request.model_copy(update={"constraint": free}).model_dump_json()
+        free = request.model_copy(update=FREE)
+        key = free.model_dump_json()
         if key not in self._kept:
             self._kept[key] = scheduler(resolve(request)), {}
         self._kept.move_to_end(key)

@@ -15,8 +15,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import Schedule
 from xgpt.core.policies.build import row_tokens
 from xgpt.core.policies.routing import Router
-from xgpt.core.policies.tcb import Batching
-from xgpt.core.schema import Plan
+from xgpt.core.schema import Batching, Plan
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.serving.checking import check_devices
 from xprofiler.store import check_engine

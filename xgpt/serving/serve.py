@@ -8,18 +8,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from ssl import SSLContext
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from typing import TYPE_CHECKING
 
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.outputs import check_step_log
-from xgpt.core.policies.tcb import Batching
-from xgpt.core.schema import EngineKind, Frozen, Plan, Profile
-from xgpt.requests import Name
+from xgpt.core.schema import Plan
+from xgpt.requests import ServeFields
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
 from xgpt.serving.engines import Nodes, join_nodes
 from xgpt.serving.gateway import check_gateway, serve_behind_gateway
@@ -29,68 +25,8 @@ if TYPE_CHECKING:
     from xrunner.server.observe.traces import Tracer
 
 
-class ServeRequest(Frozen):
-    """The arguments of serving a plan: its address, its clients, its limits.
-
-    Attributes:
-        host: an address other than this machine's own takes an `api_key_file`.
-        port: port to listen on; 0: any free one.
-        api_key_file: file with lines of [NAME] KEY [SETTINGS].
-        allowed_hosts: further host names of this server.
-        ssl_certfile, ssl_keyfile: PEM files; with them the server speaks HTTPS.
-        max_waiting: largest number of waiting requests; further ones are refused.
-        answer_within_s: seconds to a whole answer, waiting included; a request that would take longer is refused.
-        answer_within_of: the same by class, for requests of these classes.
-        request_timeout_s: seconds after which an answer that is not whole is ended; None: no limit.
-        default_max_tokens: max_tokens of a request that names none; None: completions 16, chats the rest of the
-            context.
-        max_max_tokens: largest max_tokens of a request.
-        drain_s: seconds in which requests may finish after SIGTERM; None: 30.
-        shutdown_delay_s: seconds after SIGTERM in which only /ready changes.
-        batching: layout of a whole batch: without padding, or in rows, which need a plan of whole batches.
-        reuse: whether requests of the same API key share the K/V of what their prompts have in common.
-        step_log: file to which every executed step is written, a JSON line each.
-        force: write it over any file, not only over an earlier step log.
-        replan: switch to better plans when lengths change.
-        profile: the profile that the plan was made from; None: the copy kept on this machine.
-        checkpoint: directory of the weights; None: the plan's.
-        nnodes, node_rank: number of machines that run the plan together, and the rank of this one.
-        rendezvous: HOST:PORT of machine 0.
-        otlp_endpoint: URL that traces are sent to; None: as OpenTelemetry's environment variables say.
-        front: what answers HTTP: this package's endpoint in the engine's process, or the Shepherd Model Gateway before
-            an engine in a process of its own.
-        admin_port: with the gateway, the port of pages, plan and metrics on this machine; 0: any free one.
-    """
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    api_key_file: Path | None = None
-    allowed_hosts: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-    max_waiting: PositiveInt = 4096
-    answer_within_s: PositiveFloat | None = None
-    answer_within_of: dict[str, PositiveFloat] = Field(default_factory=dict)
-    request_timeout_s: PositiveFloat | None = 600.0
-    default_max_tokens: PositiveInt | None = None
-    max_max_tokens: PositiveInt | None = None
-    drain_s: PositiveFloat | None = None
-    shutdown_delay_s: NonNegativeFloat = 0.0
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    step_log: Path | None = None
-    force: bool = False
-    replan: bool = True
-    profile: Name | Profile | None = None
-    checkpoint: Name | None = None
-    engine: EngineKind = "native"
-    batching: Batching = "flat"
-    reuse: bool = True
-    nnodes: PositiveInt = 1
-    node_rank: NonNegativeInt = 0
-    rendezvous: str | None = None
-    otlp_endpoint: str | None = None
-    front: Literal["endpoint", "smg"] = "endpoint"
-    admin_port: Annotated[int, Field(ge=0, le=65535)] = 0
+class ServeRequest(ServeFields):
+    """A request to serve a plan, and the keys, limits and machines that its fields name."""
 
     def keys(self, plan: Plan) -> ApiKeys | None:
         """Return the API keys, if any.
@@ -191,14 +127,11 @@ class ServeRequest(Frozen):
         return nodes
 
 
-def serve(
-    plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None, *, dry_run: bool = False
-) -> None:
+def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
     """Serve until SIGTERM or SIGINT; on a machine other than the first, run this one's share of the workers.
 
     Args:
         on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
-        dry_run: check all that can be checked, and start nothing.
 
     Raises:
         InputError: this machine cannot serve the plan in the requested way.
@@ -219,10 +152,10 @@ def serve(
         accepted = "the plan predicts no throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
     if request.engine == "vllm":
-        on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if dry_run else ': starting'}")
-    elif dry_run:
+        on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if request.dry_run else ': starting'}")
+    elif request.dry_run:
         check_plan(plan, request.nnodes)
-    if dry_run:
+    if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()
         for line in missing(plan, request.profile, replan=request.replan):

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from xgpt.core.policies import BlockTable, Request, Step
-from xgpt.core.policies.tcb import Batching, lay_out
+from xgpt.core.policies.tcb import lay_out
+from xgpt.core.schema import Batching
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation
 from xrunner.grammar import Grammars

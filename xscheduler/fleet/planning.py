@@ -6,14 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Frozen
 from xgpt.core.schema.fleet import ConstantFleet, FleetFigures, FleetInterval, FleetPlan
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.fleet.day_load import Day, Intervals
@@ -42,19 +40,6 @@ MOST_TRIED = 10
 """Most load factors tried: upwards in growing steps until one keeps the share, then between the last two."""
 SAVED_REQUESTS = 1_000_000
 """Simulated requests after which no smaller load factor is tried: it would save little and take minutes."""
-
-
-class FleetTerms(Frozen):
-    """How a fleet may change during a day."""
-
-    interval_s: Annotated[float, Field(ge=1)] = 900.0
-    """Length of an interval, in which the fleet does not change."""
-    least_stay_s: NonNegativeFloat = 0.0
-    """Least time for which a started replica stays."""
-    startup_s: NonNegativeFloat = 60.0
-    """Time from ordering a replica until it begins to load its weights."""
-    least_replicas: NonNegativeInt = 1
-    """Least number of replicas at any time."""
 
 
 class ClusterChoice(NamedTuple):
@@ -90,34 +75,58 @@ class FleetModel:
         return simulate_fleet(self.day.requests, replicas, kinds, lanes)
 
 
-def plan_day(day: Day, intervals: Intervals, clusters: Sequence[ClusterChoice], terms: FleetTerms) -> FleetPlan:
+def plan_day(
+    day: Day,
+    intervals: Intervals,
+    clusters: Sequence[ClusterChoice],
+    *,
+    interval_s: float,
+    least_stay_s: float = 0.0,
+    startup_s: float = 60.0,
+    least_replicas: int = 1,
+) -> FleetPlan:
     """Return the cheapest fleet that holds a day's load.
+
+    Args:
+        interval_s: length of the intervals, in which the fleet does not change.
+        least_stay_s: least time for which a started replica stays.
+        startup_s: time from ordering a replica until it begins to load its weights.
+        least_replicas: least number of replicas at any time.
 
     Raises:
         InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
     """
     started = time.perf_counter()
-    found, limits = _candidates(clusters, intervals, terms.startup_s)
+    found, limits = _candidates(clusters, intervals, startup_s)
     model = FleetModel(day, intervals, tuple(found))
-    problem = _problem(terms, model, limits)
+    kinds = tuple(candidate.kind for candidate in found)
+    problem = FleetProblem(
+        needs=intervals.peaks,
+        rates=np.asarray([kind.rates_per_s for kind in kinds]).T[intervals.groups],
+        prices=np.asarray([kind.price_per_hour for kind in kinds]),
+        start_costs=np.asarray([kind.change_cost for kind in kinds]),
+        hours=interval_s / 3600,
+        least_stay=max(1, ceil(least_stay_s / interval_s)),
+        least=least_replicas,
+        limits=tuple(limits),
+    )
     solution = solve_fleet(problem)
     planning_s = time.perf_counter() - started
     constraint = found[0].kind.plan.constraint
-    factor, solution, times = _settled(model, problem, solution, constraint.quantile, terms.interval_s)
+    factor, solution, times = _settled(model, problem, solution, constraint.quantile, interval_s)
     problem = replace(problem, needs=factor * intervals.peaks)
     constant = solve_constant(problem)
-    constant_times = model.simulate(constant.replicas, terms.interval_s)
-    kinds = tuple(candidate.kind for candidate in found)
+    constant_times = model.simulate(constant.replicas, interval_s)
     return FleetPlan(
         name=day.name,
         constraint=constraint,
-        interval_s=terms.interval_s,
-        least_stay_s=terms.least_stay_s,
-        least_replicas=terms.least_replicas,
+        interval_s=interval_s,
+        least_stay_s=least_stay_s,
+        least_replicas=least_replicas,
         load_factor=factor,
         kinds=kinds,
         lengths=intervals.lengths,
-        intervals=_intervals(model, solution.replicas, times, terms.interval_s),
+        intervals=_intervals(model, solution.replicas, times, interval_s),
         planned=figures_of(model, problem, solution.replicas, times),
         constant=ConstantFleet(
             replicas=tuple(constant.replicas[0].tolist()),
@@ -161,21 +170,6 @@ def _candidates(
         assert why is not None
         raise why
     return found, limits
-
-
-def _problem(terms: FleetTerms, model: FleetModel, limits: Sequence[DeviceLimit]) -> FleetProblem:
-    kinds = [candidate.kind for candidate in model.candidates]
-    rates = np.asarray([kind.rates_per_s for kind in kinds]).T
-    return FleetProblem(
-        needs=model.intervals.peaks,
-        rates=rates[model.intervals.groups],
-        prices=np.asarray([kind.price_per_hour for kind in kinds]),
-        start_costs=np.asarray([kind.change_cost for kind in kinds]),
-        hours=terms.interval_s / 3600,
-        least_stay=max(1, ceil(terms.least_stay_s / terms.interval_s)),
-        least=terms.least_replicas,
-        limits=tuple(limits),
-    )
 
 
 def _settled(

@@ -142,7 +142,7 @@ class Recommender:
         return np.asarray([len(times) for times in self._ordered_s])
 
     def _order(self, replicas: Ints, now_s: float) -> None:
-        """Recommend at least so many replicas of each kind from now on."""
+        """Recommend at least this number of replicas of each kind from now on."""
         self._ordered_s = self._ordered_s or [[] for _ in self._fleet.kinds]
         for times, count in zip(self._ordered_s, replicas.tolist(), strict=True):
             times += [now_s] * (count - len(times))

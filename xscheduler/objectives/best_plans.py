@@ -8,7 +8,7 @@ from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Plan, Profile
+from xgpt.core.schema import AdmissionOrder, Plan, Profile, SearchMethod
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import Objective
@@ -17,7 +17,6 @@ from xscheduler.objectives.tuning import TunedArrivals
 from xscheduler.placement import PLACED, Placement
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
-from xscheduler.search import Method
 from xscheduler.space import UNCUT, runnable
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
@@ -37,7 +36,7 @@ class Task:
 
     problem: Problem
     policy: PolicyChoice = "auto"
-    search: Method = "branch-and-bound"
+    search: SearchMethod = "branch-and-bound"
     order: AdmissionOrder | None = None
 
     def settle(self, progress: Progress | None = None) -> dict[str, Plan]:
@@ -75,7 +74,7 @@ class Task:
 def plan_each(
     problem: Problem,
     policy: PolicyChoice = "auto",
-    search: Method = "branch-and-bound",
+    search: SearchMethod = "branch-and-bound",
     order: AdmissionOrder | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
@@ -161,7 +160,7 @@ def is_uniform(plan: Plan) -> bool:
     return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
 
 
-def plan_uniform(problem: Problem, search: Method = "branch-and-bound") -> Plan | None:
+def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
     """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
     of = scheduler(replace(problem, uniform=True), search)
     kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= _variables(kind)]

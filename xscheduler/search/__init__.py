@@ -1,12 +1,13 @@
 """Search methods for a policy's spaces, by their names for `--search`."""
 
+from xgpt.core.schema import SearchMethod
 from xscheduler.search import checked, exhaustive, optuna_search
-from xscheduler.search.base import Found, Method, Search
+from xscheduler.search.base import Found, Search
 
-SEARCHES: dict[Method, Search] = {
+SEARCHES: dict[SearchMethod, Search] = {
     "branch-and-bound": checked.search,
     "exhaustive": exhaustive.search,
     "optuna": optuna_search.search,
 }
 
-__all__ = ["SEARCHES", "Found", "Method", "Search"]
+__all__ = ["SEARCHES", "Found", "Search"]

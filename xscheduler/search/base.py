@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from xgpt.core.schema import PolicySettings
+from xgpt.core.schema import PolicySettings, SearchMethod
 from xscheduler.space import Space
-
-Method = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Found:
     evaluations: int
     gap: float | None
     bound: str
-    method: Method = "branch-and-bound"
+    method: SearchMethod = "branch-and-bound"
 
     @property
     def throughput(self) -> float:

@@ -63,7 +63,7 @@ def test_arrivals_are_counted_between_readings_and_anew_after_a_restart() -> Non
     one.ended = 1000
     with serving(one) as url, serving(other) as url_2:
         reader = LoadReader([Target(0, url), Target(1, url_2)], 2, "secret")
-        assert reader.read() == Traffic(0, 0, 0, 0, 0, (1, 1))  # nobody knows since when a thousand have come
+        assert reader.read() == Traffic(0, 0, 0, 0, 0, (1, 1))  # since when the thousand have come is not known
         one.ended, other.ended, other.waiting = 1030, 20, 5
         assert reader.read() == Traffic(55, 50, 5000, 500, 5, (1, 1))
         one.ended, other.waiting = 7, 0  # it has been restarted

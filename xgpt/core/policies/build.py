@@ -13,9 +13,8 @@ from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.row_pool import RowPool
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.slack import Slack, StepClock
-from xgpt.core.policies.tcb import Batching
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
-from xgpt.core.schema import ChunkedSettings, Plan, SingleLaneSettings, Stage, WaaSettings
+from xgpt.core.schema import Batching, ChunkedSettings, Plan, SingleLaneSettings, Stage, WaaSettings
 from xgpt.core.workload import decoding_share
 
 

@@ -12,7 +12,8 @@ from xgpt.core.policies.admission import Queue
 from xgpt.core.policies.blocks import BlockTable
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import MicroBatch, Request
-from xgpt.core.policies.tcb import LEAVING_SHARE, Batching, lay_out
+from xgpt.core.policies.tcb import LEAVING_SHARE, lay_out
+from xgpt.core.schema import Batching
 
 
 class RowPool(Pool):

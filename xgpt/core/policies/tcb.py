@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.policies.request import Request
-
-Batching = Literal["flat", "padded", "rows", "slots"]
-"""How a whole batch is laid out: flat, without padding; one request a row; concatenated in rows; in slots of rows."""
+from xgpt.core.schema import Batching
 
 LEAVING_SHARE = 0.25
 """Slots leave once that share of those left has ended: each leaving copies what the others hold."""

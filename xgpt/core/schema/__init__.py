@@ -2,7 +2,15 @@
 
 from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.cluster import ClusterSpec, DeviceKind, Efficiency, Link
-from xgpt.core.schema.constraint import Admission, AdmissionOrder, Constraint, Goal, KvPromise, Objective
+from xgpt.core.schema.constraint import (
+    Admission,
+    AdmissionOrder,
+    Constraint,
+    Goal,
+    KvPromise,
+    Objective,
+    SearchMethod,
+)
 from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import Capacity, Estimate, JointLengths, MixingEdge, ReuseEstimate, SearchCertificate
 from xgpt.core.schema.model import (
@@ -27,7 +35,7 @@ from xgpt.core.schema.model_parts import (
     RopeScaling,
     YarnRope,
 )
-from xgpt.core.schema.plan import SLICE_TOKENS, EngineKind, Plan, ProfileRef, Stage
+from xgpt.core.schema.plan import SLICE_TOKENS, Batching, EngineKind, Plan, ProfileRef, Stage
 from xgpt.core.schema.policy import (
     ChunkedSettings,
     OrcaSettings,
@@ -79,6 +87,7 @@ __all__ = [
     "AdmissionOrder",
     "Arrival",
     "Attention",
+    "Batching",
     "BenchReport",
     "Block",
     "Calibration",
@@ -137,6 +146,7 @@ __all__ = [
     "RraSettings",
     "RunDType",
     "SearchCertificate",
+    "SearchMethod",
     "SingleLaneSettings",
     "SlackBudget",
     "Stage",

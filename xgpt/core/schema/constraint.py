@@ -16,6 +16,7 @@ KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"]
 Sla = Literal["length", "request"]
 Objective = Literal["arrivals", "saturated"]
+SearchMethod = Literal["branch-and-bound", "exhaustive", "optuna"]
 
 
 class Goal(NamedTuple):

@@ -29,6 +29,8 @@ NEVER_NS = 10**15
 """The bound of requests without one, for the rule: eleven days."""
 
 EngineKind = Literal["native", "vllm"]
+Batching = Literal["flat", "padded", "rows", "slots"]
+"""How a whole batch is laid out: flat, without padding; one request a row; concatenated in rows; in slots of rows."""
 
 
 def is_hub_id(name: str) -> bool:
