@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import datetime
-import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from xgpt.core.errors import InputError
+from xrunner.server.api import rendering
 from xrunner.server.api.call_formats import call_format
 from xrunner.server.api.directory import read_settings, special_tokens
 
@@ -25,14 +17,9 @@ PROBE = "xgptprobe"
 """A text that no template writes by itself."""
 THINK = "<think>"
 
-RENDER_S = 10.0
-"""Seconds in which a template must render a chat."""
-MAX_PRODUCT = 1 << 20
-"""Largest number of items of a repeated text or list, and of bits of a power, in a template."""
-
 
 class ChatTemplate:
-    """A checkpoint's templates, compiled, in a sandbox, since they come with the checkpoint and are not trusted.
+    """A checkpoint's templates, rendered in a sandbox, since they come with the checkpoint and are not trusted.
 
     What a template expects is found by rendering a text: whether it loops over the parts of a content, and whether it
     shows a message of the role `developer`, which else is shown as `system`.
@@ -50,9 +37,11 @@ class ChatTemplate:
         self, source: str, special_tokens: dict[str, str] | None = None, named: dict[str, str] | None = None
     ) -> None:
         self._special_tokens = special_tokens or {}
-        self._template = _compiled(source)
+        self._template = source
         with_tools = (named or {}).get("tool_use")
-        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
+        self._with_tools = source if with_tools is None else with_tools
+        for template in {source, self._with_tools}:
+            self._check(template)
         self.call_format = call_format(source if with_tools is None else with_tools)
         self.thinks = THINK in source
         self._takes_parts = not self._shows("user", PROBE) and self._shows("user", [{"type": "text", "text": PROBE}])
@@ -81,15 +70,19 @@ class ChatTemplate:
         try:
             text = self._render(shown, add_generation_prompt and not continue_final_message, variables or {})
             return _up_to(text, messages[-1]["content"]) if continue_final_message else text
-        except Exception as error:  # the template may fail in any way on messages it was not written for
-            raise ValueError(str(error) or type(error).__name__) from None
+        except InputError as error:
+            raise ValueError(str(error)) from None
 
     def _render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
         given = {"tools": None, "documents": None} | variables | self._special_tokens
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         template = self._with_tools if variables.get("tools") else self._template
-        with _limited(RENDER_S):
-            return template.render(given)
+        return rendering.render(template, given)
+
+    def _check(self, source: str) -> None:
+        """Refuse a template that cannot be compiled; raises InputError."""
+        with suppress(ValueError):
+            rendering.render(source, {})
 
     def _shown(self, message: Message) -> Message:
         """Return a message in the form that the template expects."""
@@ -162,87 +155,3 @@ def _listed(found: object) -> dict[str, str]:
                 accepted = "it must be a text, or a list of named templates"
                 raise InputError("chat_template", type(entry).__name__, accepted)
     return named
-
-
-def _compiled(source: str) -> jinja2.Template:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise InputError("chat_template", error.name or "", f"line {error.lineno}: {error.message}") from None
-    except (RecursionError, MemoryError, TypeError, SyntaxError) as error:  # of what Jinja makes of it, or Python
-        raise InputError("chat_template", "", f"it cannot be compiled: {type(error).__name__}") from None
-
-
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox in which no product of numbers, or of a text and a number, can fill the memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**":
-            size = abs(right) * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
-        else:
-            size = _size(left) * _size(right)
-        if size > MAX_PRODUCT:
-            raise jinja2.TemplateError(f"a product of {size} items or bits is more than {MAX_PRODUCT}")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size(value: object) -> int:
-    """Return the number of a sequence's items; for a number, its value as a repeat count, or its bits if larger."""
-    if isinstance(value, int):
-        return max(1, value) if value.bit_length() < 64 else value.bit_length()
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 1
-
-
-class _TooLong(Exception):
-    """Raised in a thread that has rendered for too long."""
-
-
-@contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """End the block with an exception where it takes longer; a single call into C is ended once it returns."""
-    thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
-
-    def interrupt() -> None:
-        with lock:
-            if not is_over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TooLong))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except _TooLong:
-        raise TimeoutError(f"it takes longer than {seconds:g} s") from None
-    finally:
-        with lock:
-            is_over = True
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
-        timer.cancel()
-
-
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} marks what training learns from; here it is what it holds."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

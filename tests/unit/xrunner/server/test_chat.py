@@ -1,6 +1,9 @@
 """Chats, choices, log probabilities and stop strings, through the client that users have."""
 
 import json
+import os
+import resource
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +28,7 @@ from tests.fakes import (
 from xgpt.core.errors import InputError
 from xrunner.grammar import Grammars
 from xrunner.server import ChatTemplate, load_tokenizer
+from xrunner.server.api import rendering
 from xrunner.server.api.chat import load_chat_template
 
 TOKENIZER = byte_tokenizer()
@@ -356,15 +360,23 @@ def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
         "{{ (2**60) * ('x' * 2) }}",
         "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ '%0999999999d' % 1 }}{{ '%01999999999d' % 1 }}",
+        "{{ 'x'.center(10 ** 10) }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{% set n = namespace(t='x' * 1000) %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
+        "{% set n = namespace(t=[1]) %}{% for i in range(40) %}{% set n.t = n.t + n.t %}{% endfor %}",
+        "{{ (range(10) | list) * 10 ** 9 }}",
+        "{{ strftime_now('%999999999d' * 9) }}{{ 1 / 0 }}",
     ],
 )
 def test_a_hostile_template_is_refused_when_it_renders(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first was computed while the checkpoint was loaded: ten gigabytes."""
-    monkeypatch.setattr("xrunner.server.api.chat.RENDER_S", 0.5)
+    monkeypatch.setattr("xrunner.server.api.rendering.RENDER_S", 2.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     template = ChatTemplate(source)
     with pytest.raises(ValueError):
         template.render([])
-    time.sleep(0.6)  # nothing comes later
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     assert ChatTemplate("{{ 2 * 3 ** 2 }}{{ 'ab' * 3 }}{{ 1.5 * 2 }}").render([]) == "18ababab3.0"
 
 
@@ -381,3 +393,18 @@ def test_a_hostile_checkpoint_is_refused_in_one_line(name: str, content: bytes, 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError):
         load_chat_template(tmp_path)
+
+
+def test_a_process_that_renders_and_is_stopped_or_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "RENDER_S", 1.0)
+    template = ChatTemplate("{{ messages | length }}")
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        assert template.render([]) == "0"
+        process = rendering._idle[-1]._process
+        os.kill(process.pid, number)
+        if number == signal.SIGSTOP:
+            with pytest.raises(ValueError, match="longer than"):
+                template.render([])
+        else:
+            process.wait()
+        assert template.render([]) == "0"

@@ -1,0 +1,128 @@
+"""Render templates in processes of their own, which are ended when one takes too long (`sandbox`)."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.errors import InputError
+from xrunner.server.api import sandbox
+
+RENDER_S = 10.0
+"""Seconds in which a template must render a chat."""
+START_S = 60.0
+"""Seconds in which a process must have started."""
+
+
+class _Process:
+    """A process that renders one template at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(sandbox.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is for the server, which lets its requests end first
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        try:
+            self.ask({"source": "", "given": {}}, START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it can render nothing more."""
+        return self._process.poll() is not None
+
+    def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return its answer; a process that hangs, stopped or busy, is ended.
+
+        Raises:
+            TimeoutError: it has taken longer.
+            EOFError: it has ended.
+        """
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        content = json.dumps(asked).encode()
+        try:
+            with suppress(BrokenPipeError):
+                self._input.write(len(content).to_bytes(8, "little") + content)
+                self._input.flush()
+            head = self._output.read(8)
+            answer = self._output.read(int.from_bytes(head, "little"))
+        finally:
+            timer.cancel()
+        if is_late.is_set():
+            raise TimeoutError(f"it takes longer than {seconds:g} s")
+        if not head:
+            raise EOFError
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        with suppress(BrokenPipeError):
+            self._input.close()
+        self._output.close()
+
+
+_idle: list[_Process] = []
+"""Processes that wait for a template. They end with this process, which holds the other end of their input."""
+
+
+def _taken() -> _Process:
+    """Return a process that renders nothing now."""
+    while _idle:
+        if not (process := _idle.pop()).has_ended:
+            return process
+        process.close()
+    return _Process()
+
+
+@atexit.register
+def _end() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+def render(source: str, given: dict[str, Any]) -> str:
+    """Return what a template makes of values; any thread may call it.
+
+    Raises:
+        InputError: the template is not valid.
+        ValueError: it refuses the values, in its own words, or takes more time or memory than it may.
+    """
+    process: _Process | None = None
+    try:
+        process = _taken()
+        answer = process.ask({"source": source, "given": given}, RENDER_S)
+    except (TimeoutError, EOFError) as error:
+        if process is not None:
+            process.close()
+        raise ValueError(str(error) or "the process that renders it has ended; send the request again") from None
+    _idle.append(process)
+    if "broken" in answer:
+        raise InputError("chat_template", "", answer["broken"])
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    text: str = answer["text"]
+    return text

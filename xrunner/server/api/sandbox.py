@@ -1,0 +1,91 @@
+"""Render chat templates in a process of limited memory: `python sandbox.py`, started by `rendering`.
+
+Templates come with checkpoints and are not trusted: Jinja's sandbox keeps them from files and attributes, the limit
+from the machine's memory, and the process that waits for an answer ends this one if it takes too long. Imports nothing
+of ours. Messages are JSON, each after its length in eight bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import sys
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_BYTES = 1 << 30
+"""Address space of the process."""
+
+
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
+    """Return JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} marks what training learns from; here it is what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def compiled(source: str) -> jinja2.Template:
+    """Return a compiled template. Raises whatever Jinja or Python makes of its source."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def answer(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the text of a template with values; `broken`: why it cannot be compiled; `refused`: what it raises."""
+    try:
+        template = compiled(asked["source"])
+    except jinja2.TemplateSyntaxError as error:
+        return {"broken": f"line {error.lineno}: {error.message}"}
+    except Exception as error:
+        return {"broken": f"it cannot be compiled: {type(error).__name__}"}
+    try:
+        return {"text": template.render(asked["given"])}
+    except MemoryError:
+        raise
+    except Exception as error:  # a template may fail in any way on messages it was not written for
+        return {"refused": str(error) or type(error).__name__}
+
+
+def main() -> None:
+    """Answer until standard input closes, or memory is used up."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    read, write = sys.stdin.buffer, sys.stdout.buffer
+    while head := read.read(8):
+        is_full = False
+        try:
+            content = json.dumps(answer(json.loads(read.read(int.from_bytes(head, "little"))))).encode()
+        except (MemoryError, RecursionError) as error:
+            is_full = isinstance(error, MemoryError)
+            says = f"it takes more memory than the {MAX_BYTES >> 20} MiB it may" if is_full else "it nests too deeply"
+            content = json.dumps({"refused": says}).encode()
+        write.write(len(content).to_bytes(8, "little") + content)
+        write.flush()
+        if is_full:
+            return
+
+
+if __name__ == "__main__":
+    main()
