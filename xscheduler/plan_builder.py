@@ -136,12 +136,21 @@ def _estimate(
         memory_bytes=memory_bytes,
         cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
         reuse=None if problem.reused is None else _reuse(problem.reused, block_size),
-        warnings=_beyond_profile(problem, lengths, placement, values),
+        warnings=(*_beyond_profile(problem, lengths, placement, values), *_taken_from_another(problem)),
     )
 
 
 def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
     return ReuseEstimate(share=reused.share, most_share=reused.most, kept_blocks=reused.kept_blocks(block_size))
+
+
+def _taken_from_another(problem: Problem) -> tuple[str, ...]:
+    """Return a warning if the device states no efficiencies, so that its step times have those of another."""
+    device = problem.cluster.device
+    if problem.profile.source != "analytic" or device.efficiency is not None:
+        return ()
+    taken = problem.profile.provenance.get("efficiency", "another device")
+    return (f"{device.name} states no `efficiency`: its step times have an A40's ({taken}); measure, or state them",)
 
 
 def _beyond_profile(

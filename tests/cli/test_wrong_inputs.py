@@ -127,3 +127,23 @@ def test_bounds_that_look_like_milliseconds_draw_a_note(xgpt: Xgpt) -> None:
     ran = xgpt("plan", "--latency-bound", "15000", "--ttft", "500", "--model", "missing.yaml")
     assert "note: --latency-bound 15000 is in seconds, not in milliseconds\n" in ran.err
     assert "note: --ttft 500 is in seconds, not in milliseconds\n" in ran.err
+
+
+CUSTOM = """name: mi300x8
+device: {name: mi300x, type: gpu, memory_bytes: 206.0e+9, flops_per_s: {bfloat16: 1307.0e+12},
+  memory_bandwidth_bytes_per_s: 5300.0e+9}
+devices_per_node: 8
+intra_node: {bandwidth_bytes_per_s: 448.0e+9, latency_s: 5.0e-6}
+"""
+
+
+def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
+    """Without a link to the host waa is left out, or refused by name; that an A40's efficiencies count is said."""
+    write("mine.yaml", CUSTOM)
+    asked = ("--latency-bound", "8", *PROBLEM[:2], *PROBLEM[4:], "--cluster", "mine.yaml", "--objective", "saturated")
+    assert "cluster.host is missing; waa sends K/V through host" in xgpt.fails(2, "plan", *asked, "--policy", "waa")
+    ran = xgpt("plan", *asked)
+    assert ran.code == 0, ran.err
+    text = " ".join(ran.out.split())
+    assert "no plan of waa: the cluster states no `host`" in text and "no plan keeps" not in text
+    assert "warning: mi300x states no `efficiency`: its step times have an A40's" in text

@@ -162,8 +162,11 @@ def test_a_profile_without_what_a_placement_needs_is_refused() -> None:
     with pytest.raises(InputError, match=r"tp_degree: 16 is not accepted; the profile of opt-13b on .* covers"):
         LaneCost(of.model, of.profile, whole(of.model, 16))
     half = LaneCost(of.model, lonely, whole(of.model))
-    with pytest.raises(InputError, match="it holds no times of K/V transfers"):
+    with pytest.raises(InputError, match=r"cluster\.host is missing"):
         TwoLaneModel(half, half, Lengths(of.workload))
+    measured = LaneCost(of.model, lonely.model_copy(update={"source": "measured"}), whole(of.model))
+    with pytest.raises(InputError, match="it holds no times of K/V transfers"):
+        TwoLaneModel(measured, measured, Lengths(of.workload))
 
 
 @pytest.mark.parametrize("kind", ["rra", "orca", "chunked", "static"])

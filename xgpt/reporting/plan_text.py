@@ -171,6 +171,9 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
         missing.remove("chunked")
         lines.append(f"no plan of chunked: {UNCUT}")
+    if all(plan.cluster.host is None and plan.cluster.num_devices > 1 for plan in plans.values()):
+        missing = [kind for kind in missing if kind not in POLICY_GROUPS["waa"]]
+        lines.append("no plan of waa: the cluster states no `host`, the link over which it sends K/V")
     if missing:
         lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]

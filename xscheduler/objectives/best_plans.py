@@ -115,6 +115,8 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
         kinds = tuple(kind for kind in kinds if kind != "static")
+    if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
+        kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
     found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))

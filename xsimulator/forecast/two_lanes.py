@@ -41,7 +41,7 @@ class TwoLaneModel:
         all_requests: not read: that latency is reported whatever the quantile is of.
 
     Raises:
-        InputError: the profile holds no times of K/V transfers.
+        InputError: the profile holds no times of K/V transfers, or the cluster states no link to the host.
     """
 
     def __init__(
@@ -53,6 +53,9 @@ class TwoLaneModel:
         *,
         all_requests: bool = False,
     ) -> None:
+        if encode.profile.kv_transfer is None and encode.profile.source == "analytic":
+            accepted = "waa sends K/V through host memory: give its link to devices, or another policy"
+            raise InputError("cluster.host", None, accepted)
         if encode.profile.kv_transfer is None:
             raise InputError("profile", encode.profile.model.name, "it holds no times of K/V transfers: waa needs them")
         self.encode, self.decode, self.lengths = encode, decode, lengths
