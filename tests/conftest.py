@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.kernels import compile_all
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.io import cache_dir
 
@@ -23,6 +25,13 @@ if shutil.which("nvidia-smi") is None:
 # Tests give commands an empty cache directory. Compiled kernels and fonts they still take from the user's.
 set_directory()
 os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile kernels once for all processes of a run; one process compiles what its tests need."""
+    if hasattr(session.config, "workerinput"):
+        run = session.config.workerinput["testrunuid"]
+        compile_all(Path(tempfile.gettempdir()) / f"xgpt-kernels-{run}")
 
 
 FIRST = ("cli", "load", "attack", "numerics", "contract", "golden")

@@ -14,10 +14,15 @@ import pytest
 ALL = os.environ.get("XGPT_TESTS") == "all"
 
 
-def few(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """Return the cases for `parametrize`, those after the first `count` marked long."""
+def few(cases: Iterable[Any], count: int = 1, *, whole: bool = False) -> list[Any]:
+    """Return the cases for `parametrize`, those after the first `count` marked long.
+
+    Args:
+        whole: each case is the value of one parameter, even if it is a tuple.
+    """
     cases = list(cases)
-    return [*cases[:count], *(pytest.param(*_values(case), marks=pytest.mark.long) for case in cases[count:])]
+    later = ((case,) if whole else _values(case) for case in cases[count:])
+    return [*cases[:count], *(pytest.param(*values, marks=pytest.mark.long) for values in later)]
 
 
 def examples(many: int, some: int) -> int:

@@ -4,7 +4,10 @@ import numpy as np
 import torch
 
 from xgpt.core.policies import Blocks, BlockTable
+from xgpt.core.schema import SCALE_BYTES
 from xrunner.attention import PositionBias, Sequences, make_batch
+from xrunner.eight_bits import quantise
+from xrunner.kv_cache import numbers_of
 
 
 def random_batch(contexts, chunks, heads, block_size, rng):
@@ -31,6 +34,17 @@ def random_batch(contexts, chunks, heads, block_size, rng):
     fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator)
     cache = torch.randn(2, len(order), num_kv_heads, block_size, head_dim, generator=generator)
     return fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1), cache, batch
+
+
+def kept_in(cache, dtype):
+    """A layer's keys and values in fewer bits; those without a scale yet get one that is none."""
+    if dtype != torch.int8:
+        return cache.to(dtype)
+    numbers, scales = quantise(cache.flatten(0, 3))
+    kept = torch.empty(*cache.shape[:-1], cache.shape[-1] + SCALE_BYTES, dtype=torch.int8)
+    for place, values in zip(numbers_of(kept), (numbers, scales), strict=True):
+        place.copy_(values.view(place.shape))
+    return kept
 
 
 def random_bias(batch, num_heads, rng):

@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 import xrunner.attention.reference as reference
 from tests.numerics.checkpoints import CHECKPOINTS, FAMILIES, VOCABULARY, WITH_EXPERTS, load_checkpoint, save
 from tests.numerics.steps import start
+from tests.rings import examples, few
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import Chunk, LaneSettings, OneLane, Pool, Step
 from xrunner.activations import ACTIVATIONS, GATES
@@ -30,6 +31,7 @@ INT8_SIMILARITY = 0.98
 """Cosine of the logits in eight bits and in float32: these weights multiply errors more than trained ones."""
 
 FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
+MAIN_FIRST = [*FIRST_SHAPES, *few([name for name in CHECKPOINTS if name not in FIRST_SHAPES], 0)]
 DECODERS = [name for name in FIRST_SHAPES if not name.startswith("t5")]
 ROTARY = [name for name in DECODERS if not name.startswith(("gpt2", "opt"))]
 
@@ -106,7 +108,7 @@ def test_logits_equal_transformers(checkpoint, name, backend):
 
 
 @pytest.mark.parametrize("backend", usable_backends(torch.device("cpu"), torch.float32))
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", MAIN_FIRST)
 def test_bfloat16_keeps_to_the_float32_logits(name, backend, tmp_path):
     directory, model = save(tmp_path, *name.split("-", 1), torch.bfloat16)
     spec, errors = read_spec(directory), []
@@ -121,7 +123,7 @@ def test_bfloat16_keeps_to_the_float32_logits(name, backend, tmp_path):
     assert max(but_for_other_experts(name, errors, reverse=True)) <= tolerance
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", MAIN_FIRST)
 def test_int8_keeps_to_the_float32_logits(checkpoint, name):
     directory, model = checkpoint(name)
     similarities = []
@@ -143,7 +145,7 @@ def but_for_other_experts(name, figures, *, reverse=False):
 
 @pytest.mark.parametrize("layout", HERE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(96, 70), (33, 2101), (200, 2102)], ids=shape_name)
+@pytest.mark.parametrize("shape", few([(96, 70), (33, 2101), (200, 2102)], whole=True), ids=str)
 def test_every_layout_multiplies_and_adds_and_activates(layout, activation, shape):
     dtype = LAYOUTS[layout].dtype
     torch.manual_seed(0)
@@ -181,7 +183,7 @@ def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
 
 
 @pytest.mark.parametrize("layout", HERE)
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", few([2, 4]))
 @pytest.mark.parametrize("activation", ["none", GATES["silu"]])
 def test_products_of_several_threads_are_those_of_one(layout, activation, threads):
     """Again and again: a thread may find rows that another one has not rounded yet only now and then."""
@@ -233,7 +235,7 @@ def test_logits_equal_without_prepacked_weights(checkpoint, name):
     compare(Worker(loaded, cache, BACKENDS["reference"]()), model)
 
 
-@pytest.mark.parametrize("name", FIRST_SHAPES)
+@pytest.mark.parametrize("name", few(FIRST_SHAPES, 2))
 def test_logits_equal_on_processors_without_mkl(checkpoint, name, monkeypatch):
     directory, model = checkpoint(name)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
@@ -241,7 +243,7 @@ def test_logits_equal_on_processors_without_mkl(checkpoint, name, monkeypatch):
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-@pytest.mark.parametrize("shape", [(7, 5), (211, 32), (96, 770)])
+@pytest.mark.parametrize("shape", few([(211, 32), (7, 5), (96, 770)], whole=True), ids=str)
 def test_a_packed_product_of_any_number_of_rows(shape, activation):
     weight, bias = outputs_for(activation, torch.randn(shape) / shape[1] ** 0.5, torch.randn(shape[0]))
     product = pack(weight, activation)
@@ -331,12 +333,13 @@ POLICIES = {
     "chunked": LaneSettings(mix=True, token_budget=16, max_batch=9),
     "static": LaneSettings(mix=False, max_batch=6, refill_when_empty=True),
 }
-NUM_REQUESTS = 60
+OTHERS = ("rra", "orca", "static")
+NUM_REQUESTS = examples(60, 20)
 
 
 @pytest.fixture(scope="module")
 def expected_tokens(checkpoint):
-    """Checkpoint -> 60 requests with the tokens that transformers generates for each, alone; generated once."""
+    """Checkpoint -> requests with the tokens that transformers generates for each, alone; generated once."""
     made = {}
 
     def generate(name):
@@ -367,7 +370,10 @@ def solitary(model, id_, prompt, max_output):
     return Generation(id_, prompt, max_output), text[0, -max_output:].tolist()
 
 
-@pytest.mark.parametrize("policy, backend", [*((policy, "numba") for policy in POLICIES), ("chunked", "reference")])
+@pytest.mark.parametrize(
+    "policy, backend",
+    few([("chunked", "numba"), *((name, "numba") for name in OTHERS), ("chunked", "reference")]),
+)
 @pytest.mark.parametrize("name", FIRST_SHAPES)
 def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, expected_tokens, name, policy, backend):
     directory, _ = checkpoint(name)

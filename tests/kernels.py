@@ -1,0 +1,64 @@
+"""Compile the kernels for CPUs once for all test processes: each compiles what no other one is compiling."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from xgpt.core.schema import DType
+
+
+def compile_all(shared: Path) -> None:
+    """Fill numba's cache, which the processes share, and return when all kernels are in it.
+
+    Args:
+        shared: a directory of this test run, the same in all of its processes.
+    """
+    from xrunner import cpu
+
+    if not cpu.BACKENDS:
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    for wait in (False, True):  # what another process compiles is waited for in the end
+        for name, compile_kernel in kernels().items():
+            done = shared / f"{name}.done"
+            if done.exists():
+                continue
+            with (shared / name).open("w") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    continue
+                if not done.exists():
+                    compile_kernel()
+                    done.touch()
+
+
+def kernels() -> dict[str, Callable[[], object]]:
+    """Return what compiles each group of kernels, those that take longest first."""
+    import torch
+
+    from xrunner.packing.choice import layouts_of, pack
+
+    def attend(kept: torch.dtype) -> None:
+        import numpy as np
+
+        from tests.numerics.steps import kept_in, random_batch
+        from xrunner.attention.backends import BACKENDS
+
+        (q, k, v), cache, batch = random_batch([9], [(0, 7)], (4, 2, 16), 16, np.random.default_rng(0))
+        BACKENDS["numba"]().forward(q, k, v, kept_in(cache, kept), batch)
+
+    def multiply(dtype: DType) -> None:
+        product = pack(torch.ones(32, 32), "none", dtype)
+        assert product is not None
+        product(torch.ones(1, 32), None)
+
+    found: dict[str, Callable[[], object]] = {
+        f"attention-{kept}".replace("torch.", ""): partial(attend, kept)
+        for kept in (torch.float32, torch.bfloat16, torch.int8)
+    }
+    dtypes: list[DType] = [dtype for dtype in ("float32", "bfloat16", "int8") if layouts_of(dtype)]
+    return found | {f"products-{dtype}": partial(multiply, dtype) for dtype in dtypes}
