@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +28,8 @@ os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile kernels once for all processes of a run; one process compiles what its tests need."""
-    if hasattr(session.config, "workerinput"):
-        run = session.config.workerinput["testrunuid"]
-        compile_all(Path(tempfile.gettempdir()) / f"xgpt-kernels-{run}")
+    if hasattr(session.config, "workerinput") and "NUMBA_CACHE_DIR" in os.environ:
+        compile_all(Path(os.environ["NUMBA_CACHE_DIR"]))
 
 
 FIRST = ("cli", "load", "attack", "numerics", "contract", "golden")

@@ -10,16 +10,15 @@ from pathlib import Path
 from xgpt.core.schema import DType
 
 
-def compile_all(shared: Path) -> None:
-    """Fill numba's cache, which the processes share, and return when all kernels are in it.
-
-    Args:
-        shared: a directory of this test run, the same in all of its processes.
-    """
+def compile_all(cache: Path) -> None:
+    """Fill numba's cache, which the processes share, and return when all kernels are in it."""
     from xrunner import cpu
 
     if not cpu.BACKENDS:
         return
+    # Numba compiles a file anew when it has been written since.
+    newest = max(file.stat().st_mtime_ns for file in Path(cpu.__file__).parent.glob("*.py"))
+    shared = cache / f"tests-{newest}"
     shared.mkdir(parents=True, exist_ok=True)
     for wait in (False, True):  # what another process compiles is waited for in the end
         for name, compile_kernel in kernels().items():

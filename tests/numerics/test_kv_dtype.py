@@ -11,6 +11,7 @@ from tests.numerics.checkpoints import CHECKPOINTS
 from tests.numerics.served import PROMPTS, greedy, served_here, served_on
 from tests.numerics.steps import start
 from tests.planned import SHORT, cpus, placements_of, planned, problem_of
+from tests.rings import few
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Chunk, Step
@@ -50,7 +51,7 @@ def logits_of(directory, kv_dtype, backend):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name.endswith(("-tied", "-grouped"))])
+@pytest.mark.parametrize("name", few([name for name in CHECKPOINTS if name.endswith(("-tied", "-grouped"))], 6))
 def test_logits_stay_near_those_of_float32_and_are_those_of_the_reference(checkpoint, name):
     directory, _ = checkpoint(name)
     if read_spec(directory).is_encoder_decoder:
