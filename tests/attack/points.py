@@ -138,4 +138,15 @@ POINTS = {
         "a newline in a plan's checkpoint wrote Kubernetes objects",
         ("tests/unit/xgpt/exporting/test_exports.py",),
     ),
+    26: Point(
+        "a checkpoint's own files",
+        "a template's '%0999999999d' % 1 took all memory; a tokenizer without its special token gave 500 to each "
+        "request; a header of 5 GiB was read whole",
+        (
+            "tests/unit/xrunner/server/test_chat.py::test_a_hostile_template_is_refused_when_it_renders",
+            "tests/unit/xrunner/server/test_chat.py::test_a_process_that_renders_and_is_stopped_or_killed_is_replaced",
+            "tests/unit/xrunner/server/test_text.py::test_a_tokenizer_that_encodes_nothing_is_refused_when_it_is_loaded",
+            "tests/cli/test_hostile_files.py",
+        ),
+    ),
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from xgpt.core.errors import InputError, cut
 from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
 from xrunner.server.api.directory import read_tokenizer, special_tokens
@@ -66,9 +67,26 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
     if found is None:
         return None
     tokenizer, settings = found
+    _check_encodes(tokenizer, checkpoint)
     # In threads of its own it would bypass `tokenising`, which decides which text has its turn, at which priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint), special_tokens(settings).get("eos_token"))
+
+
+def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
+    """Encode a text: a tokenizer can be read, and then fail at every text, as one whose special tokens are missing.
+
+    Raises:
+        InputError: it fails.
+    """
+    try:
+        for add_special_tokens in (False, True):
+            tokenizer.decode(tokenizer.encode("Hello, world", add_special_tokens=add_special_tokens).ids)
+    except BaseException as error:  # a panic of the library is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        path, reason = checkpoint / "tokenizer.json", cut(str(error))
+        raise InputError("tokenizer", str(path), f"it must encode a text, and fails at one: {reason}") from None
 
 
 @lru_cache(maxsize=1 << 16)

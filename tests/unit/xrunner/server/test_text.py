@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -215,3 +216,14 @@ def test_an_output_ends_where_a_stop_string_is_first_complete(stops: list[str], 
         assert out == text[: ends[0] - longest]
     else:
         assert out == text
+
+
+def test_a_tokenizer_that_encodes_nothing_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    """Its template names a special token that it does not have: each request had 500."""
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    single = [{"SpecialToken": {"id": "<none>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    document["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": {}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match="tokenizer"):
+        load_tokenizer(tmp_path)
