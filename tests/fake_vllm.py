@@ -23,7 +23,7 @@ from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Arrival, StepRecord
 from xrunner.prefixes import Prefixes
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.channel import Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
+from xrunner.vllm.channel import Alive, Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 
 FAILS, DIES, HANGS = 13, 17, 19
@@ -56,7 +56,11 @@ class FakeVllm:
 
     def run(self) -> None:
         self.host.send(Ready(self.lane))  # type: ignore[arg-type]
+        alive_s = 0.0
         while True:
+            if time.monotonic() - alive_s > 0.2:
+                alive_s = time.monotonic()
+                self.host.send(Alive(self.lane))  # type: ignore[arg-type]
             self.take_in()
             step = self.schedule.next_step("both")
             if step is None:

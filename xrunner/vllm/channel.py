@@ -57,6 +57,12 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     lane: LaneName
 
 
+class Alive(msgspec.Struct, tag="alive", array_like=True):
+    """A lane's host runs; sent regularly once it takes requests."""
+
+    lane: LaneName
+
+
 class Failed(msgspec.Struct, tag="failed", array_like=True):
     """vLLM does not take this request, or has lost it."""
 
@@ -120,7 +126,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
 
 
 Down = Submit | Cancel
-Up = Ready | Failed | Began | Stepped | Accepted | Refused
+Up = Ready | Alive | Failed | Began | Stepped | Accepted | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_down = msgspec.msgpack.Decoder(Down).decode

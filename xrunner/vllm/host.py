@@ -18,7 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from xrunner.vllm.channel import WARM_UP, Cancel, Down, Failed, HostSide, Ready, Submit
+from xrunner.vllm.channel import WARM_UP, Alive, Cancel, Down, Failed, HostSide, Ready, Submit
 
 if TYPE_CHECKING:
     from xgpt.core.schema import LaneName
@@ -53,6 +53,7 @@ class Host:
         self._front.send(Ready(lane))
         while True:
             await self._engine.check_health()
+            self._front.send(Alive(lane))
             self._has_come.clear()
             for message in self._front.requests():  # all: the descriptor tells of new ones alone
                 self._take(message)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
 
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import LaneName, Plan, StepRecord
-from xrunner.vllm.channel import WARM_UP, Cancel, FrontSide, Ready, Stepped, Submit, Up
+from xrunner.vllm.channel import WARM_UP, Alive, Cancel, FrontSide, Ready, Stepped, Submit, Up
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started
 
@@ -24,8 +27,33 @@ MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Characters of the directory: vLLM names its sockets so, and a Unix socket's path has no more."""
 SILENCE_S = 120.0
 """A vLLM that has requests and reports no step for this long hangs; no step of a model that serves takes as long."""
+ALIVE_S = 30.0
+"""A vLLM whose host has reported nothing for this long hangs, busy or not; it reports each second."""
 TAIL = 200
 """Lines of what a vLLM says that are kept, to tell why it ended."""
+
+
+PREFIX, LOCK = "xgpt-run-", "in-use"
+"""How the directory of a run begins, and the file in it that the run holds a lock on."""
+
+
+@contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Hold a lock on a run's directory; the system ends it with this process, however that comes about."""
+    with (directory / LOCK).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def remove_left_over() -> None:
+    """Remove the directories of this user's runs that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if directory.lstat().st_uid != os.geteuid():
+                continue
+            with (directory / LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the run goes on
+                shutil.rmtree(directory)
 
 
 class Instances:
@@ -47,6 +75,9 @@ class Instances:
         self._heard_s = time.monotonic()
         """When something has last come, or has begun to be expected."""
         self._was_busy = False
+        self._alive_s: dict[LaneName, float] = {}
+        """When the host of each lane has last reported that it runs."""
+        self._looked_s = time.monotonic()
         try:
             self._start(launches, num_cores)
         except BaseException:
@@ -54,10 +85,12 @@ class Instances:
             raise
 
     def _start(self, launches: Callable[[Path], Sequence[Launch]], num_cores: int) -> None:
-        self.directory = directory = Path(self._at_end.enter_context(tempfile.TemporaryDirectory(prefix="xgpt-")))
+        remove_left_over()
+        self.directory = directory = Path(self._at_end.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
+        self._at_end.enter_context(in_use(directory))
         if len(str(directory)) > MAX_PATH:
             raise MachineError(f"{directory} is too long a path for sockets; set TMPDIR to a shorter one")
-        packages = self._at_end.enter_context(package_path())
+        packages = self._at_end.enter_context(package_path(directory))
         address = f"ipc://{directory}"
         self.launches = tuple(launches(directory))
         self._channel = FrontSide(address, [launch.lane for launch in self.launches])
@@ -101,11 +134,12 @@ class Instances:
         """
         message = self._channel.receive()
         now_s = time.monotonic()
-        if message is not None or not (is_busy and self._was_busy):
+        if not isinstance(message, Alive | None) or not (is_busy and self._was_busy):
             self._heard_s = now_s
         elif now_s - self._heard_s > SILENCE_S:
             raise MachineError(f"vLLM has requests and has executed no step for {SILENCE_S:g} s: it hangs")
         self._was_busy = is_busy
+        self._note_alive(message, now_s)
         if message is None:
             for reader in self._readers:
                 if reader.process.poll() is not None:
@@ -114,6 +148,17 @@ class Instances:
         if isinstance(message, Stepped):
             message.records = self._without_warm_up(message)
         return message
+
+    def _note_alive(self, message: Up | None, now_s: float) -> None:
+        """Note a report of a host; raise MachineError if one has been silent for `ALIVE_S`."""
+        if isinstance(message, Alive):
+            self._alive_s[message.lane] = now_s
+        if now_s - self._looked_s > ALIVE_S / 4:  # this process did not run, or waited to be asked: reports are queued
+            self._alive_s = dict.fromkeys(self._alive_s, now_s)
+        self._looked_s = now_s
+        for lane, heard_s in self._alive_s.items():
+            if message is None and now_s - heard_s > ALIVE_S:
+                raise MachineError(f"vLLM ({lane}) has reported nothing for {ALIVE_S:g} s: it hangs")
 
     def _without_warm_up(self, stepped: Stepped) -> list[StepRecord]:
         """A core's steps, counted from the first that a request of ours is in."""

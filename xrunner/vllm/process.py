@@ -42,10 +42,14 @@ def python() -> str:
 
 
 @contextmanager
-def package_path() -> Iterator[Path]:
-    """A directory with our packages that vLLM's processes import, and none of their neighbours."""
+def package_path(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a directory with our packages that vLLM's processes import, and none of their neighbours.
+
+    Args:
+        parent: a directory to make it in; None: the system's for temporary files.
+    """
     root = Path(__file__).resolve().parents[2]
-    with tempfile.TemporaryDirectory(prefix="xgpt-vllm-") as directory:
+    with tempfile.TemporaryDirectory(prefix="xgpt-vllm-", dir=parent) as directory:
         for package in ("xgpt", "xrunner"):
             (Path(directory) / package).symlink_to(root / package)
         yield Path(directory)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,3 +256,38 @@ def test_a_prompt_that_the_encode_lane_cannot_hold_fails_alone(start: Start) -> 
     submit(engine, [(5,) * 100, (6,) * 20])
     got = run(engine, 2)
     assert got[0][-1].finish == "error" and ids(got[1]) == expected_tokens((6,) * 20, 6)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_vllm_that_is_stopped_is_noticed(is_busy: bool, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle, it was never noticed; busy, after two minutes."""
+    engine = start(ORCA)
+    run_for_s, children = time.monotonic() + 1, []
+    while time.monotonic() < run_for_s:
+        assert engine.step() is None
+        engine.wait(0.1)
+    monkeypatch.setattr(instance, "ALIVE_S", 3.0)
+    if is_busy:
+        submit(engine, PROMPTS[:1], max_output=100_000)
+    try:
+        parent = engine._vllm._readers[0].process.pid
+        children = [int(child) for child in subprocess.check_output(["pgrep", "-P", str(parent)], text=True).split()]
+        for child in children:
+            os.kill(child, signal.SIGSTOP)
+        with pytest.raises(MachineError, match="reported nothing for 3 s: it hangs"):
+            while True:
+                engine.step()
+                engine.wait(0.1)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGCONT)
+
+
+def test_directories_of_runs_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("xgpt-run-dead", "xgpt-run-alive", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / instance.LOCK).touch()
+    with instance.in_use(tmp_path / "xgpt-run-alive"):
+        instance.remove_left_over()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "xgpt-run-alive"]
