@@ -21,6 +21,8 @@ ALIASES: Mapping[str, str] = {
     "gemma4_unified_text": "gemma4_text",
     "glm46v_text": "glm4v_text",
     "glm_ocr_text": "glm4",
+    "inkling": "inkling_text",
+    "inkling2_text": "inkling_text",
     "kimi_k2": "deepseek_v3",
     "llama4": "llama4_text",
     "mimo_v2": "mimo_v2_flash",

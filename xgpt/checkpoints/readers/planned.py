@@ -22,10 +22,10 @@ def _words(text: str) -> frozenset[str]:
 PLAIN = _words("""
     afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4
     falcon gemma gemma4_text glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_moe_dsa granite granitemoe
-    granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 kimi_linear laguna lfm2 lfm2_moe llama4_text
-    longcat_flash mellum mimo mimo_v2_flash minimax_m3_vl_text ministral3 mistral4 nemotron nemotron_h olmo2 olmo3 phi
-    phimoe qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl_moe_text
-    qwen3_vl_text seed_oss smollm3 stablelm starcoder2 step3p5
+    granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe hy_v3 inkling_text internlm3 kimi_linear laguna lfm2 lfm2_moe
+    llama4_text longcat_flash mellum mimo mimo_v2_flash minimax_m3_vl_text ministral3 mistral4 nemotron nemotron-nas
+    nemotron_h olmo2 olmo3 phi phimoe qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3_5_moe_text qwen3_5_text
+    qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 stablelm starcoder2 step3p5
     """)
 """Families, by the model_type of the language model."""
 UNGATED = _words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
@@ -93,6 +93,8 @@ def _layer_embeddings(config: Config, number: int) -> int:
 def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | None, Recurrent | None]]:
     kinds = _layer_types(family, config, number)
     found: list[tuple[Attention | None, Recurrent | None]] = []
+    if (searched := config.get("block_configs")) is not None:
+        return [(_searched_attention(config, block["attention"]), None) for block in searched]
     for layer, kind in enumerate(kinds):
         if kind in ("moe", "mlp"):
             found.append((None, None))
@@ -179,6 +181,16 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
     )
 
 
+def _searched_attention(config: Config, block: Config) -> Attention | None:
+    """Return the attention of a layer that an architecture search chose (Llama-Nemotron); None: it has none."""
+    if block.get("no_op") or block.get("replace_with_linear"):
+        return None
+    heads = count(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or count(config, "hidden_size") // heads
+    kv_heads, window = heads // count(block, "n_heads_in_group"), block.get("window_length")
+    return Attention(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
+
+
 def _compressed(config: Config, kind: str) -> Attention:
     """Return DeepSeek-V4's attention: on the last tokens, and on entries that each stand for several earlier ones."""
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
@@ -208,6 +220,7 @@ def _compressed(config: Config, kind: str) -> Attention:
 
 OTHER_WEIGHTS: dict[str, Callable[[Config, int], int]] = {
     "gemma4_text": lambda config, heads: 2 * config["hidden_size"] * (config.get("hidden_size_per_layer_input") or 0),
+    "inkling_text": lambda config, heads: config["hidden_size"] * heads * (config.get("d_rel") or 0),
     "laguna": lambda config, heads: config["hidden_size"] * heads if config.get("gating", True) else 0,
     "step3p5": lambda config, heads: config["hidden_size"] * heads,
     "bailing_hybrid": lambda config, heads: config["hidden_size"] * heads,
@@ -265,6 +278,8 @@ def _recurrent(family: str, config: Config) -> Recurrent:
 
 def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
     """Return the width of the feed-forward block that every token passes, and the experts, of each layer."""
+    if (searched := config.get("block_configs")) is not None:
+        return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
     kinds = config.get("layers_block_type")
     found: list[tuple[int, Experts | None]] = []
@@ -276,6 +291,16 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
         else:
             found.append((ffn, None))
     return found
+
+
+def _searched_width(config: Config, block: Config) -> int:
+    """Return the width of a feed-forward block that an architecture search chose; 0: there is none."""
+    if block.get("no_op") or block.get("replace_with_linear"):
+        return 0
+    if (size := block.get("intermediate_size")) is not None:
+        return int(size)
+    width = int(2 * block["ffn_mult"] * count(config, "hidden_size") / 3)
+    return -(-width // 256) * 256
 
 
 def _ffn_size(family: str, config: Config) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ QUICK = {"deepseek_v32", "gemma4_text", "kimi_linear", "lfm2", "llama4_text", "n
 NOT_BUILT = {
     "no class for text": {"glm4v_moe_text", "glm4v_text", "mistral4", "qwen2_5_vl_text", "qwen2_vl_text", "step3p5"}
     | {"qwen3_vl_moe_text", "qwen3_vl_text"},
-    "no class at all": {"mimo"},
+    "no class at all": {"mimo", "nemotron-nas"},
     "its defaults do not build": {"dots1", "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe"}
     | {"longcat_flash", "nemotron"},
 }
@@ -100,3 +101,14 @@ def test_windows_hold_more_requests_than_full_attention() -> None:
     asked = {"model": "", "cluster": "h100x1", "workload": "azure-code", "latency_bound_s": 60, "policy": "orca"}
     bounded, growing = (solve(**asked | {"model": spec}, engine="vllm").best for spec in (windows, full))
     assert bounded.estimate.throughput_rps > 1.1 * growing.estimate.throughput_rps
+
+
+OFFICIAL = json.loads((Path(__file__).parent / "official.json").read_text(encoding="utf-8"))
+"""Official configs, their sizes only, and the parameters that each model's page states, in billions."""
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_official_configs_have_the_parameters_that_are_published(name: str) -> None:
+    spec = spec_of(OFFICIAL[name]["config"], name)
+    total = spec.decoder_params() + spec.embedding_params
+    assert total / 1e9 == pytest.approx(OFFICIAL[name]["billions"], rel=0.015)
