@@ -149,4 +149,12 @@ POINTS = {
             "tests/cli/test_hostile_files.py",
         ),
     ),
+    27: Point(
+        "a process that hangs",
+        "an idle vLLM that was stopped was never noticed, a busy one after two minutes",
+        (
+            "tests/unit/xrunner/vllm/test_engine.py::test_a_vllm_that_is_stopped_is_noticed",
+            "tests/unit/xrunner/server/test_chat.py::test_a_process_that_renders_and_is_stopped_or_killed_is_replaced",
+        ),
+    ),
 }

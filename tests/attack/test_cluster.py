@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -201,6 +202,29 @@ def test_a_launcher_that_is_killed_loses_no_request(checkpoint: Path, tmp_path: 
             assert target.probe() == before
         assert felt.failures == []
         assert len(target.served.starts) == 2
+
+
+@pytest.mark.point(27)
+@pytest.mark.long
+@pytest.mark.parametrize("flavour", SEVERAL)
+@pytest.mark.parametrize("kind", ["worker", "launcher"])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_stopped_or_killed_loses_no_request(
+    flavour: str, kind: str, number: signal.Signals, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A hang is a fault as an end is: after 4 s of silence of a worker, 15 of a launcher, workers start anew."""
+    with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(8) as pool:
+        fields = {"prompt": [3, 50, 61], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        before = target.complete(**fields)[1]["choices"][0]["token_ids"]
+        running = [pool.submit(target.complete, **fields) for _ in range(8)]
+        process = target.served.pids[0]
+        if kind == "launcher":
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(process, number)
+        answers = [one.result() for one in running]
+        assert [status for status, _ in answers] == [200] * 8
+        assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
+        assert target.ask("GET", "/health")[0] == 200
 
 
 def own_namespaces() -> bool:

@@ -25,6 +25,10 @@ MAX_FREE_BYTES = 256 << 10
 """Largest size of a field whose form is the client's, as it stands in a body; without white space less is accepted."""
 MAX_PROMPTS = 4096
 """Largest number of lists of token ids in a long body."""
+LONG_FIELDS = ("prompt", "messages", "tokens")
+"""Fields that are as long as a body may be."""
+MAX_BESIDE_BYTES = 2 << 20
+"""Largest size of all else in a body."""
 LOOK_BYTES = 64 << 10
 """Size of a body from which on the sizes of its fields are looked at before anything is decoded."""
 
@@ -47,6 +51,8 @@ class _Free(msgspec.Struct):
     functions: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    tokens: msgspec.Raw = msgspec.Raw()
 
 
 _decode_free = msgspec.json.Decoder(_Free).decode
@@ -101,7 +107,7 @@ def _parse(body: bytes | bytearray, decode: Any) -> Any:
         raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
     try:
         if len(body) > LOOK_BYTES:
-            _check_sizes(_decode_free(body))
+            _check_sizes(_decode_free(body), len(body))
         try:
             request = decode(body)
         except msgspec.ValidationError as error:
@@ -126,10 +132,18 @@ def _with_whole_numbers(body: bytes | bytearray, kind: Any) -> Any:
     return msgspec.convert(found, kind)
 
 
-def _check_sizes(free: _Free) -> None:
-    """Refuse a long field of any form before it is decoded: millions of small objects take seconds, and much memory."""
+def _check_sizes(free: _Free, size: int) -> None:
+    """Refuse a long field of any form before it is decoded: millions of small objects take seconds, and much memory.
+
+    Of a field that comes several times the last one is looked at here, and each is decoded later. So the others count,
+    with all white space, as what lies beside the texts.
+    """
+    beside = size - sum(len(getattr(free, name)) for name in LONG_FIELDS)
+    if beside > MAX_BESIDE_BYTES:
+        longest = ", ".join(LONG_FIELDS)
+        raise ApiError(413, f"the body has {beside} bytes beside {longest}; {MAX_BESIDE_BYTES} are accepted")
     for name in free.__struct_fields__:
-        if (size := len(getattr(free, name))) > MAX_FREE_BYTES and name != "prompt":
+        if (size := len(getattr(free, name))) > MAX_FREE_BYTES and name not in LONG_FIELDS:
             refuse(name, f"{size} bytes are more than {MAX_FREE_BYTES}")
     prompt = bytes(free.prompt)
     if prompt.startswith(b"["):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -109,6 +110,18 @@ def test_a_field_of_any_form_is_not_decoded_if_it_is_long(field: str) -> None:
     with pytest.raises(ApiError, match=f"{field}: .* more than") as refused:
         parse_chat(body.encode())
     assert refused.value.param == field
+
+
+@pytest.mark.parametrize("field", ["tools", "user", "prompt"])
+def test_a_field_that_comes_twice_is_no_way_around(field: str) -> None:
+    """The last one of a name counts, and all are decoded."""
+    long = "[" + "[], " * 600_000 + "[]]"
+    body = f'{{"{field}": {long}, "{field}": [], ' + json.dumps(COMPLETION).removeprefix("{")
+    begin_s = time.process_time()
+    with pytest.raises(ApiError) as refused:
+        parse_completion(body.encode())
+    assert refused.value.status == 413
+    assert time.process_time() - begin_s < 0.1
 
 
 def test_a_request_counts_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
