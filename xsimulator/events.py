@@ -204,6 +204,8 @@ class _Journal:
         self._under_way: dict[int, _UnderWay] = {}
         self._arrivals: list[Arrival] = []
         self._cancelled: list[tuple[int, int]] = []
+        self._now_ns = -1
+        """Time up to which requests have expired."""
         self.num_begun = 0
         self.num_settled = 0
 
@@ -216,7 +218,9 @@ class _Journal:
         self._cancelled.append((id_, self.num_settled))
 
     def begin(self, lane: LaneName, now_ns: int) -> Step | None:
-        self._schedule.expire(now_ns)
+        if now_ns != self._now_ns or self._arrivals:
+            self._schedule.expire(now_ns)
+            self._now_ns = now_ns
         step = self._schedule.next_step(lane)
         if step is not None:
             self._under_way[self.num_begun] = _UnderWay(

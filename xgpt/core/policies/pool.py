@@ -194,7 +194,11 @@ class Pool(Running):
                 batch.leave(request)
                 self._leave(request)
                 freed.append(id_)
-        return freed + self._settle_leaving(step) + self._end_batch()
+        if self.under_way.leaving:
+            freed += self._settle_leaving(step)
+        if self.hold_finished:
+            freed += self._end_batch()
+        return freed
 
     def _settle_leaving(self, step: Step) -> list[int]:
         """Remove the requests that were cancelled while this step was under way."""

@@ -188,6 +188,8 @@ class Running:
 
     def take_preempted(self) -> tuple[int, ...]:
         """Return the requests preempted since the last call; they wait again."""
+        if not self._preempted:
+            return ()
         preempted = tuple(self._preempted)
         self._preempted.clear()
         return preempted

@@ -190,7 +190,7 @@ class OneLane(Schedule):
 
     def _may_encode(self, number: int) -> bool:
         """Return whether all other micro-batches have ended this one's phase."""
-        if len(self._rules) == 1 or self.settings.mix or self.settings.refill_when_empty:
+        if self.settings.mix or self.settings.refill_when_empty or len(self._rules) == 1:
             return True
         phase = self._rules[number].phase
         pairs = zip(self._rules, self._batches, strict=True)

@@ -146,13 +146,13 @@ class LaneForecast:
         none decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
-        iterations = batch.iterations + coming
+        further = batch.iterations + coming + slack.budget.behind_tokens
         first_ns = inf
         for tpot_ns, heap in self._due[batch].items():
             while heap and not batch.counts(heap[0][2], heap[0][1]):
                 heappop(heap)
-            if heap:
-                first_ns = min(first_ns, heap[0][0] + tpot_ns * (iterations + slack.budget.behind_tokens))
+            if heap and (due_ns := heap[0][0] + tpot_ns * further) < first_ns:
+                first_ns = due_ns
         for request in batch.joined:
             if batch.counts(request, request.place):
                 since_ns = now_ns if request.first_ns is None else request.first_ns
