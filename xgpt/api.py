@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import EngineKind, Plan, Profile
+from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
 from xgpt.requests import (
     REQUESTS,
     AutoscaleRequest,
@@ -356,6 +356,8 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
     request = request_of(ReplanRequest, {"lengths": lengths, **asked})
     running, observation = observe_source(_plan(plan), request.lengths)
+    if request.replan_policies == "all":
+        running = running.model_copy(update={"pinned": Pinned()})
     terms = Terms(least_gain=request.least_gain, horizon_s=request.horizon_s)
     decision, then = propose(running, profile_of(running, request.profile), observation, terms)
     return Replanned(running, observation, decision, then or running)

@@ -186,6 +186,8 @@ class CompareKeywords(TypedDict, total=False):
     """With `measure`: seed of lengths."""
 
 class ServeKeywords(TypedDict, total=False):
+    replan_policies: Literal["pinned", "all"] | None
+    """Policies that may take over. pinned: those that the plan was asked for, with the values that were fixed. all: every policy."""
     engine: Literal["native", "vllm"] | None
     """What runs the plan: xgpt's own engine, or vLLM under xgpt's schedule."""
     batching: Literal["flat", "padded", "rows", "slots"] | None
@@ -288,6 +290,8 @@ class BenchKeywords(TypedDict, total=False):
     """Certificate authorities (PEM) for an https URL."""
 
 class ReplanKeywords(TypedDict, total=False):
+    replan_policies: Literal["pinned", "all"] | None
+    """Policies that may take over. pinned: those that the plan was asked for, with the values that were fixed. all: every policy."""
     profile: str | PathLike[str] | Profile | None
     """Profile that the plan was made from."""
     horizon_s: float | None

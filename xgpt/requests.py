@@ -350,7 +350,16 @@ class ReportRequest(OfAPlan):
     """Seed of the simulated requests."""
 
 
-class ReplanRequest(OfAPlan):
+class Replanning(Request):
+    """What another plan may change."""
+
+    group: ClassVar[str] = "Plan"
+    replan_policies: Literal["pinned", "all"] = "pinned"
+    """Policies that may take over. pinned: those that the plan was asked for, with the values that were fixed. all:
+    every policy."""
+
+
+class ReplanRequest(OfAPlan, Replanning):
     """A judgement of a plan under other lengths."""
 
     group: ClassVar[str] = "Plan"
@@ -392,7 +401,7 @@ class AutoscaleRequest(Request):
     """Port of the metric; 0: any free one."""
 
 
-class Served(OfAPlan, Running):
+class Served(OfAPlan, Running, Replanning):
     """The plan that a server runs, and how."""
 
     group: ClassVar[str] = "Engine"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.outputs import check_step_log
-from xgpt.core.schema import Plan
+from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
 from xgpt.serving.engines import Nodes, join_nodes
@@ -140,6 +140,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     if request.step_log is not None:
         check_step_log(request.step_log, force=request.force)
     plan = located(plan, request.checkpoint)
+    if request.replan_policies == "all":
+        plan = plan.model_copy(update={"pinned": Pinned()})
     request.keys(plan)
     request.classes(plan)
     request.tls()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.machine import num_cores
-from xgpt.core.schema import ClusterSpec, Plan, Profile, Workload
+from xgpt.core.schema import ClusterSpec, Pinned, Plan, Profile, Workload
 from xgpt.core.schema.fleet import ReplicaKind
 from xgpt.core.schema.policy import PolicyChoice
 from xscheduler.objectives.arrivals import Arrivals
@@ -96,7 +96,7 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
         return None
     near = [pair for pair in rated if pair[1] > NEAR * rated[0][1]][:MOST_SIMULATED]
     plans = [with_capacity(plan, problem.profile, rate, edges=False) for plan, rate in near]
-    best = max(plans, key=_rate)
+    best = max(plans, key=_rate).model_copy(update={"pinned": Pinned(policy=policy, fixed=dict(problem.fixed))})
     return best if _rate(best) > 0 else None
 
 

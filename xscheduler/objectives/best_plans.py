@@ -8,7 +8,7 @@ from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Plan, Profile, SearchMethod
+from xgpt.core.schema import AdmissionOrder, Pinned, Plan, Profile, SearchMethod
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import Objective
@@ -52,7 +52,9 @@ class Task:
         if self.policy in TUNED:
             _check_tunable(self.problem, self.policy)
         kinds = kinds_of(self.problem, self.policy)
-        return _distinct(self._objective(progress).settle(kinds))
+        plans = _distinct(self._objective(progress).settle(kinds))
+        pinned = Pinned(policy=self.policy, fixed=dict(self.problem.fixed))
+        return {kind: plan.model_copy(update={"pinned": pinned}) for kind, plan in plans.items()}
 
     def _objective(self, progress: Progress | None) -> Objective:
         problem = self.problem
@@ -139,7 +141,7 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
     Raises:
         InputError: there is no such variable, or none of the policies has it.
     """
-    of_kind = {kind: _variables(kind) for kind in CHOICES}
+    of_kind = {kind: variables_of(kind) for kind in CHOICES}
     known = set().union(*of_kind.values())
     for name, value in fixed.items():
         if name not in known:
@@ -150,7 +152,7 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
     return tuple(kind for kind in kinds if fixed.keys() <= of_kind[kind])
 
 
-def _variables(kind: str) -> set[str]:
+def variables_of(kind: str) -> set[str]:
     """Return the variables of a policy that can be held."""
     settings = CHOICES[kind].settings
     placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "ep", "pp", "replicas"})
@@ -165,7 +167,7 @@ def is_uniform(plan: Plan) -> bool:
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
     """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
     of = scheduler(replace(problem, uniform=True), search)
-    kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= _variables(kind)]
+    kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= variables_of(kind)]
     if not kinds:
         return None
     objective: Objective = Saturated(of)

@@ -9,8 +9,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Outcome, Plan, Profile
 from xscheduler.placement import Placement
 from xscheduler.replanning.judge import Judge, Terms
-from xscheduler.replanning.replacements import SWAPPABLE, find_candidates
-from xscheduler.space import runnable
+from xscheduler.replanning.replacements import SWAPPABLE, find_candidates, within_pins
 from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
@@ -129,7 +128,7 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     """Return the verdict with a plan that would keep the bound for longer requests, too, if that is cheap."""
     plan, of = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
     assert plan is not None and of is not None
-    best = judge.careful(runnable(SWAPPABLE, plan.model), plan, judge.rate(of))
+    best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(of))
     if best is None:
         return verdict
     cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))

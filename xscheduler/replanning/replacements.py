@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Plan
+from xgpt.core.schema.policy import POLICY_GROUPS
+from xscheduler.objectives.best_plans import variables_of
 from xscheduler.replanning.judge import Judge, replaced
 from xscheduler.space import runnable
-from xsimulator.forecast import FORECASTS
+from xsimulator.forecast import CHOICES, FORECASTS, TUNED
 
 SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps_between_steps)
 """Policies that can be swapped in between two steps; a static batch must end first, and waa's lanes must drain."""
@@ -28,6 +31,16 @@ class Candidates(NamedTuple):
     swap: Plan | None
 
 
+def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
+    """Return those of some policies that what the user asked of a plan leaves open, and its model can run."""
+    asked = plan.pinned.policy
+    if asked != "auto":
+        choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
+        kinds = [choice for choice in choices if CHOICES[choice].settings.model_fields["kind"].default in kinds]
+    left = [kind for kind in runnable(kinds, plan.model) if plan.pinned.fixed.keys() <= variables_of(kind)]
+    return tuple(left) or (plan.policy.kind,)
+
+
 def find_candidates(judge: Judge) -> Candidates:
     """Return the best plans that may take over.
 
@@ -35,9 +48,9 @@ def find_candidates(judge: Judge) -> Candidates:
         InfeasibleError: no plan keeps the bounds.
     """
     plan = judge.plan
-    kinds = runnable(SWAPPABLE, plan.model) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
+    kinds = within_pins(plan, SWAPPABLE) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
     is_alone = plan.devices_per_replica == 1
-    anywhere = judge.best(runnable(ON_ONE_DEVICE if is_alone else FORECASTS, plan.model), in_place=False)
+    anywhere = judge.best(within_pins(plan, ON_ONE_DEVICE if is_alone else tuple(FORECASTS)), in_place=False)
     if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
         return Candidates(anywhere, replaced(plan, anywhere, in_place=True))
     try:

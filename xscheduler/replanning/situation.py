@@ -75,6 +75,7 @@ class Situation:
             kv=plan.admission.kv,
             max_devices=plan.num_devices,
             replicas=plan.replicas,
+            fixed=plan.pinned.fixed,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,
             reused=reused_by(plan, self.lengths),
         )

@@ -39,6 +39,7 @@ from xgpt.core.schema.plan import SLICE_TOKENS, Batching, EngineKind, Plan, Prof
 from xgpt.core.schema.policy import (
     ChunkedSettings,
     OrcaSettings,
+    Pinned,
     PolicySettings,
     RraSettings,
     SingleLaneSettings,
@@ -131,6 +132,7 @@ __all__ = [
     "OrcaSettings",
     "Outcome",
     "Part",
+    "Pinned",
     "Plan",
     "Planner",
     "PolicySettings",

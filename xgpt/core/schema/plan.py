@@ -14,7 +14,7 @@ from xgpt.core.schema.constraint import Admission, Constraint
 from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import Estimate, SearchCertificate
 from xgpt.core.schema.model import DType, ModelSpec, Precision
-from xgpt.core.schema.policy import ChunkedSettings, PolicySettings, StageLane
+from xgpt.core.schema.policy import ChunkedSettings, Pinned, PolicySettings, StageLane
 from xgpt.core.schema.step_log import Account
 from xgpt.core.schema.workload import RequestClass, Workload
 
@@ -113,6 +113,8 @@ class Plan(Frozen):
     """The objective, and the bounds that the plan keeps."""
     policy: PolicySettings
     """The schedule and its control variables."""
+    pinned: Pinned = Pinned()
+    """What the user asked of the schedule."""
     admission: Admission = Admission()
     """Which request enters next, and how K/V memory is promised."""
     replicas: PositiveInt = 1

@@ -217,3 +217,12 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "waa": ("waa-c", "waa-m"),
 }
 """Choices that stand for several policies."""
+
+
+class Pinned(Frozen):
+    """What the user asked of the schedule, which re-planning keeps; the rest stands in `constraint` and `admission`."""
+
+    policy: PolicyChoice = "auto"
+    """The policy, or the group of policies."""
+    fixed: dict[str, PositiveInt] = Field(default_factory=dict)
+    """Values at which control variables and variables of the placement are held."""

@@ -2,11 +2,13 @@
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 
+import xgpt
 from tests.contract.scenarios import problem
 from tests.planned import num_params
 from xgpt.core.policies import build
@@ -15,20 +17,24 @@ from xgpt.core.schema import (
     Constraint,
     Histogram,
     Observation,
+    Pinned,
     Plan,
     Profile,
     TruncatedNormal,
     Workload,
 )
+from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import histogram, sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
 from xscheduler.replanning import SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, within_context
 from xscheduler.replanning.decide import loading_s
+from xscheduler.replanning.replacements import within_pins
 from xscheduler.replanning.replanner import propose
 from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler
+from xsimulator.forecast import CHOICES, FORECASTS
 from xsimulator.run import simulate
 
 Kind = Literal["rra", "chunked", "orca", "static"]
@@ -302,3 +308,31 @@ def test_outputs_that_were_allowed_but_did_not_come_do_not_cut_inputs() -> None:
         cut = within_context(Workload(name="w", input=inputs, output=output), 100)
         assert cut.input == inputs
         assert cut.output.lengths == reach
+
+
+def asked_plan(**changes: object) -> Plan:
+    asked = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "azure-conv", "latency_bound_s": 8.0}
+    return xgpt.plan(**(asked | changes))  # type: ignore[arg-type]
+
+
+def test_a_plan_keeps_what_its_user_pinned(tmp_path: Path) -> None:
+    """Orca with six requests at a time became chunked with a thousand."""
+    plan = asked_plan(policy="orca", fix={"max_batch": 6}, order="das", objective="saturated")
+    trace = tmp_path / "longer.csv"
+    trace.write_text("input,output\n" + "2000,400\n3000,500\n" * 500)
+    then = xgpt.replan(plan, trace, least_gain=0.0).plan
+    assert (then.policy.kind, then.policy.max_batch) == ("orca", 6)  # type: ignore[union-attr]
+    assert then.admission.order == "das" and then.pinned == plan.pinned
+    assert Plan.model_validate_json(then.model_dump_json()) == then
+    free = xgpt.replan(plan, trace, least_gain=0.0, replan_policies="all")
+    assert free.plan.policy != then.policy and free.decision.best is not None
+    assert free.decision.best.throughput_rps > 1.5 * then.estimate.throughput_rps
+
+
+@pytest.mark.parametrize(("choice", "kinds"), [("exegpt", {"rra", "waa"}), ("waa-m", {"waa"}), ("rra", {"rra"})])
+def test_replacements_are_of_the_policies_that_were_asked_for(choice: PolicyChoice, kinds: set[str]) -> None:
+    plan = plan_of("rra", None).model_copy(update={"pinned": Pinned(policy=choice)})
+    found = within_pins(plan, tuple(FORECASTS))
+    assert {CHOICES[kind].settings.model_fields["kind"].default for kind in found} == kinds
+    held = plan.model_copy(update={"pinned": Pinned(fixed={"token_budget": 512})})
+    assert within_pins(held, tuple(FORECASTS)) == ("chunked",)
