@@ -16,6 +16,8 @@ from xrunner.server.api import sandbox
 
 RENDER_S = 10.0
 """Seconds in which a template must render a chat."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest text, as JSON, that a template may make."""
 START_S = 60.0
 """Seconds in which a process must have started."""
 
@@ -66,7 +68,10 @@ class _Process:
                 self._input.write(len(content).to_bytes(8, "little") + content)
                 self._input.flush()
             head = self._output.read(8)
-            answer = self._output.read(int.from_bytes(head, "little"))
+            if (size := int.from_bytes(head, "little")) > MAX_ANSWER_BYTES:
+                self._process.kill()
+                raise ValueError(f"it makes {size} bytes of the chat: more than {MAX_ANSWER_BYTES}")
+            answer = self._output.read(size)
         finally:
             timer.cancel()
         if is_late.is_set():
@@ -115,7 +120,7 @@ def render(source: str, given: dict[str, Any]) -> str:
     try:
         process = _taken()
         answer = process.ask({"source": source, "given": given}, RENDER_S)
-    except (TimeoutError, EOFError) as error:
+    except (TimeoutError, EOFError, ValueError) as error:
         if process is not None:
             process.close()
         raise ValueError(str(error) or "the process that renders it has ended; send the request again") from None

@@ -366,6 +366,7 @@ def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
         "{% set n = namespace(t='x' * 1000) %}{% for i in range(40) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
         "{% set n = namespace(t=[1]) %}{% for i in range(40) %}{% set n.t = n.t + n.t %}{% endfor %}",
         "{{ (range(10) | list) * 10 ** 9 }}",
+        "{{ 'x' * (65 * 2 ** 20) }}",
         "{{ strftime_now('%999999999d' * 9) }}{{ 1 / 0 }}",
     ],
 )
