@@ -12,6 +12,10 @@ numbers included, whose mean iteration is as long; and that is bounded on the lo
   the bound, those with short prompts, or at quiet times, may be the ones that keep it. `loosened` therefore takes the
   least quantile of `first(i) / t + d` times a normal factor, over all ratios of prompt to iteration time and all
   deviations up to `SPREAD`, and loosens the bound by as much: by nothing if the distribution has a smooth tail.
+- Where prompts pass a stage one after the other in the order of their arrival (one micro-batch, order fcfs), a request
+  also waits for those before it, each of which takes the slowest stage no less than its share of the least time
+  (Lindley's recursion, on drawn prompts and Poisson arrivals). `Waits.left` says how much of the bound is left, by how
+  far this shifts the quantile of all requests.
 - The mean time to the first token, and the mean gap, of a saturated engine must keep `ttft_s` and `tpot_s`: a quantile
   from `LEAST_QUANTILE` on is not below the mean. Prompts whose quantile is below their mean loosen the former.
 
@@ -31,6 +35,7 @@ import numpy.typing as npt
 from scipy.special import ndtr
 
 from xgpt.core.schema import Constraint
+from xgpt.core.workload import gamma_arrivals
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -44,6 +49,12 @@ LEAST_QUANTILE = 0.9
 NUM_PROMPTS = 24
 """Prompts that stand for all."""
 BISECTIONS = 24
+NUM_ARRIVALS = 12_000
+"""Drawn arrivals, from an empty engine on."""
+WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
+"""Shares of requests, each of which waits for the shortest time of its group."""
+LEAST_LEFT = 0.02
+"""Least share of a bound that is left."""
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
@@ -65,6 +76,55 @@ def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
         tpot = constraint.tpot_s
     free: dict[str, Any] = {"sla": "length", "latency_bound_s": latency, "ttft_s": ttft, "tpot_s": tpot}
     return constraint.model_copy(update=free)
+
+
+def shortened(constraint: Constraint, left: float) -> Constraint:
+    """Return the constraint with a share of its latency bound."""
+    bound_s = constraint.latency_bound_s
+    return constraint if bound_s is None else constraint.model_copy(update={"latency_bound_s": left * bound_s})
+
+
+class Waits:
+    """What the requests of one workload wait at least, at any rate, for the prompts before them.
+
+    Args:
+        constraint: the bounds of arriving requests, and the burstiness of their arrivals.
+    """
+
+    def __init__(self, constraint: Constraint, lengths: Lengths) -> None:
+        self._bound_s, self._quantile = constraint.latency_bound_s, constraint.quantile
+        self._lengths, self._longest = lengths, float(lengths.decodes_at(constraint.quantile))
+        rng = np.random.default_rng(0)
+        shares = lengths.input_probabilities / lengths.input_probabilities.sum()
+        self._prompts = rng.choice(lengths.inputs, NUM_ARRIVALS, p=shares) / lengths.mean_input
+        self._gaps = np.diff(gamma_arrivals(1.0, NUM_ARRIVALS, constraint.burstiness, rng), prepend=0.0)
+        self._decodes, self._shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, self._quantile)
+
+    def left(self, prompt_s: float, rate: float) -> float:
+        """Return the share of the latency bound that waiting leaves at most.
+
+        Args:
+            prompt_s: least seconds of a prompt of the mean length on the slowest stage.
+            rate: requests a second of one replica.
+        """
+        if self._bound_s is None:
+            return 1.0
+        steps = self._prompts * prompt_s - np.append(self._gaps[1:], 0.0) / rate
+        total = np.concatenate([[0.0], np.cumsum(steps)])[:-1]
+        wait: Array = np.quantile(total - np.minimum.accumulate(total), WAIT_SHARES)
+        return max((self._bound_s - self._shift(wait)) / self._bound_s, LEAST_LEFT)
+
+    def _shift(self, wait: Array) -> float:
+        """Return by how many seconds less than the bound decoding takes, for the quantile of requests to keep it."""
+        assert self._bound_s is not None
+        if not self._longest:
+            return float(np.quantile(wait, self._quantile))
+        low, high = 0.0, self._bound_s / self._longest
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            late = (wait[:, None] + self._decodes * middle > self._bound_s).mean(axis=0) @ self._shares
+            low, high = (low, middle) if late > 1 - self._quantile else (middle, high)
+        return self._bound_s - high * self._longest
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:

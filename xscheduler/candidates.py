@@ -100,6 +100,10 @@ class Candidates:
         """Return a lower bound on the latency of a request of the quantile's length in each space, in seconds."""
         return self._screen.least_latency([space.placement for space in spaces])
 
+    def least_prompt(self, space: Space) -> float:
+        """Return the least seconds that the slowest stage takes for a prompt of the mean length."""
+        return self._screen.least_prompt(space.placement)
+
     def spaces(self, kind: str, constraint: Constraint | None = None, *, between: bool = False) -> list[Space]:
         """Return the spaces of one policy: every placement that holds the model and may keep the constraint.
 

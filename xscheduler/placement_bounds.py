@@ -125,6 +125,10 @@ class PlacementBounds:
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
 
+    def least_prompt(self, placement: Placement) -> float:
+        """Return the least seconds that the slowest stage takes for a prompt of the mean length."""
+        return float(self._stages(placement.encode_lane).encode_s.max())
+
     def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
         lanes = [self._stages(placement.decode_lane) for placement in placements]
         encode = [

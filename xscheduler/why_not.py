@@ -73,7 +73,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
         f"{candidates.problem.cluster.name}; the nearest bounds that one keeps are {nearest}",
-        nearest_bound_s=kept[binding],
+        nearest_bound_s=None,
         binding=binding,
     )
 

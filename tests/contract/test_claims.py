@@ -212,7 +212,8 @@ def rates_hold(case: Case) -> None:
 
 def rate_is_confirmed(case: Case, plan: Plan) -> None:
     found, constraint = plan.estimate.capacity, plan.constraint
-    assert found is not None and constraint.latency_bound_s is not None and plan.search.gap is not None
+    assert found is not None and constraint.latency_bound_s is not None
+    assert (plan.search.gap is None) == plan.search.bound.startswith("none: ")
     assert found.share_kept >= constraint.quantile and found.whole_s <= constraint.latency_bound_s
     assert found.rate_per_s <= plan.estimate.throughput_rps * (1 + 1e-9)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan, "a plan that reads back differently"

@@ -27,6 +27,7 @@ from xgpt.reporting import figures, plan_text
 from xgpt.requests import PlanRequest, plan_request
 from xgpt.solving import Planned, solve
 from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import kinds_of
 from xscheduler.objectives.rates import rate_of
 from xscheduler.schedule import Scheduler, scheduler
@@ -118,10 +119,11 @@ def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float 
     rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(of).of_kind(kind, 1))]
     if not rated:
         of.best_of_each(kinds)  # which says why, if requests that do not wait keep the bounds neither
+        name = next(name for name in BOUNDS if getattr(of.problem.constraint, name) is not None)
         raise InfeasibleError(
-            "latency_bound_s: no schedule keeps the bounds with waiting counted, in closed form",
+            f"{name}: no schedule keeps the bounds with waiting counted, in closed form",
             nearest_bound_s=None,
-            binding="latency_bound_s",
+            binding=name,
         )
     return {kind: (plan, rate) for kind, plan, rate in sorted(rated, key=lambda item: -item[2])}
 
@@ -224,7 +226,12 @@ def settled(planned: Planned) -> Part:
 def refusal(error: Exception) -> Part:
     """Return why a question has no answer."""
     if isinstance(error, InfeasibleError):
-        return {"part": "infeasible", "reason": str(error), "nearest_bound_s": error.nearest_bound_s}
+        return {
+            "part": "infeasible",
+            "reason": str(error),
+            "nearest_bound_s": error.nearest_bound_s,
+            "binding": error.binding,
+        }
     if isinstance(error, XgptError):
         return {"part": "error", "reason": str(error)}
     return {"part": "error", "reason": f"internal error: {type(error).__name__}: {error}"}

@@ -108,9 +108,15 @@ function infeasible(part) {
   byId("placement").textContent = "";
   shown.rows = undefined;
   const nearest = byId("nearest");
-  nearest.hidden = part.nearest_bound_s === null;
+  const field = Object.keys(NUMBERS).find((name) => NUMBERS[name] === part.binding);
+  nearest.hidden = part.nearest_bound_s === null || field === undefined;
   nearest.textContent = `Take ${number(part.nearest_bound_s, 4)} s`;
-  nearest.onclick = () => setBound(Number((1.0005 * part.nearest_bound_s).toPrecision(4)));
+  nearest.onclick = () => {
+    const rounded = Number(part.nearest_bound_s.toPrecision(4));
+    byId(field).value = rounded < part.nearest_bound_s ? Number((1.0005 * part.nearest_bound_s).toPrecision(4)) : rounded;
+    placeSlider();
+    ask();
+  };
 }
 
 function tradeOff(part) {

@@ -21,7 +21,7 @@ from xscheduler.arrival_rate import (
     one_step_from,
 )
 from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
-from xscheduler.objectives.branches import BOUND, Branch, Branches
+from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept
 from xscheduler.objectives.rates import rate_of
 from xscheduler.objectives.sampling import BOUND as SAMPLED
@@ -150,7 +150,11 @@ class Arrivals(Objective):
         ordered = dict(sorted(plans.items(), key=lambda item: -rate_of(item[1])))
         best, *others = ordered
         ordered[best] = _with_rival(ordered[best], [ordered[kind] for kind in others])
-        breach = {kind: self._branch(plan).breach(rate_of(plan)) for kind, plan in ordered.items()}
+        spaces = {kind: self.scheduler.space_of(plan) for kind, plan in ordered.items()}
+        breach = {
+            kind: self._branches.breach(spaces[kind], rate_of(plan), waits=kind == best)
+            for kind, plan in ordered.items()
+        }
         return {
             kind: self._certified(plan, kind, breach[kind], best=kind == best)
             for kind, plan in ordered.items()
@@ -177,9 +181,6 @@ class Arrivals(Objective):
             most = self._branches.most(rate) if best else self._branches.most_of(kind, rate)
             search |= {"gap": (1 + breach) * most / rate - 1, "bound": BOUND}
         return plan.model_copy(update={"search": plan.search.model_copy(update=search)})
-
-    def _branch(self, plan: Plan) -> Branch:
-        return self._branches.of(self.scheduler.space_of(plan))
 
     def _say(self, done: int, parts: int, what: str) -> None:
         if self.progress is not None:
@@ -247,7 +248,10 @@ class Arrivals(Objective):
 
     def _settled(self, best: CapacitySearch) -> CapacitySearch:
         """Return the best plan after each branch that may hold a better one was settled."""
-        if self.scheduler.method == "optuna" or self._branch(best.plan).breach(best.rate) > NOISE:
+        space = self.scheduler.space_of(best.plan)
+        if best.plan.admission.order == "fcfs":
+            self._branches.count_waits()
+        if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > NOISE:
             return self._sampled_by_optuna(best)
         settled, self._branches.best_rate = 0, best.rate
         for branch in self._branches.open():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.schema import Constraint
-from xscheduler.arrival_bounds import loosened
+from xscheduler.arrival_bounds import Waits, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import upper_bound
@@ -27,6 +27,10 @@ CLOSE = 0.005
 """Branches are not settled whose bound is above the best rate by no more than this share."""
 NUM_BOXES = 12
 """Boxes drawn to attack the bounds within the best branch."""
+WAIT_STEPS = 5
+"""Bisections of the rate at which waits leave too little time."""
+FAR_BELOW = 0.9
+"""Share of a simulated rate below which its bound is not looked for."""
 
 
 @dataclass
@@ -37,12 +41,14 @@ class Branch:
         space: its settings, under the constraint of arriving requests.
         relaxed: the same settings, under the constraint of an engine that is never idle.
         bound: requests a second that no settings keep; it shrinks as the search goes on.
+        prompt_s: least seconds of a prompt of the mean length on the slowest stage, where prompts pass one by one.
     """
 
     kind: str
     space: Space
     relaxed: Space
     bound: float
+    prompt_s: float | None = None
     is_refined: bool = False
 
     @property
@@ -50,14 +56,38 @@ class Branch:
         """Number of points that were predicted, under either constraint."""
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
-    def refine(self, at_least: float) -> None:
+    def refine(self, at_least: float, waits: Waits | None) -> None:
         """Bound the settings by branch and bound; no closer than to this rate."""
-        self.bound, self.is_refined = min(self.bound, upper_bound([self.relaxed], at_least)), True
+        self.bound, self.is_refined = min(self.bound, self._most(at_least, waits)), True
 
-    def breach(self, rate: float) -> float:
+    def breach(self, rate: float, waits: Waits | None) -> float:
         """Return the share by which a simulated rate, or a random point, is above what bounds it."""
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
-        return max(by_point, rate / max(upper_bound([self.relaxed]), 1e-9) - 1)
+        return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
+
+    def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
+        """Return what is served at most in the time that waits at a rate leave, or `at_least` if that is higher."""
+        relaxed, left = self.relaxed, 1.0
+        if waits is not None and self.prompt_s is not None:
+            left = waits.left(self.prompt_s, rate / self.space.placement.replicas)
+        if left <= 1 - CLOSE:
+            relaxed = relaxed.under(shortened(relaxed.constraint, left), relaxed.bound, between=True)
+        return upper_bound([relaxed], at_least)
+
+    def _most(self, at_least: float, waits: Waits | None) -> float:
+        """Return the rate that no settings keep, or `at_least` if that is higher: the higher a rate, the longer the
+        waits that leave less time for decoding; from where that serves less than the rate on, no settings keep it.
+        """
+        most = upper_bound([self.relaxed], at_least)
+        if waits is None or self.prompt_s is None:
+            return most
+        low, rate = at_least, most
+        for _ in range(WAIT_STEPS):
+            if most <= (1 + CLOSE) * low:
+                break
+            low, most = (low, rate) if self._served(rate, rate, waits) <= rate else (rate, most)
+            rate = (low + most) / 2
+        return most
 
 
 class Branches:
@@ -74,11 +104,25 @@ class Branches:
         relaxed = loosened(constraint, candidates.lengths)
         under = candidates.under(relaxed)
         self.best_rate = 0.0
+        self._constraint, self._lengths = constraint, candidates.lengths
+        self._waits: Waits | None = None
         self.all = [
-            Branch(kind, space, other, other.bound)
+            Branch(kind, space, other, other.bound, candidates.least_prompt(space) if _is_in_turn(space) else None)
             for kind in kinds
             for space, other in zip(candidates.spaces(kind), under.spaces(kind, between=True), strict=True)
         ]
+
+    def count_waits(self) -> None:
+        """Also count what requests wait for the prompts before them: if they enter in the order of their arrival."""
+        self._waits = Waits(self._constraint, self._lengths)
+
+    def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
+        """Return the share by which a simulated rate, or a random point of its space, is above what bounds it.
+
+        Args:
+            waits: also hold it against the bounds that count waits.
+        """
+        return self.of(space).breach(rate, self._waits if waits else None)
 
     def spaces(self, kind: str) -> list[Space]:
         """Return the spaces of a policy."""
@@ -98,7 +142,7 @@ class Branches:
             if branch.is_refined:
                 yield branch
             else:
-                branch.refine(self.best_rate)
+                branch.refine(self.best_rate, self._waits)
                 heapq.heappush(heap, (-branch.bound, i))
 
     def most(self, rate: float) -> float:
@@ -108,3 +152,9 @@ class Branches:
     def most_of(self, kind: str, rate: float) -> float:
         """Return the rate that no settings of a policy keep, or this rate if that is higher."""
         return upper_bound([branch.relaxed for branch in self.all if branch.kind == kind], rate)
+
+
+def _is_in_turn(space: Space) -> bool:
+    """Return whether prompts pass each stage one after the other, in the order in which they entered."""
+    placement = space.placement
+    return len(placement.layouts) == 2 or (placement.microbatches == 1 and space.least_requests == 1)

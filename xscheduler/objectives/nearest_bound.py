@@ -54,7 +54,7 @@ def never_kept(
     bound, one_keeps = ("bounds", "one keeps together are") if len(nearest) > 1 else ("bound", "one keeps is")
     return InfeasibleError(
         f"{binding}: {where}, at however low an arrival rate; the nearest {bound} that {one_keeps} {kept}",
-        nearest_bound_s=nearest[binding],
+        nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
     )
 
