@@ -14,9 +14,9 @@ from xscheduler.schedule import Scheduler
 GROWTH = 1.5
 """Factor by which a bound is loosened until a plan keeps it."""
 MOST_GROWN = 24
-NEAR = 1.02
+NEAR = 1.04
 """The bound that is named is at most this factor above one that is not kept."""
-MOST_SECONDS = 20.0
+MOST_SECONDS = 10.0
 """After this time the nearest bound found so far is named."""
 
 Keeps = Callable[[Constraint], bool]
