@@ -457,7 +457,10 @@ class RequestLimits(Request):
     request_timeout_s: Annotated[PositiveFloat | None, Option("--request-timeout", "S", "seconds_or_0")] = 600.0
     """Seconds after which an answer that is not whole ends with 504. 0: no limit."""
     default_max_tokens: Annotated[
-        PositiveInt | None, Option(metavar="N", unset="completions 16, chats the rest of the context")
+        PositiveInt | None,
+        Option(
+            metavar="N", unset="the checkpoint's max_new_tokens; else completions 16, chats the rest of the context"
+        ),
     ] = None
     """max_tokens of a request that names none."""
     max_max_tokens: Annotated[PositiveInt | None, Option(metavar="N")] = None

@@ -134,6 +134,12 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
     return found
 
 
+def default_output(directory: Path) -> int | None:
+    """Return the output tokens of a request that names no maximum, of generation_config.json; None: it names none."""
+    found = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
+    return found if type(found) is int and found > 0 else None
+
+
 def _tokenizer_end(directory: Path) -> int | None:
     """Return the id of the end token that tokenizer_config.json names; None: it names none that is known."""
     settings = _read_object(directory / "tokenizer_config.json") or {}

@@ -8,9 +8,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING
 
+from xgpt.checkpoints.files import default_output
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.outputs import check_step_log
@@ -191,6 +194,10 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
 
     keys, tls = request.keys(plan), request.tls()
     check_runs(plan, request.nnodes, request.engine)
+    if limits.default_max_tokens is None and plan.checkpoint is not None:
+        named = default_output(Path(plan.checkpoint))
+        most = named if named is None else min(named, limits.max_max_tokens or named)
+        limits = replace(limits, default_max_tokens=most)
     with ExitStack() as at_end:
         tracer = open_tracer(request.otlp_endpoint)
         if tracer is not None:

@@ -61,9 +61,15 @@ class Calls:
         return text, self._calls
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last time."""
+        """Return what has been added to calls since the last time, at most one piece for each call."""
         pieces, self._pieces = self._pieces, []
-        return pieces
+        merged: list[CallPiece] = []
+        for piece in pieces:
+            if merged and merged[-1].number == piece.number:
+                merged[-1] = merged[-1]._replace(arguments=merged[-1].arguments + piece.arguments)
+            else:
+                merged.append(piece)
+        return merged
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
         """Go on through the states until more text is needed; yield text."""

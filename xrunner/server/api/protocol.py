@@ -4,6 +4,7 @@ In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
     repetition_penalty: a factor on the logits of tokens in the prompt or the output, as in vLLM.
     ignore_eos: go on to max_tokens, whatever tokens come.
+    min_tokens: as many as max_tokens, so that nothing ends the output earlier, as load generators ask for it.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
     output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
@@ -102,6 +103,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     output_length: Count | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] | None = None
@@ -222,6 +224,10 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         for field in HINTS:
             if hasattr(self, field):
                 setattr(self, field, None)
+        if (self.min_tokens or 0) > 1 and not (self.ignore_eos and not self.stops and not self.stop_token_ids):
+            if self.min_tokens != self.named_output:
+                refuse("min_tokens", "it is implemented for as many as max_tokens, or with ignore_eos; leave it out")
+            self.ignore_eos, self.stop, self.stop_token_ids = True, None, None
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "it goes with stream: true; leave it out")
         if self.output_length is not None and (self.stops or self.stop_token_ids):
@@ -525,6 +531,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    return_token_strs: bool = False
 
     @property
     def num_text_bytes(self) -> int:

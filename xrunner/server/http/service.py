@@ -164,7 +164,10 @@ class Service:
                 tokens = await self._encode(http, text, "prompt", add_special_tokens=request.add_special_tokens)
         finally:
             memory.free()
-        return _json({"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens})
+        answer = {"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens}
+        if request.return_token_strs and self._codec is not None:
+            answer["token_strs"] = [self._codec.tokenizer.id_to_token(token) for token in tokens]
+        return _json(answer)
 
     async def detokenize(self, http: Request) -> Response:
         """Return the text of token ids."""

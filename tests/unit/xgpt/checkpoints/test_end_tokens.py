@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import transformers
 
-from xgpt.checkpoints.files import read_spec
+from xgpt.checkpoints.files import default_output, read_spec
 
 ADDED = [{"id": 7, "content": "<|im_end|>"}, {"id": 8, "content": "</s>"}]
 
@@ -34,3 +34,11 @@ def test_the_tokenizers_end_token_ends_outputs_too(
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert read_spec(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"), [("8", 8), ("null", None), ("-1", None), ('"8"', None), ("true", None)]
+)
+def test_the_default_length_of_generation_config(written: str, expected: int | None, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"max_new_tokens": {written}}}')
+    assert default_output(tmp_path) == expected

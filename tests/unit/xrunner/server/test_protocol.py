@@ -166,6 +166,13 @@ def test_an_assistants_message_is_taken_as_clients_keep_it(message: dict[str, ob
     assert shown["content"] is not None
 
 
+def test_a_least_length_is_taken_where_nothing_else_ends_the_output() -> None:
+    request = parse(min_tokens=4, max_tokens=4, stop=["x"], stop_token_ids=[3])
+    assert request.ignore_eos and not request.stops and not request.stop_token_ids
+    assert parse(min_tokens=2, max_tokens=4, ignore_eos=True).ignore_eos
+    assert "min_tokens" in str(error_of(min_tokens=2, max_tokens=4))
+
+
 def test_counts_may_be_written_with_a_point() -> None:
     request = parse(max_tokens=4.0, n=2.0, prompt="4.0, 5.0")
     assert (request.max_tokens, request.n, request.prompt) == (4, 2, "4.0, 5.0")
