@@ -15,11 +15,11 @@ Contract of `Generate`:
     answer          a stream: a chunk for each step, and `complete` for each output with all of its tokens; without
                     `stream`, only the latter. The token that ends an output is part of it, and `matched_token_id`.
 
-Beside the messages, metadata of a call (keys of `METADATA`) carries what schedules need and the messages have no field
-for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with RESOURCE_EXHAUSTED, a
+In addition to the messages, metadata of a call (keys of `METADATA`) carries what schedules need and messages have no
+field for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with RESOURCE_EXHAUSTED, a
 passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
 
-`xgpt.engine.State` beside it has one method, `Get`: the path of a page or a metric in, its content out (`state`).
+`xgpt.engine.State` is a second service with one method, `Get`: the path of a page in, its content out (`state`).
 """
 
 from typing import NamedTuple

@@ -20,7 +20,7 @@ from xrunner.server.http.limits import Limits
 BYTES_PER_TOKEN = 64
 """Of a request's largest message: a token id takes 5 bytes, and its text comes with it."""
 REST_BYTES = 4 << 20
-"""Of a request's largest message, beside its prompt."""
+"""Of a request's largest message, without its prompt."""
 
 
 async def serve(

@@ -2,7 +2,7 @@
 
 Sections of tokenizer.json that cut or pad texts hold for training, not for prompts, and are dropped. Tokens that only
 tokenizer_config.json names are added; a token that it names as special (`eos_token`, ...) is. What surrounds a prompt
-is what tokenizer.json says, whatever `add_bos_token` says beside it.
+is what tokenizer.json says, whatever `add_bos_token` says.
 """
 
 from __future__ import annotations

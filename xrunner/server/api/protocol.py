@@ -292,7 +292,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    """A piece of a message's content. Hints beside it (`cache_control`, ...) change nothing here."""
+    """A piece of a message's content. Its other fields (`cache_control`, ...) are hints that change nothing here."""
 
     text: str
 

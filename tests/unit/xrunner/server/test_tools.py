@@ -229,10 +229,11 @@ def test_pieces_of_a_call_make_the_call(cuts: list[int], written: tuple[str, str
         calls.push(text[start:end])
         pieces += calls.pieces()
     _, (call,) = calls.end()
-    first, *others = pieces + calls.pieces()
+    pieces += calls.pieces()
+    first, *others = pieces
     assert (first.number, first.id, first.name) == (0, call.id, "weather")
     assert all(piece.id is None and piece.name is None for piece in others)
-    assert "".join(piece.arguments for piece in others) == call.function.arguments == ARGUMENTS
+    assert "".join(piece.arguments for piece in pieces) == call.function.arguments == ARGUMENTS
 
 
 def test_arguments_are_as_they_were_written() -> None:
