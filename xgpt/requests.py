@@ -458,9 +458,7 @@ class RequestLimits(Request):
     """Seconds after which an answer that is not whole ends with 504. 0: no limit."""
     default_max_tokens: Annotated[
         PositiveInt | None,
-        Option(
-            metavar="N", unset="the checkpoint's max_new_tokens; else completions 16, chats the rest of the context"
-        ),
+        Option(metavar="N", unset="the checkpoint's max_new_tokens; else completions 16, chats all that fits"),
     ] = None
     """max_tokens of a request that names none."""
     max_max_tokens: Annotated[PositiveInt | None, Option(metavar="N")] = None

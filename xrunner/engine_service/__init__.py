@@ -16,8 +16,8 @@ Contract of `Generate`:
                     `stream`, only the latter. The token that ends an output is part of it, and `matched_token_id`.
 
 In addition to the messages, metadata of a call (keys of `METADATA`) carries what schedules need and messages have no
-field for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with RESOURCE_EXHAUSTED, a
-passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
+field for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with
+RESOURCE_EXHAUSTED, a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
 
 `xgpt.engine.State` is a second service with one method, `Get`: the path of a page in, its content out (`state`).
 """
