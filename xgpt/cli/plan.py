@@ -12,6 +12,7 @@ from xgpt.cli.options import json_option
 from xgpt.cli.outputs import output_file, output_option, write
 
 if TYPE_CHECKING:
+    from xgpt.core.schema import Plan
     from xgpt.solving import Planned
 
 
@@ -43,13 +44,19 @@ def command(output: str, force: bool, as_json: bool, **_: Any) -> None:
     if as_json:
         click.echo(text, nl=False)
     else:
-        render.show(*_summary(planned), f"next: xgpt serve {output}")
+        render.show(*_summary(planned), *_next(planned.best, output))
+
+
+def _next(best: Plan, output: str) -> list[str]:
+    """Return what to do with the plan: serve it where this machine can run it."""
+    return [f"next: xgpt {'serve' if best.cluster.is_local else 'report'} {output}"]
 
 
 def _summary(planned: Planned) -> Iterator[object]:
     """Yield what was planned, each policy's plan, and the evidence for the chosen one."""
     from xgpt.cli import render
     from xgpt.reporting import plan_text
+    from xgpt.reporting.engine_command import command_in_words
 
     problem, best = planned.problem, planned.best
     bound_s = best.constraint.latency_bound_s
@@ -71,6 +78,8 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
+    yield from plan_text.log_in_words(planned.request.workload, best)
+    yield from command_in_words(planned.plans)
     yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)

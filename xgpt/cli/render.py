@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from xgpt.core.errors import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
 
     from xgpt.core.progress import Progress
@@ -30,16 +31,49 @@ def show(*parts: object) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a plain table: first column left, the others right; settings may take several lines."""
+    """Return a plain table: first column left, the others right."""
     from rich import box
     from rich.table import Table
 
     result = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
-        result.add_column(column, justify="left" if i == 0 else "right", no_wrap=column not in ("settings", "best"))
+        result.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         result.add_row(*map(printable, row))
     return result
+
+
+class Fitting:
+    """A table that leaves out its least important columns until it fits the terminal, with lines below it.
+
+    Args:
+        least: names of columns, those that are left out first at the front.
+        below: lines of text, each under the table.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        least: Sequence[str] = (),
+        below: Sequence[str] = (),
+    ) -> None:
+        self.title, self.columns, self.rows = title, list(columns), rows
+        self._least, self._below = least, below
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[object]:
+        kept = list(range(len(self.columns)))
+        for name in ("", *self._least):
+            kept = [i for i in kept if self.columns[i] != name]
+            fitting = table(self.title, [self.columns[i] for i in kept], [[row[i] for i in kept] for row in self.rows])
+            if console.measure(fitting, options=options.update(width=1000)).maximum <= options.max_width:
+                break
+        yield fitting
+        if len(kept) < len(self.columns):
+            gone = [name for i, name in enumerate(self.columns) if i not in kept]
+            yield f"  (not shown at this width: {', '.join(gone)})"
+        yield from (f"  {line}" for line in self._below)
 
 
 @contextmanager
@@ -88,7 +122,11 @@ def at_work(what: str) -> Iterator[None]:
         yield
 
 
-def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
+LEAST = ("tok/s", "itl p99 ms", "whole s", "ttft s", "cost/Mtok", "gap", "tpot ms")
+"""Columns of plans that a narrow terminal leaves out, the first at the front."""
+
+
+def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
     from xgpt.reporting.plan_text import settings_text
     from xscheduler.objectives.rates import rate_of
@@ -99,7 +137,6 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
         rows.append(
             [
                 kind,
-                settings_text(plan),
                 f"{rate_of(plan):.3f}" if e.capacity or not plan.constraint.bounds_latency else "-",
                 f"{e.capacity.whole_s:.2f}" if e.capacity and e.capacity.rate_per_s else "-",
                 f"{e.throughput_rps:.3f}",
@@ -114,7 +151,6 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
         )
     columns = [
         "policy",
-        "settings",
         "arrivals/s",
         "whole s",
         "req/s",
@@ -134,7 +170,8 @@ def plans_table(plans: dict[str, Plan], title: str | None = None) -> Table:
     if title is None:
         what = next(iter(plans.values())).constraint.maximises_arrivals
         title = f"each policy at its highest {'arrival rate' if what else 'saturated throughput'} under the bound"
-    return table(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows])
+    below = [f"{kind}: {settings_text(plan)}" for kind, plan in plans.items()]
+    return Fitting(title, [columns[i] for i in known], [[row[i] for i in known] for row in rows], LEAST, below)
 
 
 def choices_table(choices: Sequence[ClusterChoice]) -> Table:
@@ -152,7 +189,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
     return table("the fewest devices of each cluster that sustain the arrival rate", columns, rows)
 
 
-def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
+def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     """Return a table of what looser latency bounds would gain over the chosen plan."""
     from xgpt.reporting.plan_text import settings_text
     from xscheduler.objectives.rates import maximised
@@ -160,14 +197,15 @@ def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Table:
     rows = [
         [
             "none" if bound is None else f"{bound:.4g} s",
-            f"{plan.policy.kind}: {settings_text(plan)}",
+            plan.policy.kind,
             f"{maximised(plan):.3f}",
             f"{100 * (maximised(plan) / maximised(best) - 1):+.1f}%",
         ]
         for bound, plan in relaxed.items()
     ]
     rate = "arrivals/s" if best.constraint.maximises_arrivals else "req/s"
-    return table("what relaxing the latency bound buys", ["bound", "best", rate, "gain"], rows)
+    below = [f"{row[0]}: {settings_text(plan)}" for row, plan in zip(rows, relaxed.values(), strict=True)]
+    return Fitting("what relaxing the latency bound buys", ["bound", "best", rate, "gain"], rows, below=below)
 
 
 ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")
@@ -264,7 +302,7 @@ def url_table(report: UrlReport) -> Table:
     return table(f"{report.url}, {report.workload}, as its client sees it", ["figure", "value"], rows)
 
 
-def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Table:
+def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Fitting:
     from xgpt.reporting.plan_text import settings_text
 
     rows = []
@@ -274,7 +312,6 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> T
         rows.append(
             [
                 kind,
-                settings_text(plans[kind]),
                 f"{throughput.predicted:.3f}",
                 f"{throughput.measured:.3f}",
                 f"{100 * throughput.error:+.1f}%",
@@ -284,12 +321,13 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> T
                 kept,
             ]
         )
-    columns = ["policy", "settings", "req/s", "measured", "error", "latency s", "measured", "error", "bound"]
-    return table("predicted and measured on this machine", columns, rows)
+    columns = ["policy", "req/s", "measured", "error", "latency s", "measured s", "error of it", "bound"]
+    below = [f"{kind}: {settings_text(plans[kind])}" for kind in reports]
+    return Fitting("predicted and measured on this machine", columns, rows, ("error", "error of it"), below)
 
 
-def decision_table(decision: Decision) -> Table:
-    rows = []
+def decision_table(decision: Decision) -> Fitting:
+    rows, below = [], []
     for name, outcome in (("running", decision.running), ("best", decision.best)):
         if outcome is not None:
             policy = outcome.policy
@@ -297,9 +335,10 @@ def decision_table(decision: Decision) -> Table:
             kept = {None: "-", True: "kept", False: "BROKEN"}[outcome.keeps_bound]
             rate = "-" if outcome.arrival_rate_per_s is None else f"{outcome.arrival_rate_per_s:.3f}"
             figures = (rate, f"{outcome.throughput_rps:.3f}", f"{outcome.latency_s:.2f}", kept)
-            rows.append([f"{name}: {policy.kind}", settings, *figures])
+            rows.append([f"{name}: {policy.kind}", *figures])
+            below.append(f"{name}: {settings}")
     title = f"under {decision.num_requests} observed requests"
-    return table(title, ["plan", "settings", "arrivals/s", "req/s", "latency s", "bound"], rows)
+    return Fitting(title, ["plan", "arrivals/s", "req/s", "latency s", "bound"], rows, below=below)
 
 
 def decision_notes(decision: Decision, observation: Observation) -> list[str]:

@@ -16,7 +16,7 @@ from xgpt.cli.outputs import force_option, output_file, write
 @click.option("--timeline", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
 @force_option
 @json_option
-def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **_: Any) -> None:
+def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
     """Run a plan request by request on the simulated engine.
 
     \b
@@ -33,8 +33,20 @@ def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **
         run = api.simulate(plan_path, **options.given())
     if file is not None:
         write(file, run.chrome_trace())
+    if asked["own_times"]:
+        _tell_share(asked)
     if as_json:
         found = SimulateOutput.model_validate({**run.figures, "goodput_by_class": run.kept or None})
         click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
         render.show(*render.simulated_tables(run))
+
+
+def _tell_share(asked: dict[str, Any]) -> None:
+    """Say on standard error how much of the trace was replayed, unless all of it."""
+    from xgpt.resolve import load_trace
+
+    trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
+    if trace is not None and len(trace.input) > num_requests:
+        share = f"the first {num_requests} of {len(trace.input)} requests"
+        click.echo(f"note: {share} were measured; --requests {len(trace.input)} replays them all", err=True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 from xgpt.core.schema import Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
+from xgpt.resolve import load_trace
 from xscheduler.objectives.rates import maximised
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -180,6 +185,23 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     if closed:
         lines.append(f"latency not simulated, since they serve less: {', '.join(closed)}")
     return lines
+
+
+def log_in_words(workload: object, plan: Plan) -> list[str]:
+    """Return a line on the rate that a log with times asks for, next to the rate that a plan holds; none without."""
+    trace = load_trace(workload) if isinstance(workload, str) else None
+    if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
+        return []
+    span_s, held = float(trace.timestamp_s[-1]), maximised(plan)
+    mean = (len(trace.input) - 1) / span_s
+    minutes = np.bincount((trace.timestamp_s // 60).astype(np.int64))
+    peak = max(mean, float(minutes.max()) / min(60.0, span_s))
+    holds = f"this plan holds {held:.4g} on {plan.num_devices} devices"
+    if held >= peak:
+        says = f"{holds}: `--arrival-rate {peak:.3g} --devices auto` finds the fewest"
+    else:
+        says = f"{holds}: {math.ceil(peak / held)} of these deployments hold the peak"
+    return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
 
 
 def reuse_in_words(plan: Plan) -> list[str]:

@@ -1,0 +1,111 @@
+"""What a user takes away from a plan: the command to run, what the own log asks for, tables that fit the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import shlex
+import sys
+import termios
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.cli.commands import Xgpt
+from tests.contract.scenarios import problem
+from xgpt.cli.render import plans_table
+from xgpt.comparing.compare import score_current
+from xgpt.comparing.read import read_current
+from xgpt.core.io import dump_json
+from xgpt.core.schema import ChunkedSettings, Plan
+from xgpt.reporting.engine_command import engine_command
+from xgpt.resolve import load_engine
+from xscheduler.schedule import scheduler
+
+ON = ("--model", "llama-3.1-8b", "--cluster", "h100x8", "--policy", "chunked", "--objective", "saturated")
+
+
+def planned(engine: str, tp: int = 2, dtype: str = "bfloat16") -> Plan:
+    of = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
+    of = replace(of, engine=load_engine(engine))
+    scheduled = scheduler(of)
+    placement = scheduled.candidates.uniform_placement("chunked", tp, 1, 8 // tp, 1)
+    settings = ChunkedSettings(token_budget=4096, max_batch=96, **placement.fixed)
+    return scheduled.score(settings, placement)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+def test_the_command_is_read_back_as_the_plan(engine: str) -> None:
+    plan = planned(engine)
+    command = engine_command(plan)
+    assert command is not None
+    found = read_current(command, plan.cluster)
+    assert (found.tp_degree, found.num_stages, found.max_num_batched_tokens, found.max_num_seqs) == (2, 1, 4096, 96)
+    assert found.framework == engine and found.model == "llama-3.1-8b"
+    if engine == "vllm":
+        of = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
+        again = score_current(of, found)
+        assert isinstance(again.policy, ChunkedSettings)
+        assert (again.policy.token_budget, again.policy.max_batch) == (4096, 96)
+    else:
+        assert "vllm" not in command
+
+
+def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt) -> None:
+    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(20000))
+    Path("day.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows)
+    ran = xgpt("plan", "--latency-bound", "8", *ON, "--workload", "day.csv", "--engine", "vllm")
+    assert ran.code == 0, ran.err
+    text = " ".join(ran.out.split())
+    command = re.search(r"run in vLLM itself[^:]*: (vllm serve .*?--gpu-memory-utilization [\d.]+)", text)
+    assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "llama-3.1-8b"]
+    assert "your log: 2 requests/s, 2 in its busiest minute; this plan holds" in text
+    assert "next: xgpt report plan.json" in text
+    ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
+    assert ran.code == 0, ran.err
+    assert "note: the first 50 of 20000 requests were measured; --requests 20000 replays them all" in ran.err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_tables_fit_and_keep_the_settings(width: int) -> None:
+    plan = planned("vllm")
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(plans_table({"chunked": plan}))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text and "token_budget 4096, max_batch 96" in " ".join(text.split())
+    assert ("not shown at this width" in text) == (width < 100)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from xgpt.cli.render import plans_table, show
+from xgpt.core.io import load_json
+from xgpt.core.schema import Plan
+show(plans_table({"chunked": load_json(Path(sys.argv[1]), Plan, "plan")}), "the end")
+"""
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_a_terminal_of_this_width(width: int, tmp_path: Path) -> None:
+    """In a pseudo-terminal no line is longer than it, and no digit is cut."""
+    (tmp_path / "plan.json").write_text(dump_json(planned("vllm")))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        termios.tcsetwinsize(1, (40, width))
+        environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        words = [sys.executable, "-c", SCRIPT, str(tmp_path / "plan.json")]
+        os.execve(sys.executable, words, environment | {"TERM": "xterm"})
+    shown = b""
+    while b"the end" not in shown:
+        shown += os.read(terminal, 65536)
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode()).replace("\r", "")
+    assert max(len(line.rstrip()) for line in text.split("\n")) <= width
+    assert "…" not in text and "chunked: token_budget 4096, max_batch 96" in " ".join(text.split())

@@ -1,0 +1,72 @@
+"""Write a plan in the words of the engine that would run it: vLLM, SGLang or TensorRT-LLM."""
+
+from __future__ import annotations
+
+import shlex
+
+from xgpt.checkpoints import hub
+from xgpt.core.schema import ChunkedSettings, Plan
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
+
+
+def engine_command(plan: Plan) -> str | None:
+    """Return the command that starts one replica of a plan in its engine; None: only xgpt's own schedule runs it.
+
+    Engines by themselves run steps that mix prompts and decodes under a token budget, on equal stages. A plan without
+    an engine is written for vLLM.
+    """
+    policy, stages = plan.policy, plan.stages
+    if not isinstance(policy, ChunkedSettings) or plan.cluster.device.type != "gpu":
+        return None
+    if len({(stage.tp, stage.ep) for stage in stages}) > 1 or plan.model.is_encoder_decoder:
+        return None
+    framework = "vllm" if plan.engine is None else plan.engine.framework
+    if framework not in ENGINES:
+        return None
+    tokens = policy.token_budget // policy.microbatches
+    tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
+    model = hub.id_of(plan.checkpoint) or plan.checkpoint or plan.model.name
+    share = plan.cluster.device.usable_memory
+    in_eight, kv_in_eight = plan.dtype == "float8", (plan.kv_dtype or plan.dtype) == "float8"
+    if framework == "vllm":
+        words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
+        words += ["--enable-expert-parallel"] if ep > 1 else []
+        words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(policy.max_batch)]
+        words += ["--gpu-memory-utilization", f"{share:g}"]
+        words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
+        words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
+    elif framework == "sglang":
+        words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp)]
+        words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens)]
+        words += ["--max-running-requests", str(policy.max_batch), "--mem-fraction-static", f"{share:g}"]
+        words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
+        words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
+    else:
+        words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
+        words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
+    return shlex.join(words)
+
+
+def command_in_words(plans: dict[str, Plan]) -> list[str]:
+    """Return lines on what to run in the engine itself, and on what xgpt's schedule in it gains beyond that.
+
+    Args:
+        plans: each policy's best plan, the best of all first.
+    """
+    best = next(iter(plans.values()))
+    runs = next((plan for plan in plans.values() if engine_command(plan) is not None), None)
+    if runs is None:
+        return []
+    name = ENGINES["vllm" if runs.engine is None else runs.engine.framework]
+    each = f", {runs.replicas} times" if runs.replicas > 1 else ""
+    lines = [f"run in {name} itself{each}: {engine_command(runs)}"]
+    if runs.engine is None:
+        lines.append(f"figures are without an engine's loop: --engine vllm has {name}'s")
+    if runs is not best:
+        lines.append(f"{best.policy.kind} is more than {name} does by itself: `xgpt export` writes it as its scheduler")
+    return lines
+
+
+def _flag(name: str, value: int) -> list[str]:
+    return [name, str(value)] if value > 1 else []
