@@ -7,7 +7,7 @@ import xgpt
 
 trace = Path("trace.csv")
 draw = random.Random(0)
-lines, now_s = ["input,output,timestamp"], 0.0
+lines, now_s = ["input,output,timestamp_s"], 0.0
 for _ in range(1500):
     now_s += draw.expovariate(4.0)
     lines.append(f"{draw.randint(50, 900)},{draw.randint(5, 300)},{now_s:.3f}")

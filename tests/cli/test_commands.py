@@ -51,7 +51,7 @@ def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
         ("input,output\n10,20\n-5,20\n", "line 3, input: '-5'"),
         ("input,output\n10,many\n", "line 2, output: 'many'"),
         ("input,output\n10\n", "line 2"),
-        ("prompt,answer\n10,20\n", "header must name"),
+        ("prompt,answer\n10,20\n", "no column of the header has a known name of the input"),
         ("input,output\n100000,200000\n", "over the context"),
     ],
 )
@@ -450,7 +450,7 @@ def test_placements_are_held(xgpt: Xgpt) -> None:
         ("max_bach=3", 2, "did you mean max_batch?"),
         ("max_batch=0", 2, "a whole number of at least 1"),
         ("max_batch", 2, "write NAME=N"),
-        ("tp=3", 1, "fits in memory with tp=3"),
+        ("tp=3", 1, "32 attention heads do not divide by 3"),
         ("max_batch=9999", 1, "fits in memory with max_batch=9999"),
     ],
 )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 
+import click
 import pytest
 
 from tests.cli.commands import Xgpt
+from xgpt.cli import COMMANDS
 
 
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
@@ -51,3 +54,10 @@ def test_doctor_tells_of_the_machine(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch
     assert {name: finding["value"] for name, finding in found.items()}.keys() <= {
         line.split("  ")[0] for line in xgpt("doctor").out.splitlines()
     }
+
+
+def test_every_option_has_a_help_text() -> None:
+    for name in COMMANDS:
+        command = importlib.import_module(f"xgpt.cli.{name}").command
+        silent = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
+        assert not silent, f"xgpt {name}: {silent}"
