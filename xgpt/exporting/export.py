@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Literal
 
 from xgpt.checkpoints import hub
@@ -17,7 +16,7 @@ from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
 from xgpt.exporting.kubernetes import RENDEZVOUS_PORT, kubernetes_files
-from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm
+from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm, pinned
 from xgpt.exporting.platforms import dynamo_files, llmd_files
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
@@ -98,8 +97,7 @@ def _start_script(plan: Plan) -> dict[str, str]:
     model_id = hub.id_of(plan.checkpoint)
     num_nodes = -(-plan.num_devices // plan.cluster.devices_per_node)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
-    torch = version("torch").partition("+")[0]  # the build for other devices is another
-    head = f"# Needs xgpt-serve=={__version__} and torch=={torch}, and the keys of clients in keys.txt.\n"
+    head = f"# Needs xgpt-serve[serve]=={__version__} and {pinned('torch')}, and the keys of clients in keys.txt.\n"
     if num_nodes == 1:
         return {"start.sh": _script(head, command, fetched=model_id)}
     head += (

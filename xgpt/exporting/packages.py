@@ -19,7 +19,7 @@ NIXL_PACKAGE = "nixl==1.5.1"
 def beside_vllm(plan: Plan) -> list[str]:
     """Return the requirements that pip installs next to vLLM."""
     moves_kv = plan.cluster.device.type == "gpu" and len(plan.policy.lanes) > 1
-    return [*map(_pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
+    return [*map(pinned, BESIDE_VLLM), *[NIXL_PACKAGE] * moves_kv]
 
 
 def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) -> str:
@@ -42,9 +42,9 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
     )
 
 
-def _pinned(name: str) -> str:
+def pinned(name: str) -> str:
     """Return a requirement pinned to the installed version; unpinned if the package is not installed."""
     try:
-        return f"{name}=={version(name)}"
+        return f"{name}=={version(name).partition('+')[0]}"
     except PackageNotFoundError:
         return name

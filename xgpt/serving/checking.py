@@ -191,6 +191,9 @@ def check_vllm_runs(plan: Plan) -> None:
     from xrunner.vllm.command import launch
     from xrunner.vllm.waa import check_waa
 
+    if any(block.recurrent is not None for block in plan.model.kinds):
+        accepted = "vLLM pages the states of recurrent layers by itself; run it under vLLM's own scheduler"
+        raise InputError("plan.model", plan.model.name, accepted)
     if len(plan.policy.lanes) > 1:
         check_waa(plan)
     else:

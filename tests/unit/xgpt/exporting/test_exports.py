@@ -24,6 +24,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan, RraSettings, Stage
 from xgpt.core.schema.estimate import Capacity
+from xgpt.core.schema.model_blocks import Block, Recurrent
 from xgpt.exporting.export import Target, export
 from xgpt.exporting.pods import to_yaml
 from xgpt.resolve import load_cluster
@@ -260,6 +261,14 @@ def test_a_script_for_one_node_takes_no_more_devices_than_it_has() -> None:
     plan = fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 9})
     with pytest.raises(InputError, match="takes 9 devices; the script is for one node, of 8"):
         export(plan, "vllm")
+
+
+def test_recurrent_layers_are_not_left_to_our_scheduler_in_vllm() -> None:
+    plan = fitting(RRA)
+    state = Recurrent(num_heads=2, weights=8, state_elements=8, state_bytes=8)
+    model = plan.model.model_copy(update={"blocks": (Block(layers=(0,), recurrent=state),)})
+    with pytest.raises(InputError, match="vLLM's own scheduler"):
+        export(plan.model_copy(update={"model": model}), "vllm")
 
 
 def test_a_plan_that_does_not_fit_is_not_exported() -> None:
