@@ -186,7 +186,7 @@ CHATS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (200,),
     ),
     "deep variables": (message("x", chat_template_kwargs={"a": DEEP_VALUE}), (200, 400)),
-    "long variables": (message("x", chat_template_kwargs={"a": "x" * 100_000}), (400,)),
+    "long variables": (message("x", chat_template_kwargs={"a": "x" * 300_000}), (400,)),
     "private variables": (message("x", chat_template_kwargs={"__class__": 1, "self": 2, "caller": 3}), (200, 400)),
     "many parts": (message([{"type": "text", "text": ""}] * 50_000), (200, 400)),
     "an image": (message([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]), (400,)),

@@ -107,6 +107,7 @@ serve(app, "127.0.0.1", 0)
 def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tmp_path: Path) -> None:
     path, log = tmp_path / "keys", tmp_path / "log"
     path.write_text(f"alice {ALICE}\n")
+    path.chmod(0o600)
     with (
         log.open("w") as to,
         subprocess.Popen([sys.executable, "-c", PROGRAM, str(path)], stdout=to, stderr=to) as process,
