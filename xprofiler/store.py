@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from xgpt.core.errors import InputError, MachineError
-from xgpt.core.io import cache_dir, dump_json, load_json, sha256, write_atomic
+from xgpt.core.io import cache_dir, dump_json, file_sha256, load_json, sha256, write_atomic
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xgpt.resolve import load_cluster, load_engine, load_model
@@ -228,12 +228,14 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     wanted = plan.profile.sha256
     if given is not None:
         profile = given if isinstance(given, Profile) else load_json(Path(given), Profile, "profile")
-        if (found := sha256(profile)) != wanted:
+        found = sha256(profile)
+        if wanted not in (found, None if isinstance(given, Profile) else file_sha256(Path(given))):
             accepted = f"the plan was made from {wanted[:12]}: give that profile, or plan again with this one"
             where = found[:12] if isinstance(given, Profile) else f"{given} ({found[:12]})"
             raise InputError("profile", where, accepted)
         return profile
     if (kept := _kept(wanted)) is not None:
+        keep(kept)  # a plan that is made from it names it by the hash of this version
         return kept
     if plan.profile.source == "analytic":
         with suppress(InputError):  # of another version of this program
@@ -301,7 +303,7 @@ def _kept(content: str) -> Profile | None:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:
         return None
-    return profile if sha256(profile) == content else None
+    return profile if file_sha256(_path_of(content)) == content else None
 
 
 def _cache_key(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from xgpt.core.errors import InputError, MachineError, XgptError, nearest, reason_of
 from xgpt.core.refusals import refusal
@@ -175,6 +176,17 @@ def dump_json(value: BaseModel) -> str:
 def sha256(value: BaseModel) -> str:
     """Hash of what a value says, independent of how its file is formatted."""
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str | None:
+    """Return `sha256` of the value that a JSON file was written from, by whatever version; None: it cannot be read.
+
+    A later version may give the value more fields, and so another hash.
+    """
+    try:
+        return hashlib.sha256(to_json(json.loads(path.read_bytes()))).hexdigest()
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -78,6 +78,14 @@ class RraSettings(SingleLane):
         Variable("decode_iterations", "falls", "falls", "decode iterations a phase (N_D)"),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_thresholds(cls, data: object) -> object:
+        """Plans of version 0.1 state the thresholds of a policy that is gone; null changes nothing."""
+        if isinstance(data, dict) and data.get("thresholds", 0) is None:
+            return {name: value for name, value in data.items() if name != "thresholds"}
+        return data
+
 
 class OrcaSettings(SingleLane):
     """Iteration-level scheduling: every free slot is refilled at each step, whole prompts at once.
