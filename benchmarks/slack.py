@@ -43,8 +43,9 @@ from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
 from xgpt.resolve import load_engine
 from xprofiler.store import profile_of
-from xscheduler.objectives.best_plans import TIGHTER, plan_each
+from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.rates import rate_of, with_capacity
+from xscheduler.objectives.tuning import TIGHTER
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
