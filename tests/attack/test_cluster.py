@@ -21,6 +21,7 @@ import zmq
 from benchmarks.lib.served_plans import PLANS, listening, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, RENDEZVOUS_PORT, on_host, serving, two_hosts
 from tests.attack.target import FLAVOURS, Target, attacked
+from tests.fakes import eventually
 from xgpt.core.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
 
@@ -212,19 +213,28 @@ def test_a_launcher_that_is_killed_loses_no_request(checkpoint: Path, tmp_path: 
 def test_a_process_that_is_stopped_or_killed_loses_no_request(
     flavour: str, kind: str, number: signal.Signals, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A hang is a fault as an end is: after 4 s of silence of a worker, 15 of a launcher, workers start anew."""
+    """A hang is a fault as an end is: after 4 s of silence of a worker, 15 of a launcher, workers start anew.
+
+    What hangs is killed.
+    """
     with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(8) as pool:
-        fields = {"prompt": [3, 50, 61], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
         before = target.complete(**fields)[1]["choices"][0]["token_ids"]
+        process, num_starts = target.served.pids[0], len(target.served.starts)
         running = [pool.submit(target.complete, **fields) for _ in range(8)]
-        process = target.served.pids[0]
+        assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
         if kind == "launcher":
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(process, number)
         answers = [one.result() for one in running]
         assert [status for status, _ in answers] == [200] * 8
         assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
+        # An encoder that hangs is missed by the next prompt only.
+        status, answer = target.complete(**fields)
+        assert status == 200 and answer["choices"][0]["token_ids"] == before
+        assert eventually(lambda: len(target.served.starts) == num_starts + 1, 60)
         assert target.ask("GET", "/health")[0] == 200
+        assert eventually(lambda: not Path(f"/proc/{process}/cmdline").exists(), 30)
 
 
 def own_namespaces() -> bool:
