@@ -14,7 +14,7 @@ from math import ceil, floor, inf, log, log2
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.schema import Capacity, Goal, Plan, Profile, StageLane
+from xgpt.core.schema import Capacity, ChunkedSettings, Goal, Plan, Profile, StageLane
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
@@ -196,9 +196,10 @@ class CapacitySearch:
         """Return the result as a `Capacity`.
 
         Args:
-            edges: also under bounds that are a little tighter and looser.
+            edges: also under bounds that are a little tighter and looser; never for budgets from slack, which use the
+                plan's bounds up to a share: under tighter ones nearly all requests are late, and the rate says nothing.
         """
-        rate = self.rate
+        rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
         tighter, looser = (self._highest((1 + edge) * self._slack, EDGE) if edges else None for edge in (-EDGE, EDGE))
         return Capacity(
@@ -284,6 +285,11 @@ def _wait_s(plan: Plan, throughput: float) -> float:
     lengths, shares = np.asarray(plan.workload.output.lengths, float), np.asarray(plan.workload.output.probabilities)
     variation = float(shares @ lengths**2 / (shares @ lengths) ** 2) - 1
     return -log(1 - plan.constraint.quantile) / PRECISION * (1 + variation) / 2 / throughput
+
+
+def _follows_bounds(plan: Plan) -> bool:
+    """Return whether the plan's steps take as long as its bounds allow."""
+    return isinstance(plan.policy, ChunkedSettings) and plan.policy.slack is not None
 
 
 def _slack(plan: Plan) -> float:

@@ -65,7 +65,7 @@ class Capacity(Frozen):
     error: float | None = None
     """Relative standard deviation of the rate over further draws of lengths and arrivals; None: one draw alone."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter; None: simulated for the chosen plan only."""
+    """The rate under bounds that are 5% tighter; None: simulated only for the chosen plan, if it has no slack."""
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
     whole_s: float

@@ -32,7 +32,8 @@ ASKED = {
 
 @pytest.fixture(autouse=True)
 def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "NUM_TRIALS", 4)
+    monkeypatch.setattr(tuning, "NUM_TRIALS", 3)
+    monkeypatch.setattr(tuning, "ROUND", 1)
     monkeypatch.setattr(tuning, "DRAWS", (1,))
     monkeypatch.setattr(tuning, "NUM_PROCESSES", 1)
 
@@ -49,6 +50,7 @@ def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays() -> None:
     assert rate_of(plan) >= 1.1 * rate_of(fixed)
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert plan.estimate.capacity is not None and plan.estimate.capacity.error is not None
+    assert plan.policy.slack is not None and plan.estimate.capacity.rate_under_tighter_per_s is None
     assert plan.estimate.step_times is not None and plan.estimate.step_times.error < 0.05
     rng = np.random.default_rng(0)
     _, log = simulate(
