@@ -14,7 +14,7 @@ from math import ceil, floor, inf, log, log2
 import numpy as np
 
 from xgpt.core import policies
-from xgpt.core.schema import Capacity, ChunkedSettings, Goal, Plan, Profile, StageLane
+from xgpt.core.schema import Capacity, Goal, Plan, Profile, StageLane
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
@@ -289,7 +289,7 @@ def _wait_s(plan: Plan, throughput: float) -> float:
 
 def _follows_bounds(plan: Plan) -> bool:
     """Return whether the plan's steps take as long as its bounds allow."""
-    return isinstance(plan.policy, ChunkedSettings) and plan.policy.slack is not None
+    return getattr(plan.policy, "slack", None) is not None
 
 
 def _slack(plan: Plan) -> float:

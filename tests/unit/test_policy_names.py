@@ -14,6 +14,7 @@ from xsimulator.forecast import FORECASTS
 
 ROOMS = ("xgpt/core/schema", "xgpt/core/policies", "xsimulator/forecast")
 ALLOWED = {
+    "xgpt/reporting/engine_command.py": "how other engines are told to run a chunked plan",
     "xgpt/reporting/plan_text.py": "what a plan does, in words for people",
     "xscheduler/objectives/best_plans.py": "what other planners offer, and which policies vLLM runs",
     "xgpt/comparing/compare.py": "vLLM's own scheduler, with which a plan is compared, is chunked",

@@ -370,13 +370,12 @@ def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
         "{{ strftime_now('%999999999d' * 9) }}{{ 1 / 0 }}",
     ],
 )
-def test_a_hostile_template_is_refused_when_it_renders(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_template_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first was computed while the checkpoint was loaded: ten gigabytes."""
     monkeypatch.setattr("xrunner.server.api.rendering.RENDER_S", 2.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    template = ChatTemplate(source)
-    with pytest.raises(ValueError):
-        template.render([])
+    with pytest.raises((ValueError, InputError)):  # an expression of constants is computed when it is compiled
+        ChatTemplate(source).render([])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     assert ChatTemplate("{{ 2 * 3 ** 2 }}{{ 'ab' * 3 }}{{ 1.5 * 2 }}").render([]) == "18ababab3.0"
 
