@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
+from tests.rings import examples
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.core.schema.constraint import Objective, Sla
@@ -230,7 +231,7 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
         assert any(trial.at(rate, slack) is None for rate in between), "a higher rate keeps it, too"
 
 
-@in_ci(300)
+@in_ci(examples(300, 40))
 @given(cases)
 # Steps that take longer by the request in larger batches: a lane that chance has taken there does not come back.
 @example(Case(3153535141, 4, "waa", "length", monotone=False, quantile=0.9))
@@ -288,7 +289,7 @@ rated = st.builds(
 )
 
 
-@in_ci(12)
+@in_ci(examples(12, 2))
 @given(rated)
 # Rates between saturation in simulation and in closed form keep a bound until the run ends, and its queue grows.
 @example(Case(2675342405, 3, "waa", "length", monotone=False, quantile=0.99))
