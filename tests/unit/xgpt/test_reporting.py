@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.browser import CHROMIUM
 from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt.cli.render import plans_table
@@ -90,8 +90,7 @@ def test_a_value_that_is_left_out_is_an_error() -> None:
 
 
 def test_a_browser_shows_it_without_complaint(hostile_page: str, tmp_path: Path) -> None:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
+    if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
     page, shot, paper = tmp_path / "report.html", tmp_path / "shot.png", tmp_path / "report.pdf"
     page.write_text(hostile_page, encoding="utf-8")
@@ -110,7 +109,7 @@ def test_a_browser_shows_it_without_complaint(hostile_page: str, tmp_path: Path)
     ]
     for output in (f"--screenshot={shot}", f"--print-to-pdf={paper}"):
         ran = subprocess.run(
-            [chromium, *flags, f"--user-data-dir={tmp_path / 'profile'}", output, page.as_uri()],
+            [CHROMIUM, *flags, f"--user-data-dir={tmp_path / 'profile'}", output, page.as_uri()],
             capture_output=True,
             text=True,
             timeout=60,
