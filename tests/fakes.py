@@ -31,7 +31,7 @@ from xgpt.core.schema import (
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
-from xrunner.server import ChatTemplate, EngineThread, ServedModel, TextCodec, Watch, create_app
+from xrunner.server import ChatTemplate, EngineClient, ServedModel, TextCodec, Watch, create_app
 from xrunner.server.http.connections import Listener
 from xrunner.server.http.process import Server
 from xrunner.server.served import ServedEngine
@@ -165,7 +165,7 @@ def fake_app(engine: ServedEngine, watch: Watch | None = None, **options: Any) -
     """The endpoint of model "fake"; `options` go to `ServedModel` or to create_app."""
     model = {field.name: options.pop(field.name) for field in fields(ServedModel) if field.name in options}
     return create_app(
-        EngineThread(engine, watch=watch or Watch(fake_plan())),
+        EngineClient(engine, watch=watch or Watch(fake_plan())),
         ServedModel(**{"name": "fake", "spec": SPEC} | model),
         **options,
     )

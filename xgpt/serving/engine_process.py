@@ -57,8 +57,8 @@ async def _run(order: EngineOrder) -> None:
         target=_wait_for_end, args=(partial(loop.call_soon_threadsafe, stopping.set),), daemon=True
     ).start()
     plan, request = order.plan, order.request
-    with running(plan, request, with_text=False) as (engine_thread, model):
-        watch = engine_thread.watch
+    with running(plan, request, with_text=False) as (engine, model):
+        watch = engine.watch
         assert watch is not None
 
         def tell_plan(decision: Decision) -> None:
@@ -69,7 +69,7 @@ async def _run(order: EngineOrder) -> None:
 
         watch.on_decision = tell_plan
         await serve(
-            engine_thread,
+            engine,
             model,
             request.limits(),
             request.classes(plan),

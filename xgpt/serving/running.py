@@ -21,7 +21,7 @@ from xscheduler.replanning.replanner import BackgroundPlanner
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest
-    from xrunner.server import EngineThread, ServedModel
+    from xrunner.server import EngineClient, ServedModel
     from xrunner.server.served import ServedEngine
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def running(
     plan: Plan, request: ServeRequest, nodes: Nodes | None = None, *, with_text: bool = True
-) -> Iterator[tuple[EngineThread, ServedModel]]:
+) -> Iterator[tuple[EngineClient, ServedModel]]:
     """Build the engine of a plan, its planner and its step log; end them with the context.
 
     Args:
@@ -72,16 +72,16 @@ def running(
         at_end.callback(lambda: thread.submit(built.close).result())
         if in_one_process:
             thread.submit(take_cores).result()
-        engine_thread = server.EngineThread(built, thread, server.Watch(plan, planner))
+        client = server.EngineClient(built, thread, server.Watch(plan, planner))
         if log is not None:
-            engine_thread.metrics.tell_lost_steps(lambda: log.num_lost)
+            client.metrics.tell_lost_steps(lambda: log.num_lost)
         checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
         codec = server.load_tokenizer(checkpoint) if checkpoint is not None and with_text else None
         ends = set(plan.model.eos_token_ids)
         if codec is not None and codec.eos_token_id is not None:
             ends.add(codec.eos_token_id)
         yield (
-            engine_thread,
+            client,
             server.ServedModel(
                 plan.model.name,
                 plan.model,

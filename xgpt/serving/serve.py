@@ -202,9 +202,9 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Non
         tracer = open_tracer(request.otlp_endpoint)
         if tracer is not None:
             at_end.callback(tracer.close)
-        engine_thread, model = at_end.enter_context(running(plan, request, nodes))
+        engine, model = at_end.enter_context(running(plan, request, nodes))
         app = server.create_app(
-            engine_thread,
+            engine,
             model,
             limits=limits,
             keys=keys,

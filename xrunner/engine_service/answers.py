@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from xrunner.generation import Logprobs, SamplingParams, Token
 
 if TYPE_CHECKING:
-    from xrunner.server.engine_thread import Stream
+    from xrunner.server.engine_client import Stream
 
 
 class Output:

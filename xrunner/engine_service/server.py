@@ -14,7 +14,7 @@ from xrunner.engine_service.servicer import Servicer
 from xrunner.engine_service.state import state_handler
 from xrunner.server.access.classes import Classes
 from xrunner.server.api.model import ServedModel
-from xrunner.server.engine_thread import EngineThread
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.limits import Limits
 
 BYTES_PER_TOKEN = 64
@@ -24,7 +24,7 @@ REST_BYTES = 4 << 20
 
 
 async def serve(
-    engine_thread: EngineThread,
+    engine: EngineClient,
     model: ServedModel,
     limits: Limits,
     classes: Classes,
@@ -52,15 +52,15 @@ async def serve(
             ("grpc.so_reuseport", 0),
         ]
     )
-    pb_grpc.add_VllmEngineServicer_to_server(Servicer(engine_thread, model, limits, classes), server)
-    server.add_generic_rpc_handlers((state_handler(engine_thread),))
+    pb_grpc.add_VllmEngineServicer_to_server(Servicer(engine, model, limits, classes), server)
+    server.add_generic_rpc_handlers((state_handler(engine),))
     try:
         bound = server.add_insecure_port(f"127.0.0.1:{port}")
     except RuntimeError as error:
         raise MachineError(f"port {port} of this machine is not available: {error}") from None
-    engine_thread.on_fatal = stopping.set
-    engine_thread.start()
-    sampling = None if engine_thread.live is None else asyncio.create_task(engine_thread.live.run())
+    engine.on_fatal = stopping.set
+    engine.start()
+    sampling = None if engine.live is None else asyncio.create_task(engine.live.run())
     await server.start()
     gc.collect()
     gc.freeze()
@@ -68,10 +68,10 @@ async def serve(
     try:
         await stopping.wait()
     finally:
-        engine_thread.is_draining = True
-        await server.stop(drain_s if engine_thread.failure is None else None)
+        engine.is_draining = True
+        await server.stop(drain_s if engine.failure is None else None)
         if sampling is not None:
             sampling.cancel()
-        await engine_thread.stop()
-    if engine_thread.fatal is not None:
-        raise engine_thread.fatal
+        await engine.stop()
+    if engine.fatal is not None:
+        raise engine.fatal

@@ -1,4 +1,4 @@
-"""Answer the calls of `vllm_engine.proto` from an `EngineThread`."""
+"""Answer the calls of `vllm_engine.proto` from an `EngineClient`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xrunner.server.access.classes import Classes
 from xrunner.server.access.keys import Key
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.model import ServedModel
-from xrunner.server.engine_thread import EngineThread, Inbox, Stream, Submission
+from xrunner.server.engine_client import EngineClient, Inbox, Stream, Submission
 from xrunner.server.http.limits import Limits
 from xrunner.server.observe.metrics import Bounds
 
@@ -47,8 +47,8 @@ class Servicer(pb_grpc.VllmEngineServicer):
         classes: the plan's classes of requests.
     """
 
-    def __init__(self, engine_thread: EngineThread, model: ServedModel, limits: Limits, classes: Classes) -> None:
-        self._engine_thread = engine_thread
+    def __init__(self, engine: EngineClient, model: ServedModel, limits: Limits, classes: Classes) -> None:
+        self._engine = engine
         self._model = model
         self._limits = limits
         self._classes = classes
@@ -92,11 +92,11 @@ class Servicer(pb_grpc.VllmEngineServicer):
             if self._calls.get(id_) is task:
                 del self._calls[id_]
             for stream in streams:
-                self._engine_thread.cancel(stream, finish_reason=left)
+                self._engine.cancel(stream, finish_reason=left)
 
     async def _read(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerationCall:
         """Return a checked request. Raises Invalid, ApiError."""
-        thread, spec = self._engine_thread, self._model.spec
+        thread, spec = self._engine, self._model.spec
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         rule = self._limits.output_rule(None if thread.watch is None else thread.watch.plan)
         call = read(request, metadata, spec, thread.capacity, rule)
@@ -124,7 +124,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[Stream]
     ) -> dict[int, Output]:
         """Hand every output to the engine, or none. Raises ApiError."""
-        thread = self._engine_thread
+        thread = self._engine
         key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
         if thread.failure is not None:
             raise ApiError(503, thread.failure)
@@ -166,7 +166,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
         """Return whether the engine takes requests."""
-        reason = self._engine_thread.failure or ("it is shutting down" if self._engine_thread.is_draining else "")
+        reason = self._engine.failure or ("it is shutting down" if self._engine.is_draining else "")
         return pb.HealthCheckResponse(healthy=not reason, message=reason or "ok")
 
     async def GetModelInfo(
@@ -192,9 +192,9 @@ class Servicer(pb_grpc.VllmEngineServicer):
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
         """Return the state of this process."""
-        pool = self._engine_thread.pool
+        pool = self._engine.pool
         return pb.GetServerInfoResponse(
-            active_requests=pool.num_running + self._engine_thread.num_waiting,
+            active_requests=pool.num_running + self._engine.num_waiting,
             last_receive_timestamp=self._last_receive_s,
             uptime_seconds=time.monotonic() - self._since_s,
             server_type="vllm-grpc",
@@ -205,7 +205,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         """Return the load of the engine, of all of its replicas together."""
-        pool, waiting = self._engine_thread.pool, self._engine_thread.num_waiting
+        pool, waiting = self._engine.pool, self._engine.num_waiting
         used, total = pool.reserved_blocks * pool.block_size, pool.kv_blocks * pool.block_size
         load = pb.SchedulerLoad(
             num_running_reqs=pool.num_running,

@@ -14,14 +14,14 @@ import grpc
 import msgspec
 
 from xgpt.core.errors import MachineError
-from xrunner.server.engine_thread import EngineThread
+from xrunner.server.engine_client import EngineClient
 
 METHOD = "/xgpt.engine.State/Get"
 
 
-def state_handler(engine_thread: EngineThread) -> grpc.GenericRpcHandler:
+def state_handler(engine: EngineClient) -> grpc.GenericRpcHandler:
     """Return the handler of the service, to be added to a server."""
-    values = dict(_values(engine_thread))
+    values = dict(_values(engine))
 
     async def get(path: bytes, context: grpc.aio.ServicerContext) -> bytes:
         value_of = values.get(path.decode(errors="replace"))
@@ -40,20 +40,20 @@ def state_handler(engine_thread: EngineThread) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("xgpt.engine.State", handlers)
 
 
-def _values(engine_thread: EngineThread) -> list[tuple[str, Callable[[], Any]]]:
+def _values(engine: EngineClient) -> list[tuple[str, Callable[[], Any]]]:
     """Return what each path shows."""
 
     def ready() -> dict[str, str]:
-        if engine_thread.failure is not None:
-            raise MachineError(engine_thread.failure)
-        if engine_thread.is_draining:
+        if engine.failure is not None:
+            raise MachineError(engine.failure)
+        if engine.is_draining:
             raise MachineError("the engine is shutting down")
-        if engine_thread.is_redeploying:
+        if engine.is_redeploying:
             raise MachineError("another plan is being deployed; requests wait until then")
         return {"status": "ok"}
 
-    values: list[tuple[str, Callable[[], Any]]] = [("/metrics", engine_thread.metrics.render), ("/ready", ready)]
-    if (live := engine_thread.live) is not None:
+    values: list[tuple[str, Callable[[], Any]]] = [("/metrics", engine.metrics.render), ("/ready", ready)]
+    if (live := engine.live) is not None:
         values += [
             ("/plan", live.plan),
             ("/plan/history", live.history),

@@ -9,7 +9,7 @@ from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.text import TextCodec, load_tokenizer
-from xrunner.server.engine_thread import EngineThread, single_thread
+from xrunner.server.engine_client import EngineClient, single_thread
 from xrunner.server.http.app import create_app
 from xrunner.server.http.limits import Limits
 from xrunner.server.http.process import DRAIN_S, serve
@@ -22,7 +22,7 @@ __all__ = [
     "ApiKeys",
     "ChatTemplate",
     "Classes",
-    "EngineThread",
+    "EngineClient",
     "Limits",
     "ServedModel",
     "TextCodec",

@@ -23,7 +23,7 @@ from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.writers import Delta, PromptTokens, Writer
-from xrunner.server.engine_thread import EngineThread, Inbox, Promise, Stream, Submission
+from xrunner.server.engine_client import EngineClient, Inbox, Promise, Stream, Submission
 from xrunner.server.http.bodies import Memory
 from xrunner.server.http.limits import Limits
 from xrunner.server.observe.metrics import Bounds
@@ -54,7 +54,7 @@ class Answer(Response):
 
     def __init__(
         self,
-        engine_thread: EngineThread,
+        engine: EngineClient,
         model: ServedModel,
         limits: Limits,
         request: GenerationRequest,
@@ -64,7 +64,7 @@ class Answer(Response):
         memory: Memory,
     ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
-        self._engine_thread = engine_thread
+        self._engine = engine
         self._request = request
         self._prompts = prompts
         self._writer = writer
@@ -134,7 +134,7 @@ class Answer(Response):
 
     def _take_out(self, left: str) -> None:
         for stream in self._streams.values():
-            self._engine_thread.cancel(stream, finish_reason=left)
+            self._engine.cancel(stream, finish_reason=left)
 
     def _note(self, left: str) -> None:
         """Note what the log line of this answer says."""
@@ -154,9 +154,9 @@ class Answer(Response):
             ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
                 failed; 503, the server shuts down; 504, the deadline has passed.
         """
-        if self._engine_thread.failure is not None:
-            raise ApiError(500, self._engine_thread.failure)
-        if self._engine_thread.is_draining:
+        if self._engine.failure is not None:
+            raise ApiError(500, self._engine.failure)
+        if self._engine.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self._end_s <= time.perf_counter():
             raise self._late("it was not the request's turn")
@@ -183,7 +183,7 @@ class Answer(Response):
         choices = list(of_choices(sampling, seed, num_choices))
         for prompt in self._prompts:
             for sampling in choices:
-                stream = self._engine_thread.submit(prompt.tokens, prompt.allowance, sampling, submission)
+                stream = self._engine.submit(prompt.tokens, prompt.allowance, sampling, submission)
                 self._streams[stream.id] = stream
                 scored = prompt.tokens if sampling.prompt_logprobs is not None else ()
                 self._choices[stream.id] = Choice(
@@ -225,17 +225,17 @@ class Answer(Response):
         Raises:
             ApiError: 429, too many are waiting, or these would be answered too late.
         """
-        engine_thread, limits = self._engine_thread, self._limits
+        engine, limits = self._engine, self._limits
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
         promise = reason = None
-        if not engine_thread.has_room(account, num_outputs, limits.max_waiting):
-            reason = f"{engine_thread.num_waiting} requests wait already, {limits.max_waiting} may"
-        elif within_s is not None and (expected_s := engine_thread.answer_s(account, num_outputs)) is not None:
+        if not engine.has_room(account, num_outputs, limits.max_waiting):
+            reason = f"{engine.num_waiting} requests wait already, {limits.max_waiting} may"
+        elif within_s is not None and (expected_s := engine.answer_s(account, num_outputs)) is not None:
             promise = Promise(expected_s, within_s)
-            if (answer_s := engine_thread.caution * expected_s) > within_s:
+            if (answer_s := engine.caution * expected_s) > within_s:
                 reason = f"the answer would take {answer_s:.2g} s, {within_s:g} s are promised"
         if reason is not None:
-            retry_after_s = engine_thread.retry_after_s()
+            retry_after_s = engine.retry_after_s()
             raise ApiError(429, f"{reason}; try again later", code="queue_full", retry_after_s=retry_after_s)
         return promise
 
@@ -265,7 +265,7 @@ class Answer(Response):
         if choice.finish:
             self._num_running -= 1
             if tokens[-1].finish is None:
-                self._engine_thread.cancel(self._streams[id_], finish_reason=choice.finish)
+                self._engine.cancel(self._streams[id_], finish_reason=choice.finish)
         return deltas
 
     async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
@@ -302,7 +302,7 @@ class Answer(Response):
                 await _send_body(send, piece[start : start + BYTES_AT_ONCE], more=True)
                 await asyncio.sleep(0)
         await _send_body(send, b"", more=False)
-        self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
+        self._engine.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events. The head goes out with the first token, so that an earlier failure gives an error's status.
@@ -340,7 +340,7 @@ class Answer(Response):
                 await _send_body(send, body, more=bool(self._num_running))
             if not self._inbox.empty():
                 await asyncio.sleep(0)
-            self._engine_thread.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
+            self._engine.metrics.delivery_s.observe(time.perf_counter() - sampled_s)
         if failure is not None:
             if has_begun:
                 await _send_body(send, b"data: " + failure.body() + b"\n\n", more=False)

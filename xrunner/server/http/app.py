@@ -28,7 +28,7 @@ from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.errors import ApiError, error_response
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.openapi import describe
-from xrunner.server.engine_thread import EngineThread
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.guard import Guard
 from xrunner.server.http.limits import Limits
 from xrunner.server.http.service import Service
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def create_app(
-    engine_thread: EngineThread,
+    engine: EngineClient,
     model: ServedModel,
     *,
     limits: Limits | None = None,
@@ -55,38 +55,38 @@ def create_app(
         hosts: host names by which requests may address this server; None: any.
         tracer: records requests that have ended; None: none are recorded.
     """
-    service = Service(engine_thread, model, limits or Limits())
+    service = Service(engine, model, limits or Limits())
     app = Starlette(
         routes=[
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/tokenize", service.tokenize, methods=["POST"]),
             Route("/detokenize", service.detokenize, methods=["POST"]),
-            *_state_routes(engine_thread, model, has_keys=keys is not None),
-            *_plan_routes(engine_thread, model),
+            *_state_routes(engine, model, has_keys=keys is not None),
+            *_plan_routes(engine, model),
         ],
         middleware=[Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer)],
         exception_handlers={ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing},
-        lifespan=partial(_lifespan, engine_thread, keys),
+        lifespan=partial(_lifespan, engine, keys),
     )
     app.router.redirect_slashes = False
-    app.state.engine_thread = engine_thread
+    app.state.engine = engine
     app.state.is_leaving = False
     return app
 
 
 @asynccontextmanager
-async def _lifespan(engine_thread: EngineThread, keys: ApiKeys | None, _: Starlette) -> AsyncIterator[None]:
-    engine_thread.start()
+async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) -> AsyncIterator[None]:
+    engine.start()
     if keys is not None and keys.path is not None:
         _reload_on_hangup(keys)
-    sampling = None if engine_thread.live is None else asyncio.create_task(engine_thread.live.run())
+    sampling = None if engine.live is None else asyncio.create_task(engine.live.run())
     try:
         yield
     finally:
         if sampling is not None:
             sampling.cancel()
-        await engine_thread.stop()
+        await engine.stop()
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
@@ -125,27 +125,27 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
     return Route(path, show, methods=["GET"])
 
 
-def _warning(engine_thread: EngineThread) -> str | None:
+def _warning(engine: EngineClient) -> str | None:
     """Return a warning for clients about the model's weights; None: there is none."""
-    return None if engine_thread.watch is None else engine_thread.watch.plan.seeded_weights
+    return None if engine.watch is None else engine.watch.plan.seeded_weights
 
 
-def _state_routes(engine_thread: EngineThread, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
+def _state_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
     """Yield the routes about the server's state, whatever it serves."""
-    warning = _warning(engine_thread)
+    warning = _warning(engine)
     card = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "xgpt"}
     card |= {"max_model_len": model.spec.max_context} | ({"warning": warning} if warning else {})
     description = describe(model.name, model.spec, has_keys=has_keys)
 
     def health(_: Request) -> dict[str, str]:
-        if engine_thread.failure is not None:
-            raise ApiError(503, engine_thread.failure)
+        if engine.failure is not None:
+            raise ApiError(503, engine.failure)
         return {"status": "ok"}
 
     def ready(http: Request) -> dict[str, str]:
-        if http.app.state.is_leaving or engine_thread.is_draining:
+        if http.app.state.is_leaving or engine.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        if engine_thread.is_redeploying:
+        if engine.is_redeploying:
             raise ApiError(503, "another plan is being deployed; requests wait until then", code="redeploying")
         return health(http)
 
@@ -160,12 +160,12 @@ def _state_routes(engine_thread: EngineThread, model: ServedModel, *, has_keys: 
     yield _route("/v1/models/{name:path}", retrieve)
     yield _route("/health", health)
     yield _route("/ready", ready)
-    yield _route("/metrics", lambda _: engine_thread.metrics.render(), "text/plain; version=0.0.4")
+    yield _route("/metrics", lambda _: engine.metrics.render(), "text/plain; version=0.0.4")
 
 
-def _plan_routes(engine_thread: EngineThread, model: ServedModel) -> Iterator[Route]:
+def _plan_routes(engine: EngineClient, model: ServedModel) -> Iterator[Route]:
     """Yield the routes about the plan; none if no plan is served."""
-    live, watch = engine_thread.live, engine_thread.watch
+    live, watch = engine.live, engine.watch
     if live is None or watch is None:
         return
 
@@ -175,7 +175,7 @@ def _plan_routes(engine_thread: EngineThread, model: ServedModel) -> Iterator[Ro
         except MachineError as error:
             raise ApiError(503, str(error), code="planning_failed") from None
 
-    page = render_live(f"{model.name}: {watch.plan.policy.kind}", _warning(engine_thread)).encode()
+    page = render_live(f"{model.name}: {watch.plan.policy.kind}", _warning(engine)).encode()
     yield _route("/plan", lambda _: live.plan())
     yield _route("/plan/history", lambda _: live.history())
     yield _route("/plan/decision", lambda _: decision())

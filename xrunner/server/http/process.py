@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
 
-from xrunner.server.engine_thread import EngineThread
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.connections import (
     ACCEPT_AT_ONCE,
     HEAD_TIMEOUT_S,
@@ -61,8 +61,8 @@ def serve(
     try:
         with Listener.at(host, port) as listener:
             Server(app, listener, drain_s=drain_s, shutdown_delay_s=shutdown_delay_s, tls=tls).run([listener])
-        if app.state.engine_thread.fatal is not None:
-            raise app.state.engine_thread.fatal
+        if app.state.engine.fatal is not None:
+            raise app.state.engine.fatal
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -94,12 +94,12 @@ class Server(uvicorn.Server):
         self._shutdown_delay_s = shutdown_delay_s
         self._tls = tls
         self._app = app
-        self._engine_thread: EngineThread = app.state.engine_thread
-        self._engine_thread.on_fatal = partial(setattr, self, "should_exit", True)
+        self._engine: EngineClient = app.state.engine
+        self._engine.on_fatal = partial(setattr, self, "should_exit", True)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal, on an asyncio loop: other loops accept connections themselves."""
-        with asyncio.Runner(loop_factory=partial(event_loop, lambda: self._engine_thread.is_busy)) as runner:
+        with asyncio.Runner(loop_factory=partial(event_loop, lambda: self._engine.is_busy)) as runner:
             runner.run(self.serve(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         looking = asyncio.create_task(self._look_on())
         await self._leave()
-        self._engine_thread.is_draining = True
+        self._engine.is_draining = True
         await super().shutdown(sockets)
         looking.cancel()
         if self.force_exit:
@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
         """Keep serving until the shutdown delay is over; only /ready has changed."""
         self._app.state.is_leaving = True
         end_s = time.monotonic() + self._shutdown_delay_s
-        while not self.force_exit and self._engine_thread.failure is None and (left_s := end_s - time.monotonic()) > 0:
+        while not self.force_exit and self._engine.failure is None and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, TICK_S))
 
     async def _look_on(self) -> None:

@@ -31,7 +31,7 @@ from xrunner.server.api.protocol import (
 from xrunner.server.api.tokenising import Tokenising, TooLong
 from xrunner.server.api.tools import Tool, told
 from xrunner.server.api.writers import ChatWriter, CompletionWriter
-from xrunner.server.engine_thread import EngineThread
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import Answer, CheckedPrompt
 from xrunner.server.http.bodies import Bodies, Memory
 from xrunner.server.http.limits import Limits
@@ -52,8 +52,8 @@ MAX_VARIABLES_BYTES = 256 << 10
 class Service:
     """Answers completions and chats of one model."""
 
-    def __init__(self, engine_thread: EngineThread, model: ServedModel, limits: Limits) -> None:
-        self._engine_thread = engine_thread
+    def __init__(self, engine: EngineClient, model: ServedModel, limits: Limits) -> None:
+        self._engine = engine
         self._model = model
         self._spec = model.spec
         self._codec = model.codec
@@ -234,12 +234,12 @@ class Service:
             )
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
-        if request.seed is not None and not self._engine_thread.takes_seeds:
+        if request.seed is not None and not self._engine.takes_seeds:
             refuse("seed", "vLLM keeps to no seed on CPUs; leave it out")
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
-        if request.num_prompt_logprobs is not None and not self._engine_thread.scores_prompts:
+        if request.num_prompt_logprobs is not None and not self._engine.scores_prompts:
             refuse("echo", "log probabilities of prompts are not given by vLLM, in rows or by an encoder; leave it out")
         await self._check_grammar(http, request)
 
@@ -309,14 +309,14 @@ class Service:
 
     def _checked(self, request: GenerationRequest, prompts: list[list[int]]) -> list[CheckedPrompt]:
         """Return the prompts with the bounds of their outputs; raise ApiError (400) if one cannot be answered."""
-        engine_thread, watch = self._engine_thread, self._engine_thread.watch
+        engine, watch = self._engine, self._engine.watch
         rule = self._limits.output_rule(None if watch is None else watch.plan)
         checked = [
-            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, engine_thread.capacity, rule))
+            CheckedPrompt(tuple(tokens), check_tokens(tokens, request, self._spec, engine.capacity, rule))
             for tokens in prompts
         ]
         for prompt in checked:
-            engine_thread.check_fits(len(prompt.tokens), prompt.allowance)
+            engine.check_fits(len(prompt.tokens), prompt.allowance)
         return checked
 
     def _answer(
@@ -346,7 +346,7 @@ class Service:
             + sum(TOKEN_BYTES * len(prompt.tokens) + getsizeof(prompt.echo) for prompt in checked)
         )
         return Answer(
-            self._engine_thread,
+            self._engine,
             self._model,
             self._limits,
             request,

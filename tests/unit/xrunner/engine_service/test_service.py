@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc  # noqa: E4
 from tests.fakes import SPEC, FakeExecutor, expected_tokens, fake_engine, fake_plan  # noqa: E402
 from xrunner.engine_service.server import serve  # noqa: E402
 from xrunner.engine_service.state import get_state  # noqa: E402
-from xrunner.server import Classes, EngineThread, Limits, ServedModel, Watch  # noqa: E402
+from xrunner.server import Classes, EngineClient, Limits, ServedModel, Watch  # noqa: E402
 
 PROMPT = [5, 6, 7]
 
@@ -25,15 +25,15 @@ PROMPT = [5, 6, 7]
 @asynccontextmanager
 async def service(
     executor: FakeExecutor | None = None, *, max_waiting: int = 64, spec: Any = SPEC, **limits: Any
-) -> AsyncIterator[tuple[Any, EngineThread, Any]]:
+) -> AsyncIterator[tuple[Any, EngineClient, Any]]:
     """Run the service; yields its stub, its engine's thread and its channel."""
     plan = fake_plan()
-    engine_thread = EngineThread(fake_engine(executor or FakeExecutor(), max_batch=2), watch=Watch(plan))
+    engine = EngineClient(fake_engine(executor or FakeExecutor(), max_batch=2), watch=Watch(plan))
     model = ServedModel("fake", spec, eos_token_ids=frozenset(spec.eos_token_ids))
     stopping, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     running = asyncio.create_task(
         serve(
-            engine_thread,
+            engine,
             model,
             Limits(max_waiting=max_waiting, **limits),
             Classes(plan),
@@ -44,7 +44,7 @@ async def service(
         )
     )
     async with grpc.aio.insecure_channel(f"127.0.0.1:{await port}") as channel:
-        yield pb_grpc.VllmEngineStub(channel), engine_thread, channel
+        yield pb_grpc.VllmEngineStub(channel), engine, channel
     stopping.set()
     await running
 
@@ -144,24 +144,24 @@ def test_several_outputs_are_told_apart() -> None:
 )
 def test_what_cannot_be_done_is_refused_and_named(asked: Any, field: str) -> None:
     async def run() -> None:
-        async with service() as (stub, engine_thread, _):
+        async with service() as (stub, engine, _):
             code, says = await refusal(stub, asked)
             assert code == grpc.StatusCode.INVALID_ARGUMENT
             assert says.startswith(field)
-            assert not engine_thread.is_busy
+            assert not engine.is_busy
 
     asyncio.run(run())
 
 
 def test_metadata_sets_a_deadline_and_an_exact_length() -> None:
     async def run() -> None:
-        async with service(FakeExecutor(step_s=0.05)) as (stub, engine_thread, _):
+        async with service(FakeExecutor(step_s=0.05)) as (stub, engine, _):
             asked = request(stream=False, max_tokens=50)
             (whole,) = await answer(stub, asked, metadata=[("xgpt-output-length", "3")])
             assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 3)
             code, _ = await refusal(stub, asked, metadata=[("xgpt-deadline-s", "0.2")])
             assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert not engine_thread.is_busy
+            assert not engine.is_busy
             for bad in ("-1", "nan", "x"):
                 assert (await refusal(stub, asked, metadata=[("xgpt-deadline-s", bad)]))[0].name == "INVALID_ARGUMENT"
             assert (await refusal(stub, asked, metadata=[("xgpt-class", "none")]))[0].name == "INVALID_ARGUMENT"
@@ -171,20 +171,20 @@ def test_metadata_sets_a_deadline_and_an_exact_length() -> None:
 
 def test_a_caller_that_goes_away_and_an_abort_take_a_request_out() -> None:
     async def run() -> None:
-        async with service(FakeExecutor(step_s=0.02)) as (stub, engine_thread, _):
+        async with service(FakeExecutor(step_s=0.02)) as (stub, engine, _):
             for leave in ("cancel", "abort"):
                 call = stub.Generate(request(max_tokens=400))
                 await call.read()
-                assert engine_thread.is_busy
+                assert engine.is_busy
                 if leave == "cancel":
                     call.cancel()
                 else:
                     await stub.Abort(pb.AbortRequest(request_ids=["one", "unknown"]))
                 for _ in range(100):
-                    if not engine_thread.is_busy:
+                    if not engine.is_busy:
                         break
                     await asyncio.sleep(0.02)
-                assert not engine_thread.is_busy
+                assert not engine.is_busy
 
     asyncio.run(run())
 

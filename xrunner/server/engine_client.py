@@ -112,7 +112,7 @@ def single_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
 
 
-class EngineThread:
+class EngineClient:
     """Runs an engine from `start` to `stop`. All methods belong to the event loop's thread.
 
     Args:
