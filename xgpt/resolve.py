@@ -35,7 +35,8 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
 
     Args:
         name: a shipped model, a YAML file, a directory in Hugging Face layout, or a Hugging Face id.
-        config: config.json of an id; None: that of huggingface_hub's cache. The network is never asked.
+        config: config.json of an id; None: that of huggingface_hub's cache, or a shipped config of the same shape. The
+            network is never asked.
 
     Raises:
         InputError: there is no such model, or what is there is no model.
@@ -60,6 +61,8 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
         spec = read_config(Path(config))
     elif cached is not None:
         spec = read_spec(cached)
+    elif (shipped := hub.shipped_as(model_id)) is not None:
+        spec = load_model(shipped)[0]
     else:
         accepted = "there is no such path, nor such a model in the Hugging Face cache: give `config`, its config.json"
         raise InputError("model", model_id, accepted)

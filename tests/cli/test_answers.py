@@ -45,7 +45,7 @@ def test_the_command_is_read_back_as_the_plan(engine: str) -> None:
     assert command is not None
     found = read_current(command, plan.cluster)
     assert (found.tp_degree, found.num_stages, found.max_num_batched_tokens, found.max_num_seqs) == (2, 1, 4096, 96)
-    assert found.framework == engine and found.model == "llama-3.1-8b"
+    assert found.framework == engine and found.model == "meta-llama/Llama-3.1-8B-Instruct"
     if engine == "vllm":
         of = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
         again = score_current(of, found)
@@ -62,8 +62,9 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert ran.code == 0, ran.err
     text = " ".join(ran.out.split())
     command = re.search(r"run in vLLM itself[^:]*: (vllm serve .*?--gpu-memory-utilization [\d.]+)", text)
-    assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "llama-3.1-8b"]
+    assert command is not None and shlex.split(command[1])[:3] == ["vllm", "serve", "meta-llama/Llama-3.1-8B-Instruct"]
     assert "your log: 2 requests/s, 2 in its busiest minute; this plan holds" in text
+    assert "plan with --model meta-llama/Llama-3.1-8B-Instruct to export it" in text
     assert "next: xgpt report plan.json" in text
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 
 from xgpt.core.errors import InputError, cut
+from xgpt.core.io import configs_dir, load_yaml
 from xgpt.core.schema.plan import HUB, is_hub_id
 
 
@@ -42,3 +44,18 @@ def cached(model_id: str) -> Path | None:
         return None
     found = model / "snapshots" / revision
     return found if (found / "config.json").is_file() else None
+
+
+def shipped_as(model_id: str) -> str | None:
+    """Return the name of the shipped config that has an id's shape; None: none has."""
+    return next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
+
+
+def id_of_shipped(name: str) -> str | None:
+    """Return an id of the hub that a shipped config describes; None: the hub has none, or the name is another's."""
+    return next(iter(_shipped_ids().get(name, ())), None)
+
+
+@cache
+def _shipped_ids() -> dict[str, list[str]]:
+    return dict(load_yaml(configs_dir() / "hub_ids.yaml", "hub_ids"))

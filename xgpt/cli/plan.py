@@ -54,6 +54,7 @@ def _next(best: Plan, output: str) -> list[str]:
 
 def _summary(planned: Planned) -> Iterator[object]:
     """Yield what was planned, each policy's plan, and the evidence for the chosen one."""
+    from xgpt.checkpoints import hub
     from xgpt.cli import render
     from xgpt.reporting import plan_text
     from xgpt.reporting.engine_command import command_in_words
@@ -87,5 +88,8 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield plan_text.uniform_in_words(best, planned.best_uniform())
     yield f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}"
     yield from (f"warning: {warning}" for warning in best.estimate.warnings)
-    if best.seeded_weights:
+    if best.seeded_weights and best.cluster.is_local:
         yield f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"
+    elif best.seeded_weights:
+        name = hub.id_of_shipped(best.model.name) or "DIRECTORY or --model ORGANISATION/NAME"
+        yield f"weights: the plan names none; plan with --model {name} to export it"

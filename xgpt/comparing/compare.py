@@ -99,6 +99,8 @@ def compare(
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     running = None if current is None else read_current(current, cluster)
     notes = () if running is None else running.notes
+    if running is not None and running.model is not None and "model" not in request.model_fields_set:
+        request = request.model_copy(update={"model": running.model})
     if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":
         engine = engine_name(running)
         request = request.model_copy(update={"engine": engine})
@@ -119,7 +121,7 @@ def compare(
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
     return Compared(
         plans=plans,
-        relaxed=relax(problem, request.search),
+        relaxed=relax(problem, request.search, next(iter(plans.values()))),
         current=scored,
         notes=notes,
         measured={}
@@ -269,16 +271,22 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         raise InputError("current: --max-model-len", current.max_model_len, accepted)
 
 
-def relax(problem: Problem, search: SearchMethod) -> dict[float | None, Plan]:
-    """Return the best plan under each relaxed latency bound, in s (None: no bound); empty if there is no bound."""
+def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:
+    """Return the best plan under each relaxed latency bound, in s (None: no bound); empty if there is no bound.
+
+    Args:
+        plan: the best plan under the bound itself, which keeps every looser bound, too.
+    """
     bound = problem.constraint.latency_bound_s
     if bound is None:
         return {}
-    best = {}
+    best: dict[float | None, Plan] = {}
     for factor in RELAXATIONS:
         relaxed = None if factor is None else factor * bound
         loose = problem.constraint.model_copy(update={"latency_bound_s": relaxed})
-        best[relaxed] = next(iter(plan_each(problem.under(loose), search=search).values()))
+        looser = next(iter(plan_each(problem.under(loose), search=search).values()))
+        plan = max(plan, looser, key=rate_of)
+        best[relaxed] = plan
     return best
 
 

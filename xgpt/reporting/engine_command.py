@@ -26,7 +26,7 @@ def engine_command(plan: Plan) -> str | None:
         return None
     tokens = policy.token_budget // policy.microbatches
     tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
-    model = hub.id_of(plan.checkpoint) or plan.checkpoint or plan.model.name
+    model = hub.id_of(plan.checkpoint) or plan.checkpoint or hub.id_of_shipped(plan.model.name) or plan.model.name
     share = plan.cluster.device.usable_memory
     in_eight, kv_in_eight = plan.dtype == "float8", (plan.kv_dtype or plan.dtype) == "float8"
     if framework == "vllm":

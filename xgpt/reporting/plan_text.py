@@ -196,11 +196,11 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
     mean = (len(trace.input) - 1) / span_s
     minutes = np.bincount((trace.timestamp_s // 60).astype(np.int64))
     peak = max(mean, float(minutes.max()) / min(60.0, span_s))
-    holds = f"this plan holds {held:.4g} on {plan.num_devices} devices"
-    if held >= peak:
-        says = f"{holds}: `--arrival-rate {peak:.3g} --devices auto` finds the fewest"
-    else:
-        says = f"{holds}: {math.ceil(peak / held)} of these deployments hold the peak"
+    says = f"this plan holds {held:.4g} on {plan.num_devices} devices"
+    if held < peak:
+        says = f"{says}: {math.ceil(peak / held)} of these deployments hold the peak"
+    elif plan.constraint.arrival_rate_per_s is None:
+        says = f"{says}: `--arrival-rate {peak:.3g} --devices auto` finds the fewest"
     return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
 
 

@@ -211,6 +211,15 @@ def test_what_would_not_start_or_is_another_model(command: str, error: type[Exce
         assert compared(f"{command} --max-model-len auto").current is not None
 
 
+def test_the_model_is_the_command_s_if_none_is_given() -> None:
+    asked: dict[str, Any] = {"cluster": "h100x1", "workload": "orca", "policy": "chunked", "latency_bound_s": 30}
+    request = plan_request(objective="saturated", **asked)
+    found = compare(request, "vllm serve meta-llama/Llama-3.1-8B --max-model-len 8192")
+    assert found.best.model.num_layers == 32 and found.best.checkpoint == "hf://meta-llama/Llama-3.1-8B"
+    rates = [plan.estimate.throughput_rps for plan in (found.best, *found.relaxed.values())]
+    assert len(rates) == 5 and rates == sorted(rates)
+
+
 def test_known_pairs_count(tmp_path: Path) -> None:
     """The longest input and the longest output are of different requests."""
     (tmp_path / "day.csv").write_text("input,output\n" + "900,10\n20,300\n" * 200)
