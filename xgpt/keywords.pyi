@@ -56,6 +56,8 @@ class PlanKeywords(TypedDict, total=False):
     """Use at most N devices of the cluster; auto: the fewest that sustain `arrival_rate_per_s`."""
     among: Mapping[str | PathLike[str], float] | None
     """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, on the fewest devices. PRICE is that of one device for an hour."""
+    maximise: str | PathLike[str] | None
+    """Objective of your own, with `objective=saturated`: an expression over a plan's figures at saturation, as "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap, running, encode_batch, idle, devices, replicas, cost. Optuna searches, and nothing is proven."""
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
     """Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can keep `ttft_s`, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
     fix: Mapping[str | PathLike[str], int] | None

@@ -44,6 +44,7 @@ from xgpt.core.schema import (
 )
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.policy import PolicyChoice
+from xscheduler.expression import names_in
 
 R = TypeVar("R", bound="Request")
 
@@ -72,6 +73,15 @@ class Option:
 TOGETHER = Option(metavar="SHARE", unset="`quantile` of requests keep all bounds together")
 Name = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 """A shipped name, or a path."""
+
+
+def _checked(text: str) -> str:
+    names_in(text)
+    return text
+
+
+Expression = Annotated[str, AfterValidator(_checked)]
+"""See `xscheduler.expression`."""
 Share = Annotated[float, Field(gt=0, lt=1)]
 Variation = Annotated[float, Field(gt=0, le=100)]
 Seconds = Annotated[float, Field(ge=1)]
@@ -214,6 +224,10 @@ class PlanRequest(ProblemRequest, Policy, Arrivals):
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None
     """Instead of `cluster`: choose the cheapest of these clusters that sustains `arrival_rate_per_s`, on the fewest
     devices. PRICE is that of one device for an hour."""
+    maximise: Annotated[Expression | None, Option(metavar="EXPRESSION", unset="throughput")] = None
+    """Objective of your own, with `objective=saturated`: an expression over a plan's figures at saturation, as
+    "tokens / cost" or "throughput if gap < 0.1 else -gap". Figures: throughput, tokens, latency, ttft, tpot, gap,
+    running, encode_batch, idle, devices, replicas, cost. Optuna searches, and nothing is proven."""
     order: Annotated[AdmissionOrder | None, Option(unset="fcfs; slack also tries in-time")] = None
     """Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can keep
     `ttft_s`, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest output (finishes a given
@@ -537,7 +551,7 @@ def as_plan_request(request: ProblemRequest | FleetRequest, **changes: Any) -> P
 
 
 def _objective(given: dict[str, Any]) -> str:
-    of_saturated = "sla" in given or given.get("search") == "exhaustive"
+    of_saturated = "sla" in given or "maximise" in given or given.get("search") == "exhaustive"
     return "saturated" if of_saturated and "arrival_rate_per_s" not in given else "arrivals"
 
 
@@ -548,7 +562,9 @@ def _check_objective(given: dict[str, Any]) -> None:
     by_rate = "arrival_rate_per_s" in given and not saturated
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
     of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
-    for name in of_arrivals if saturated else ("sla",):
+    if given.get("sla") == "request" and "maximise" in given:
+        raise InputError("maximise", given["maximise"], "it goes with `sla=length`")
+    for name in of_arrivals if saturated else ("sla", "maximise"):
         if name in given:
             raise InputError(name, given[name], f"it goes with `objective={other}`: with `{under}` leave it out")
     if not saturated and given.get("search") == "exhaustive":

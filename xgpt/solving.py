@@ -48,7 +48,9 @@ class Planned:
     @property
     def may_be_uneven(self) -> bool:
         """Whether a planner that only makes equal stages could find another plan."""
-        return self.problem.cluster.num_devices > 1 and self.problem.constraint.arrival_rate_per_s is None
+        constraint = self.problem.constraint
+        one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
+        return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uniform(self) -> Plan | None:
         """Return the best plan of equal stages, without rra and waa; None: none keeps the bound."""

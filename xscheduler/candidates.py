@@ -139,7 +139,7 @@ class Candidates:
 
     def _space(self, kind: str, placement: Placement, constraint: Constraint, limits: SpaceLimits) -> Space:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
-        return Space(kind, placement, self.lengths, models, constraint, limits, wish=self.problem.wish)
+        return Space(kind, placement, self.lengths, models, constraint, limits)
 
     def _limits(self, placement: Placement) -> SpaceLimits | None:
         """None where the weights do not fit."""
@@ -157,6 +157,7 @@ class Candidates:
             engine=self.problem.engine,
             encode_memory=encode if len(placement.layouts) == 2 else None,
             fixed=self.problem.fixed,
+            price_per_device_hour=self.problem.cluster.price_per_device_hour,
         )
 
     def space(self, kind: str, placement: Placement) -> Space:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
 from xscheduler.placement import Placement
-from xscheduler.space import Wish
 from xsimulator.lengths import Reused
 
 
@@ -24,7 +23,6 @@ class Problem:
         fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even one that would not be listed; None: any.
         reused: what requests find cached of their prompts; None: nothing.
-        wish: a user's own objective or constraint, which no bound is known for, so Optuna searches; None: none.
     """
 
     model: ModelSpec
@@ -41,7 +39,6 @@ class Problem:
     replicas: int | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
     placement: Placement | None = None
-    wish: Wish | None = None
     reused: Reused | None = None
 
     @classmethod

@@ -12,6 +12,7 @@ import numpy as np
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate, SearchMethod
 from xscheduler.candidates import Candidates
+from xscheduler.expression import objective_value
 from xscheduler.frontier import TradeOff, frontier
 from xscheduler.placement import Placement
 from xscheduler.plan_builder import plan_of
@@ -30,7 +31,8 @@ class Scheduler:
 
     def __init__(self, problem: Problem, method: SearchMethod = "branch-and-bound") -> None:
         self.candidates = Candidates(problem)
-        self.method: SearchMethod = "optuna" if problem.wish is not None and method == "branch-and-bound" else method
+        has_own = problem.constraint.maximise is not None  # which no bound is known for
+        self.method: SearchMethod = "optuna" if has_own and method == "branch-and-bound" else method
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """The spaces of the plans that were found."""
 
@@ -79,8 +81,8 @@ class Scheduler:
         return plans
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
-        """Return the plan with the highest saturated throughput among these policies."""
-        return max(self.best_of_each(kinds).values(), key=lambda plan: plan.estimate.throughput_rps)
+        """Return the best plan of these policies: of the highest saturated throughput, or by the user's objective."""
+        return max(self.best_of_each(kinds).values(), key=objective_value)
 
     def score(self, settings: PolicySettings, placement: Placement) -> Plan:
         """Return what given settings would do, whether or not they keep the constraint.

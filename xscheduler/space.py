@@ -22,6 +22,7 @@ from xgpt.core.schema import (
     Variable,
 )
 from xscheduler.box_bounds import excess_of
+from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
 from xsimulator.forecast.base import Ints, Room
@@ -57,6 +58,7 @@ class SpaceLimits:
         max_batch: largest number of requests in a micro-batch for profile, runner and engine.
         engine: engine that runs the plan; None: any.
         fixed: fixed values of control variables.
+        price_per_device_hour: None: not known.
     """
 
     memory: LaneMemory
@@ -66,6 +68,7 @@ class SpaceLimits:
     engine: EngineSpec | None = None
     encode_memory: LaneMemory | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
+    price_per_device_hour: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,19 +87,6 @@ class Models:
     floor: Any
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A user's own objective and constraint.
-
-    Attributes:
-        objective: returns what is maximised, for each point; None: throughput.
-        accepts: returns which points are allowed; None: all.
-    """
-
-    objective: Callable[[Performance], Array] | None = None
-    accepts: Callable[[Performance], npt.NDArray[np.bool_]] | None = None
-
-
 class Space:
     """All settings of one policy on one placement: the points of a search.
 
@@ -104,7 +94,6 @@ class Space:
 
     Args:
         models: returns the forecasts; called when the first point is predicted.
-        wish: a user's own objective and constraint, for which no bounds and directions are known.
     """
 
     def __init__(
@@ -115,7 +104,6 @@ class Space:
         models: Callable[[], Models],
         constraint: Constraint,
         limits: SpaceLimits,
-        wish: Wish | None = None,
     ) -> None:
         self.kind = kind
         self.forecast = CHOICES[kind]
@@ -126,7 +114,6 @@ class Space:
         self.fixed = limits.fixed
         self.bound = np.inf
         """Throughput, all replicas together, that no point exceeds."""
-        self.wish = wish
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
@@ -355,8 +342,28 @@ class Evaluation:
     @cached_property
     def score(self) -> Array:
         """What is maximised: throughput, or a user's own objective."""
-        wish = self._space.wish
-        return self.throughput if wish is None or wish.objective is None else wish.objective(self.performance)
+        text = self._constraint.maximise
+        return self.throughput if text is None else np.broadcast_to(value_of(text, self._figures), len(self.throughput))
+
+    @property
+    def _figures(self) -> dict[str, Values]:
+        """What a user's own objective may name: see `xscheduler.expression.FIGURES`."""
+        of, placement = self.performance, self._space.placement
+        devices = float(placement.num_devices * placement.replicas)
+        return {
+            "throughput": self.throughput,
+            "tokens": self.throughput * self._space.lengths.mean_output,
+            "latency": of.latency,
+            "ttft": of.ttft,
+            "tpot": of.tpot,
+            "gap": of.itl_p99,
+            "running": of.decode_batch,
+            "encode_batch": of.encode_batch,
+            "idle": of.bubble,
+            "devices": devices,
+            "replicas": float(placement.replicas),
+            "cost": devices * (self._space.limits.price_per_device_hour or np.nan),
+        }
 
     def take(self, indices: Ints) -> Evaluation:
         """Return the evaluation of some of the points, in this order."""
@@ -388,6 +395,4 @@ class Evaluation:
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:
-        wish = self._space.wish
-        feasible = self.fits & (self.excess <= 0)
-        return feasible if wish is None or wish.accepts is None else feasible & wish.accepts(self.performance)
+        return self.fits & (self.excess <= 0)

@@ -46,6 +46,10 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         ),
         ("plan --latency-bound 8 --cluster local:9999", "", "--cluster: local:9999 needs a core for each device"),
         (f"{PLAN} --policy slack", "", "it goes with --objective arrivals and a bound on the time per token, --tpot"),
+        (f"{PLAN} --maximise thruput", "", "--maximise: 'thruput' is not accepted; known figures are throughput, "),
+        (f"{PLAN} --maximise __import__('os')", "", "is not accepted; give an expression of numbers, figures, "),
+        (f"{PLAN} --maximise tokens/cost", "", "--price is missing; --maximise names cost"),
+        (f"{PLAN} --maximise tokens --sla request", "", "--maximise: 'tokens' is not accepted; it goes with --sla"),
         (f"{PLAN} --burstiness 1e9", "", "--burstiness: 1000000000.0 is not accepted; it must be "),
         (f"compare {PLAN[5:]} --requests 5", "", "--requests: 5 is not accepted; it goes with --measure"),
         (

@@ -19,7 +19,6 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search
 from xscheduler.search.branch_and_bound import THROUGHPUT_TOLERANCE
-from xscheduler.space import Wish
 
 ROUNDING = 1e-9
 """A point's prediction differs in its last bit with how many others are predicted along with it."""
@@ -100,11 +99,11 @@ def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
         assert tighter <= looser * (1 + THROUGHPUT_TOLERANCE)
 
 
-def test_a_wish_of_the_users_own_is_searched_by_optuna() -> None:
+def test_an_objective_of_the_users_own_is_searched_by_optuna() -> None:
     """Least time to first token, at no less than 10 requests a second: neither has a bound."""
     of = problem("llama-3.1-8b", "h200x1", "orca", 4.0)
-    wish = Wish(objective=lambda p: -p.ttft, accepts=lambda p: p.throughput >= 10)
-    plan = Scheduler(replace(of, wish=wish)).best(("orca",))
+    own = of.constraint.model_copy(update={"maximise": "-ttft if throughput >= 10 else -1e9"})
+    plan = Scheduler(of.under(own)).best(("orca",))
     assert plan.search.method == "optuna"
     assert plan.search.gap is None
     assert plan.estimate.throughput_rps >= 10

@@ -30,6 +30,7 @@ def command(output: str, force: bool, as_json: bool, **_: Any) -> None:
       xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
       xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --fix tp=2 --fix max_batch=64
+      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --price 0.5 --maximise "tokens / cost"
       xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
     """
     from xgpt import api
@@ -67,6 +68,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         f"{problem.workload.name}, {bound}"
     )
     yield f"maximised: {plan_text.objective_in_words(best.constraint)}; planned in {planned.planning_s:.1f} s"
+    yield from plan_text.own_objective_in_words(planned.plans)
     yield from plan_text.classes_in_words(best)
     yield from plan_text.headroom_in_words(best)
     yield from plan_text.engine_in_words(best)

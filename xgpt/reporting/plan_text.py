@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from xgpt.core.schema import Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.resolve import load_trace
+from xscheduler.expression import objective_value
 from xscheduler.objectives.rates import maximised
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -51,11 +53,20 @@ def placement_in_words(plan: Plan) -> str:
 
 def objective_in_words(constraint: Constraint) -> str:
     """Return the objective in words."""
+    if constraint.maximise is not None:
+        return f"{constraint.maximise}, while requests are always waiting"
     if constraint.maximises_arrivals:
         return f"the arrival rate ({_process(constraint)}) at which the bounds are kept with waiting counted"
     if constraint.objective == "arrivals":
         return "throughput: without a bound, any arrival rate below it is kept"
     return "throughput while requests are always waiting, latency counted from admission"
+
+
+def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
+    """Return a line with the value of the user's own objective under each policy; none without one."""
+    if next(iter(plans.values())).constraint.maximise is None:
+        return []
+    return ["its value: " + ", ".join(f"{kind} {objective_value(plan):.4g}" for kind, plan in plans.items())]
 
 
 def _process(constraint: Constraint) -> str:

@@ -10,6 +10,7 @@ from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Pinned, Plan, Profile, SearchMethod
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
+from xscheduler.expression import names_in
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import Objective
 from xscheduler.objectives.saturation import Saturated, with_simulated_figures
@@ -51,6 +52,7 @@ class Task:
         """
         if self.policy in TUNED:
             _check_tunable(self.problem, self.policy)
+        _check_maximised(self.problem)
         kinds = kinds_of(self.problem, self.policy)
         plans = _distinct(self._objective(progress).settle(kinds))
         pinned = Pinned(policy=self.policy, fixed=dict(self.problem.fixed))
@@ -96,8 +98,19 @@ def _check_tunable(problem: Problem, policy: str) -> None:
         raise InputError(
             "policy", policy, "it goes with `objective=arrivals` and a bound on the time per token, `tpot_s`"
         )
-    if problem.model.is_encoder_decoder or problem.wish is not None or problem.reused is not None:
+    if problem.model.is_encoder_decoder or problem.reused is not None:
         raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked")
+
+
+def _check_maximised(problem: Problem) -> None:
+    """Refuse an objective that names the price of devices whose price is not known.
+
+    Raises:
+        InputError: there is no price.
+    """
+    text = problem.constraint.maximise
+    if text is not None and "cost" in names_in(text) and problem.cluster.price_per_device_hour is None:
+        raise InputError("price", None, f"`maximise` names cost, and {problem.cluster.name} states no price: give one")
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:

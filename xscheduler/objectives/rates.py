@@ -5,6 +5,7 @@ from __future__ import annotations
 from xgpt.core.schema import Plan, Profile
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.candidates import Candidates
+from xscheduler.expression import objective_value
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
@@ -17,8 +18,8 @@ def rate_of(plan: Plan) -> float:
 
 
 def maximised(plan: Plan) -> float:
-    """Return the figure that the plan's own objective maximises, in requests a second."""
-    return rate_of(plan) if plan.constraint.maximises_arrivals else plan.estimate.throughput_rps
+    """Return the figure that the plan's own objective maximises: requests a second, or the user's own expression."""
+    return rate_of(plan) if plan.constraint.maximises_arrivals else objective_value(plan)
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:

@@ -48,7 +48,7 @@ def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -
     if trace is None:
         return plans
     problem, best = task.problem, next(iter(plans.values()))
-    counts = problem.constraint.sla == "length" and problem.wish is None and shares_prompts(best)
+    counts = problem.constraint.sla == "length" and problem.constraint.maximise is None and shares_prompts(best)
     if trace.prefixes is None or not counts:
         return plans
     divisions = _divisions(problem, trace, best)

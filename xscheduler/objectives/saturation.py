@@ -20,6 +20,7 @@ import numpy.typing as npt
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Plan, Profile
 from xgpt.core.workload import Ints, quantile, sample
+from xscheduler.expression import objective_value
 from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, with_law
 from xscheduler.objectives.rates import rate_of
@@ -155,7 +156,7 @@ class Saturated(Objective):
 
     def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
         rate = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0  # of a problem without bounds
-        ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
+        ordered = sorted(plans.items(), key=lambda item: -objective_value(item[1]))
         stable = {kind: self.finish(plan) for kind, plan in ordered if plan.estimate.throughput_rps > rate}
         if not stable:
             raise InfeasibleError(
@@ -206,8 +207,13 @@ class Saturated(Objective):
         """Return the policy's best plan in simulation (None: none keeps the bounds), and the least excess over them."""
         best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
+        has_own = plan.constraint.maximise is not None  # which need not fall as bounds tighten
         for other in chain((plan,), self._rungs(kind, plan)):
-            if best is not None and more * other.estimate.throughput_rps <= best.estimate.throughput_rps:
+            if (
+                not has_own
+                and best is not None
+                and more * other.estimate.throughput_rps <= best.estimate.throughput_rps
+            ):
                 break
             if _key(other) in simulated:
                 continue
@@ -221,7 +227,7 @@ class Saturated(Objective):
             least = min(least, excess)
             if excess <= 1:
                 shown = _with(other, found)
-                if best is None or shown.estimate.throughput_rps > best.estimate.throughput_rps:
+                if best is None or objective_value(shown) > objective_value(best):
                     best = shown
         if best is None:
             return None, least
@@ -269,7 +275,7 @@ class Saturated(Objective):
 
 
 def _valued(plan: Plan) -> tuple[Plan, float]:
-    return plan, plan.estimate.throughput_rps
+    return plan, objective_value(plan)
 
 
 def _key(plan: Plan) -> str:

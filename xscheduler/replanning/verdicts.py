@@ -40,6 +40,10 @@ def judged(
     terms, situation = terms or Terms(), Situation.of(plan, profile, observation, slowdown)
     if plan.constraint.maximises_arrivals:
         return _judged_by_arrivals(situation, terms)
+    if plan.constraint.maximise is not None:
+        judge = SaturatedJudge(situation, terms)
+        reason = f"the plan maximises {plan.constraint.maximise}, by which plans are not compared here: plan again"
+        return Verdict(judge.running, judge.breaks, reason)
     if plan.constraint.sla == "length":
         return decide(SaturatedJudge(situation, terms), terms)
     return _judged_by_requests(situation, terms)

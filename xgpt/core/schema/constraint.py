@@ -72,6 +72,9 @@ class Constraint(Frozen):
     """Parts of the requests with bounds of their own: those above are then the tightest of each kind."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
+    maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
+    """A user's own objective in place of throughput, under objective "saturated": an expression over the plan's figures
+    (`xscheduler.expression`); None: throughput."""
 
     @property
     def planned_quantile(self) -> float:

@@ -1,0 +1,79 @@
+"""A user's own objective: what an expression is worth, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import xgpt
+from tests.rings import examples
+from xscheduler.expression import names_in, objective_value, value_of
+
+NUMBERS = st.sampled_from(["throughput", "latency", "2", "0.5", "ttft"])
+
+
+def expressions() -> st.SearchStrategy[str]:
+    """Arithmetic that means the same in Python."""
+    return st.recursive(
+        NUMBERS,
+        lambda part: st.one_of(
+            st.tuples(part, st.sampled_from("+-*"), part).map(lambda of: f"({of[0]} {of[1]} {of[2]})"),
+            st.tuples(part, st.sampled_from(["<", ">="]), part, part).map(
+                lambda of: f"({of[3]} if {of[0]} {of[1]} {of[2]} else {of[0]})"
+            ),
+            st.tuples(part, part).map(lambda of: f"max({of[0]}, {of[1]})"),
+        ),
+        max_leaves=8,
+    )
+
+
+@given(expressions(), st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
+@settings(max_examples=examples(200, 20), deadline=None)
+def test_an_expression_is_worth_what_python_makes_of_it(text: str, values: list[float]) -> None:
+    figures = dict(zip(("throughput", "latency", "ttft"), values, strict=True))
+    assert names_in(text) <= figures.keys()
+    assert value_of(text, figures) == pytest.approx(eval(text, {"max": max}, figures))
+
+
+def test_an_expression_is_computed_for_all_candidates_at_once() -> None:
+    value = value_of("throughput / latency if latency < 3 else -1", {"throughput": 6.0, "latency": np.arange(1.0, 5)})
+    assert list(value) == [6, 3, -1, -1]
+    assert value_of("throughput / latency", {"throughput": 0.0, "latency": 0.0}) == -np.inf
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')",
+        "throughput.__class__",
+        "(lambda: 1)()",
+        "[throughput]",
+        "'text'",
+        "True",
+        "throughput[0]",
+        "throughput if",
+        "log(1, 2)",
+        "max()",
+        "min(throughput, key=abs)",
+        "speed",
+        "1 < throughput < 2",
+        "(" * 300 + ")" * 300,
+        "1 + " * 200 + "1",
+    ],
+)
+def test_what_is_not_arithmetic_over_figures_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"give|known|takes"):
+        names_in(text)
+
+
+def test_the_plan_is_better_by_the_objective_than_the_one_of_most_throughput() -> None:
+    """Requests a second for each second of latency, on any number of devices."""
+    of = {"model": "opt-13b", "cluster": "a40x4", "policy": "orca", "latency_bound_s": 12.0}
+    own = xgpt.plan(**of, maximise="throughput / latency / devices")
+    usual = xgpt.plan(**of, objective="saturated")
+    assert own.search.method == "optuna"
+    assert own.estimate.latency_s * 1.12 <= 12
+    constraint = own.constraint
+    assert objective_value(own) > objective_value(usual.model_copy(update={"constraint": constraint}))
