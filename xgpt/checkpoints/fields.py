@@ -13,11 +13,12 @@ from typing import Any
 from xgpt.core.errors import InputError
 
 
-def _names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-BOOKKEEPING = _names("""
+BOOKKEEPING = words("""
     _attn_implementation _attn_implementation_autoset _name_or_path architectures auto_map attn_implementation
     chunk_size_feed_forward classifier_dropout finetuning_task gradient_checkpointing id2label is_decoder label2id
     max_window_layers num_labels output_attentions output_hidden_states output_past pad_token_id prefix pretraining_tp
@@ -26,14 +27,14 @@ BOOKKEEPING = _names("""
     """)
 """Names, versions, other heads' labels, what output comes along, and how it is computed, not what."""
 
-TRAINING = _names("""
+TRAINING = words("""
     activation_dropout attention_dropout attn_pdrop classifier_activation dropout dropout_rate embd_pdrop
     hidden_dropout init_std initializer_factor initializer_range layerdrop resid_pdrop summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """)
 """Initial weights, and what falls out in training."""
 
-SEARCH = _names("""
+SEARCH = words("""
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
     no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
@@ -41,7 +42,7 @@ SEARCH = _names("""
     """)
 """How tokens are chosen, as configs of old versions say it: requests and generation_config.json decide that here."""
 
-COMMON = _names("""
+COMMON = words("""
     bos_token_id dtype eos_token_id model_type quantization_config tie_word_embeddings torch_dtype vocab_size
     """)
 """Read of every family."""
@@ -77,17 +78,17 @@ class Fields:
 
 
 _DECODER: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False, None)}
-_ROTARY = _names("""
+_ROTARY = words("""
     attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_position_embeddings
     num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor rms_norm_eps rope_parameters
     rope_scaling rope_theta
 """)
-_ROUTED = _names("aux_loss_alpha output_router_logits router_aux_loss_coef router_jitter_noise seq_aux")
+_ROUTED = words("aux_loss_alpha output_router_logits router_aux_loss_coef router_jitter_noise seq_aux")
 """Training of a router, and whether its scores come along."""
 _FULL: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "use_sliding_window": (False, None)}
 
 _T5 = Fields(
-    _names("""
+    words("""
             d_ff d_kv d_model decoder_start_token_id dense_act_fn feed_forward_proj is_gated_act layer_norm_epsilon
             num_decoder_layers num_heads num_layers relative_attention_max_distance relative_attention_num_buckets
             scale_decoder_outputs
@@ -102,26 +103,26 @@ _T5 = Fields(
     },
 )
 
-_GEMMA = (_ROTARY - {"hidden_act", "partial_rotary_factor"}) | _names("""
+_GEMMA = (_ROTARY - {"hidden_act", "partial_rotary_factor"}) | words("""
     attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar sliding_window
     use_bidirectional_attention
     """)
-_GEMMA_UNREAD = _names("cache_implementation hidden_act sliding_window_size")
+_GEMMA_UNREAD = words("cache_implementation hidden_act sliding_window_size")
 _DEEPSEEK = Fields(
     (_ROTARY - {"head_dim", "layer_types", "num_key_value_heads", "partial_rotary_factor"})
-    | _names("""
+    | words("""
         first_k_dense_replace kv_lora_rank moe_intermediate_size moe_layer_freq n_group n_routed_experts
         n_shared_experts norm_topk_prob num_experts_per_tok q_lora_rank qk_nope_head_dim qk_rope_head_dim
         routed_scaling_factor topk_group v_head_dim
         """),
     _DECODER | {"mlp_bias": (False,)},
-    _ROUTED | _names("ep_size head_dim num_key_value_heads num_mtp_layers num_nextn_predict_layers qk_head_dim"),
+    _ROUTED | words("ep_size head_dim num_key_value_heads num_mtp_layers num_nextn_predict_layers qk_head_dim"),
     {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
 )
 
 FAMILIES: Mapping[str, Fields] = {
     "gpt2": Fields(
-        _names("activation_function layer_norm_epsilon n_embd n_head n_inner n_layer n_positions"),
+        words("activation_function layer_norm_epsilon n_embd n_head n_inner n_layer n_positions"),
         _DECODER
         | {
             "reorder_and_upcast_attn": (False,),
@@ -138,7 +139,7 @@ FAMILIES: Mapping[str, Fields] = {
     ),
     "llama": Fields(_ROTARY, _DECODER | _FULL | {"sliding_window": (None,)}),
     "opt": Fields(
-        _names("""
+        words("""
             activation_function ffn_dim hidden_size max_position_embeddings num_attention_heads num_hidden_layers
         """),
         _DECODER
@@ -156,24 +157,24 @@ FAMILIES: Mapping[str, Fields] = {
         _ROTARY - {"attention_bias", "layer_types"} | {"sliding_window"}, _DECODER | {"attention_bias": (False,)}
     ),
     "phi3": Fields(
-        _ROTARY - {"attention_bias", "layer_types"} | _names("original_max_position_embeddings sliding_window"),
+        _ROTARY - {"attention_bias", "layer_types"} | words("original_max_position_embeddings sliding_window"),
         _DECODER | {"attention_bias": (False,)},
     ),
     "gemma2": Fields(_GEMMA, _DECODER, _GEMMA_UNREAD),
     "gemma3_text": Fields(
-        _GEMMA - {"attn_logit_softcapping"} | _names("rope_local_base_freq sliding_window_pattern"),
+        _GEMMA - {"attn_logit_softcapping"} | words("rope_local_base_freq sliding_window_pattern"),
         _DECODER | {"attn_logit_softcapping": (None,)},
         _GEMMA_UNREAD | {"_sliding_window_pattern"},
     ),
     "mixtral": Fields(
-        _ROTARY - {"attention_bias", "layer_types"} | _names("num_experts_per_tok num_local_experts sliding_window"),
+        _ROTARY - {"attention_bias", "layer_types"} | words("num_experts_per_tok num_local_experts sliding_window"),
         _DECODER | {"attention_bias": (False,)},
         _ROUTED,
         {"num_experts": "num_local_experts"},
     ),
     "qwen3_moe": Fields(
         _ROTARY - {"layer_types"}
-        | _names("""
+        | words("""
             decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok
             num_local_experts
             """),
@@ -181,18 +182,18 @@ FAMILIES: Mapping[str, Fields] = {
         _ROUTED | {"sliding_window"},
     ),
     "gpt_oss": Fields(
-        _ROTARY | _names("num_experts_per_tok num_local_experts sliding_window"),
+        _ROTARY | words("num_experts_per_tok num_local_experts sliding_window"),
         _DECODER | {"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
         _ROUTED | {"initial_context_length"},
         {"experts_per_token": "num_experts_per_tok", "num_experts": "num_local_experts"},
     ),
     "minimax_m2": Fields(
         _ROTARY - {"attention_bias", "layer_types"}
-        | _names("attn_type_list num_experts_per_tok num_local_experts rotary_dim"),
+        | words("attn_type_list num_experts_per_tok num_local_experts rotary_dim"),
         _DECODER | {"attention_bias": (False,), "shared_intermediate_size": (0,), "sliding_window": (None,)},
-        _ROUTED | _names("mtp_transformer_layers num_mtp_modules use_mtp"),
+        _ROUTED | words("mtp_transformer_layers num_mtp_modules use_mtp"),
         {"num_experts": "num_local_experts"},
-        _names("qk_norm_type scoring_func use_qk_norm use_routing_bias"),
+        words("qk_norm_type scoring_func use_qk_norm use_routing_bias"),
     ),
     "deepseek_v2": replace(
         _DEEPSEEK,

@@ -97,11 +97,12 @@ def spec_of(
         InputError: as `read_spec` does.
     """
     family, config = language_model(config, source)
-    config = given_by_default(family) | config
+    given, defaults = config, given_by_default(family)
+    config = defaults | given
     if family not in PLAIN:
         check_fields(family, config)
     try:
-        fields = planned(family, config) if family in PLAIN else FAMILIES[family](config)
+        fields = planned(family, given, defaults) if family in PLAIN else FAMILIES[family](config)
         fields = common(config, generation, side) | fields
         if family in ENCODER_DECODERS:
             fields["bos_token_id"] = _decoder_start(config, generation)

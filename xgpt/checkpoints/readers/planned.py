@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xgpt.checkpoints.fields import words
 from xgpt.checkpoints.readers.common import count
+from xgpt.checkpoints.readers.renamed import RENAMED
+from xgpt.checkpoints.readers.unread import ReadFields
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Attention, Block, Experts, Indexer, LatentAttention, Recurrent
 
@@ -13,35 +16,44 @@ Config = dict[str, Any]
 
 SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 RECURRENT = ("linear_attention", "mamba", "conv", "short_conv")
+KDA = ("kimi_linear", "bailing_hybrid", "glm5_next_text")
+"""Families whose linear layers are Kimi Delta Attention."""
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-PLAIN = _words("""
-    afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone4
-    falcon gemma gemma4_text glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_moe_dsa granite granitemoe
-    granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe hy_v3 inkling_text internlm3 kimi_linear laguna lfm2 lfm2_moe
-    llama4_text longcat_flash mellum mimo mimo_v2_flash minimax_m3_vl_text ministral3 mistral4 nemotron nemotron-nas
-    nemotron_h olmo2 olmo3 phi phimoe qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3_5_moe_text qwen3_5_text
-    qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3 stablelm starcoder2 step3p5
+PLAIN = words("""
+    afmoe apertus arcee bailing_hybrid cohere cohere2 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe
+    exaone4 falcon gemma gemma4_text glm glm4 glm4_moe glm4v_moe_text glm4v_text glm5_next_text glm_moe_dsa
+    granite granitemoe granitemoehybrid hunyuan_v1_dense hunyuan_v1_moe hy_v3 inkling_text internlm3 kimi_linear
+    laguna lfm2 lfm2_moe llama4_text longcat_flash mellum mimo mimo_v2_flash minimax_m3_vl_text ministral3
+    mistral4 muse_glimmer_text nemotron nemotron-nas nemotron_h olmo2 olmo3 phi phimoe qwen2_5_vl_text qwen2_moe
+    qwen2_vl_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3
+    stablelm starcoder2 step3p5
     """)
 """Families, by the model_type of the language model."""
-UNGATED = _words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
+UNGATED = words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
 """Families whose feed-forward blocks have no gate."""
-TIED = _words("cohere cohere2 falcon gemma gemma4_text hunyuan_v1_dense lfm2 lfm2_moe smollm3 starcoder2")
+TIED = words("cohere cohere2 falcon gemma gemma4_text hunyuan_v1_dense lfm2 lfm2_moe smollm3 starcoder2")
 """Families that tie embedding and head unless config.json says otherwise."""
 
 
-def planned(family: str, config: Config) -> Config:
+def planned(family: str, config: Config, defaults: Config) -> Config:
     """Return fields of `ModelSpec` of a family in `PLAIN`.
 
+    Args:
+        config: what config.json holds.
+        defaults: the values of fields that it leaves out.
+
     Raises:
-        InputError: a size is not understood.
+        InputError: a size is not understood, or is not read.
         KeyError: one is left out.
     """
-    config = RENAMED.get(family, lambda given: given)(dict(config))
+    read = ReadFields(defaults | config)
+    fields = _fields(family, RENAMED.get(family, lambda given: given)(read))
+    read.refuse_unread_sizes(family, config)
+    return fields
+
+
+def _fields(family: str, config: Config) -> Config:
     if "num_hidden_layers" not in config and "num_layers" in config:
         config["num_hidden_layers"] = config["num_layers"]
     number, hidden = count(config, "num_hidden_layers"), count(config, "hidden_size")
@@ -147,7 +159,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
     if family == "deepseek_v4":
         return _compressed(config, kind)
     if config.get("kv_lora_rank"):
-        rope_dim = count(config, "qk_rope_head_dim")
+        rope_dim = config["qk_rope_head_dim"]
         head_dim = count(config, "qk_nope_head_dim") + rope_dim
         latent = LatentAttention(
             kv_rank=count(config, "kv_lora_rank"),
@@ -163,6 +175,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
             head_dim=count(config, "index_head_dim"),
             top_k=count(config, "index_topk"),
             is_shared=types is not None and types[layer] == "shared",
+            pool=config.get("index_kpool") or 1,
         )
     return Attention(
         num_heads=heads,
@@ -173,7 +186,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
         latent=latent,
         indexer=indexer,
         is_gated=bool(config.get("attn_output_gate", family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")))
-        or family == "afmoe"
+        or family in ("afmoe", "muse_glimmer_text")
         or bool(config.get("mla_use_output_gate")),
         has_values=has_values,
         keeps=keeps,
@@ -204,8 +217,6 @@ def _compressed(config: Config, kind: str) -> Attention:
         weights += compression * 2 * (dim + index_dim)
     elif compression > 1:
         weights += 2 * dim * hidden + compression * dim
-    streams = config.get("hc_mult", 1)
-    mixing = 2 * (2 + streams) * streams * streams * hidden if streams > 1 else 0
     return Attention(
         num_heads=heads,
         num_kv_heads=1,
@@ -214,11 +225,18 @@ def _compressed(config: Config, kind: str) -> Attention:
         indexer=indexer,
         compression=compression,
         weights=weights,
-        other_params=mixing,
+        other_params=_mixed_streams(config),
     )
 
 
+def _mixed_streams(config: Config) -> int:
+    """Return the weights of a layer that mix several residual streams (hyper-connections)."""
+    streams = config.get("hc_mult") or 1
+    return 2 * (2 + streams) * streams * streams * count(config, "hidden_size") if streams > 1 else 0
+
+
 OTHER_WEIGHTS: dict[str, Callable[[Config, int], int]] = {
+    "glm5_next_text": lambda config, heads: _mixed_streams(config),
     "gemma4_text": lambda config, heads: 2 * config["hidden_size"] * (config.get("hidden_size_per_layer_input") or 0),
     "inkling_text": lambda config, heads: config["hidden_size"] * heads * (config.get("d_rel") or 0),
     "laguna": lambda config, heads: config["hidden_size"] * heads if config.get("gating", True) else 0,
@@ -251,13 +269,15 @@ def _recurrent(family: str, config: Config) -> Recurrent:
             state_elements=inner * states,
             state_bytes=4 * inner * states + 2 * mixed * (width - 1),
         )
-    if family in ("kimi_linear", "bailing_hybrid"):
+    if family in KDA:
         heads, size = config["linear_num_heads"], config["linear_head_dim"]
         inner, width = heads * size, config.get("linear_conv_kernel_dim", 4)
-        gates = 2 * hidden * inner if family == "bailing_hybrid" else 2 * (hidden * size + size * inner)
+        whole, narrow = hidden * inner, hidden * size + size * inner
+        gates = 2 * whole if family == "bailing_hybrid" else narrow
+        gates += 0 if family == "bailing_hybrid" else whole if config.get("linear_gate_is_whole") else narrow
         return Recurrent(
             num_heads=heads,
-            weights=4 * hidden * inner + gates + hidden * heads + 3 * inner * width,
+            weights=4 * hidden * inner + gates + hidden * heads + 3 * inner * width + _mixed_streams(config),
             state_elements=heads * size * size,
             state_bytes=4 * heads * size * size + 2 * 3 * inner * (width - 1),
         )
@@ -287,7 +307,7 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
         if kinds is not None and kinds[layer] not in ("moe", "mlp"):
             found.append((0, None))
         elif experts is not None and (kinds[layer] == "moe" if kinds else _is_sparse(family, config, layer, number)):
-            found.append((ffn if family == "gemma4_text" else 0, experts))
+            found.append((ffn if family in ("gemma4_text", "longcat_flash") else 0, experts))
         else:
             found.append((ffn, None))
     return found
@@ -364,92 +384,3 @@ def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
     if layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.get("decoder_sparse_step", 1):
         return False
     return layer >= (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0)
-
-
-# Families that name sizes otherwise ---------------------------------------------------------------------------------
-
-
-def _nemotron_h(config: Config) -> Config:
-    if pattern := config.get("hybrid_override_pattern"):
-        config["layers_block_type"] = [
-            {"M": "mamba", "E": "moe", "*": "full_attention", "-": "mlp"}[letter] for letter in pattern
-        ]
-    config["num_hidden_layers"] = len(config["layers_block_type"])
-    return config
-
-
-def _mimo_v2(config: Config) -> Config:
-    if pattern := config.get("hybrid_layer_pattern"):
-        config["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    config.setdefault("swa_num_attention_heads", config["num_attention_heads"])
-    config.setdefault("swa_num_key_value_heads", 8)
-    return config
-
-
-def _kimi_linear(config: Config) -> Config:
-    if (of := config.get("linear_attn_config")) is not None:
-        full, number = {layer - 1 for layer in of["full_attn_layers"]}, config["num_hidden_layers"]
-        config["layer_types"] = ["full_attention" if i in full else "linear_attention" for i in range(number)]
-        config |= {"linear_num_heads": of["num_heads"], "linear_head_dim": of["head_dim"]}
-        config["linear_conv_kernel_dim"] = of.get("short_conv_kernel_size", 4)
-    return config
-
-
-def _deepseek_v4(config: Config) -> Config:
-    number = config["num_hidden_layers"]
-    if (ratios := config.get("compress_ratios")) is not None:
-        names = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
-        config["layer_types"] = [names[ratio] for ratio in ratios[:number]]
-    return config
-
-
-def _falcon(config: Config) -> Config:
-    heads = config["num_attention_heads"]
-    if config.get("new_decoder_architecture"):
-        config["num_key_value_heads"] = config.get("num_kv_heads") or heads
-    else:
-        config["num_key_value_heads"] = 1 if config.get("multi_query", True) else heads
-    config["ffn_hidden_size"] = config.get("ffn_hidden_size") or 4 * config["hidden_size"]
-    config.setdefault("max_position_embeddings", 2048)
-    return config
-
-
-def _step3p5(config: Config) -> Config:
-    number, every = config["num_hidden_layers"], 4
-    if "layer_types" not in config and config.get("sliding_window"):
-        config["layer_types"] = ["sliding_attention" if i % every else "full_attention" for i in range(number)]
-    if "swa_num_attention_heads" not in config and config.get("num_sliding_attention_heads"):
-        config["swa_num_attention_heads"] = config["num_sliding_attention_heads"]
-        config["swa_num_key_value_heads"] = config["num_key_value_heads"]
-    return config
-
-
-def _minimax_m3(config: Config) -> Config:
-    if (sparse := config.get("sparse_attention_config")) is not None:
-        config |= {
-            "index_n_heads": sparse.get("sparse_num_index_heads", sparse.get("index_n_heads", 4)),
-            "index_head_dim": sparse.get("sparse_index_dim", sparse.get("index_head_dim", 128)),
-            "index_topk": 2048,
-        }
-        frequency = sparse.get("sparse_attention_freq") or []
-        config["layer_types"] = [
-            "sparse_attention" if on else "full_attention_without_index" for on in frequency
-        ] or None
-    elif config.get("index_topk_blocks"):
-        config["index_topk"] = config["index_topk_blocks"] * config["index_block_size"]
-        kinds = config.get("layer_types") or []
-        config["layer_types"] = [
-            "full_attention_without_index" if kind == "full_attention" else kind for kind in kinds
-        ] or None
-    return config
-
-
-RENAMED: dict[str, Callable[[Config], Config]] = {
-    "nemotron_h": _nemotron_h,
-    "mimo_v2_flash": _mimo_v2,
-    "kimi_linear": _kimi_linear,
-    "deepseek_v4": _deepseek_v4,
-    "falcon": _falcon,
-    "step3p5": _step3p5,
-    "minimax_m3_vl_text": _minimax_m3,
-}

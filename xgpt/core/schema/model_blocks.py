@@ -20,6 +20,8 @@ class Indexer(Frozen):
     """Width of such a head, and of the one key that the index keeps of a token, in eight bits."""
     top_k: PositiveInt
     """Tokens that attention reads at most."""
+    pool: PositiveInt = 1
+    """Tokens that one key of the index stands for."""
     is_shared: bool = False
     """Whether the layer takes the choice of an earlier layer's index, and has none of its own."""
 
@@ -102,7 +104,7 @@ class Attention(Frozen):
         """Bytes that the index keeps of a token: its key in eight bits, and a scale."""
         if self.indexer is None or self.indexer.is_shared:
             return 0
-        return -(-(self.indexer.head_dim + 4) // self.compression)
+        return -(-(self.indexer.head_dim + 4) // (self.compression * self.indexer.pool))
 
 
 class Recurrent(Frozen):

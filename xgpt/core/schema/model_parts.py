@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
 
@@ -68,8 +68,8 @@ class LatentAttention(Frozen):
     """Width of the vector from which keys and values are computed."""
     q_rank: PositiveInt | None = None
     """Width of the vector from which queries are computed; None: from the hidden state."""
-    rope_head_dim: PositiveInt
-    """Width of the part of a head's query and key that is rotated by position."""
+    rope_head_dim: NonNegativeInt
+    """Width of the part of a head's query and key that is rotated by position; 0: nothing is."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
     rope_interleaved: bool = True
