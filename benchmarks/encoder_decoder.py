@@ -116,7 +116,7 @@ class Lab:
 def _bench(plan: Plan, wanted: float, rate_per_s: float | None) -> BenchReport:
     batches = NUM_BATCHES * plan.estimate.encode_batch if rate_per_s is None else 0
     count = int(np.clip(round(wanted), max(LEAST, batches), MOST))
-    report = xgpt.bench(plan, num_requests=count, arrival_rate_per_s=rate_per_s).report
+    report = xgpt.bench(plan, num_requests=count, arrival_rate_per_s=rate_per_s, saturated=rate_per_s is None).report
     assert isinstance(report, BenchReport)
     return report
 

@@ -392,6 +392,8 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         raise InputError("ca_file", str(request.ca_file), "it goes with an https URL")
     if request.batching != "flat" and is_url:
         raise InputError("batching", request.batching, "it goes with a plan; the server behind a URL has its own")
+    if request.saturated and request.arrival_rate_per_s is not None:
+        raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "`saturated` goes without it")
     of = str(target) if is_url else _plan(target)
     workload = None
     if request.workload is not None:
@@ -405,6 +407,7 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         batching=request.batching,
         profile=profile_of(of, profile) if profile is not None and isinstance(of, Plan) else None,
         calibrate=request.calibrate,
+        saturated=request.saturated,
     )
 
 

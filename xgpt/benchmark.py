@@ -111,14 +111,19 @@ def bench(
     batching: Batching = "flat",
     profile: Profile | None = None,
     calibrate: bool = False,
+    saturated: bool = False,
 ) -> Benched:
     """Measure a plan, served here by a process of its own, or the endpoint behind a URL.
+
+    A plan that was made for arrivals is measured at the arrival rate that it promises, unless the load says otherwise
+    or its profile is not on this machine.
 
     Args:
         seed: of the requests.
         batching: layout of a whole batch.
         profile: the plan's profile; None: the copy kept on this machine.
         calibrate: fit the profile to the measured steps.
+        saturated: keep requests always waiting, even if the plan was made for arrivals.
 
     Raises:
         MachineError: the server does not start or dies, or the endpoint does not answer.
@@ -126,9 +131,6 @@ def bench(
     """
     rng = np.random.default_rng(seed)
     if isinstance(target, str):
-        if load.arrivals is not None:
-            accepted = "a URL is measured in a closed loop; give `concurrency`"
-            raise InputError("arrival_rate_per_s", load.arrivals.stages[0].rate_per_s, accepted)
         workload = load.workload or load_workload("summarization")
         return Benched(bench_url(target, replace(load, workload=workload), rng))
     server = None if batching == "flat" else partial(served, engine=engine, options=("--batching", batching))
@@ -138,6 +140,9 @@ def bench(
         except InputError:  # at saturation the plan says what to expect
             if calibrate or load.arrivals is not None or load.workload is not None:
                 raise
+    promised = target.estimate.capacity
+    if target.constraint.maximises_arrivals and promised is not None and profile is not None and not saturated:
+        load = replace(load, arrivals=load.arrivals or ArrivalProcess.at(promised.rate_per_s))
     report, steps = bench_plan(target, load, rng, engine=engine, profile=profile, server=server)
     if not calibrate:
         return Benched(report, tuple(steps))
@@ -284,6 +289,7 @@ def _report(
         pace=pace,
         paces={} if steps is None else steps.by_lane,
         core_waits=None if steps is None else _core_waits(plan, profile, load, drawn, log, within, steps),
+        headroom=constraint.headroom,
         latency_bound_s=bound,
         bound_kept=kept,
         share_within_bound=share,
@@ -349,6 +355,8 @@ def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]
 def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
     """Replay sampled requests against any running endpoint, and return what the client measured.
 
+    Requests arrive at the load's rate; without one, `concurrency` of them are always outstanding.
+
     Raises:
         InputError: `ca_file` holds no certificate, or XGPT_API_KEY is not a key.
         MachineError: nothing answers there, or every request failed.
@@ -356,12 +364,13 @@ def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
     workload, num_requests = load.workload, load.num_requests
     assert workload is not None
     inputs, outputs = sample(workload, num_requests, rng)
+    times = [None] * num_requests if load.arrivals is None else load.arrivals.times(num_requests, rng).tolist()
     requests = [
-        ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1])
-        for i, o in zip(inputs, outputs, strict=True)
+        ClientRequest(rng.integers(0, URL_VOCABULARY, int(i)).tolist(), int(o), workload.output.lengths[-1], at_s)
+        for i, o, at_s in zip(inputs, outputs, times, strict=True)
     ]
-    sent = replay(url, requests, concurrency=load.concurrency, ca_file=load.ca_file, api_key=own_api_key())
-    results = asyncio.run(sent)
+    concurrency = load.concurrency if load.arrivals is None else None
+    results = asyncio.run(replay(url, requests, concurrency=concurrency, ca_file=load.ca_file, api_key=own_api_key()))
     done = [result for result in results if result.error is None]
     if not done:
         raise MachineError(f"all {num_requests} requests to {url} failed: {results[0].error}")

@@ -245,8 +245,10 @@ class _Client:
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
         """How the server at hand is told after how many tokens the output ends, which its schedule does not learn."""
-        if self._model.owned_by != "vllm":
+        if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
+        if self._model.owned_by != "vllm":
+            return {} if request.output_length is None else {"max_tokens": request.output_length}
         if request.output_length is None:
             return {"return_token_ids": True}
         ending = {"output_length": request.output_length}

@@ -282,6 +282,8 @@ class BenchKeywords(TypedDict, total=False):
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
     seed: int | None
     """Seed of lengths and arrivals."""
+    saturated: bool | None
+    """Keep requests always waiting, even if the plan was made for arrivals."""
     concurrency: int | None
     """With a URL: number of outstanding requests."""
     stream: bool | None

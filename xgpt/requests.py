@@ -315,7 +315,13 @@ class Load(OfAPlan):
     ] = None
     """Number of requests that are measured; some more run before and after them."""
     arrival_rate_per_s: Annotated[
-        Rates | None, Option("--arrival-rate", "R|R:S,…", "rates", "requests are always waiting")
+        Rates | None,
+        Option(
+            "--arrival-rate",
+            "R|R:S,…",
+            "rates",
+            "requests are always waiting; a measured plan that was made for arrivals gets the rate that it promises",
+        ),
     ] = None
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
     seed: NonNegativeInt = 0
@@ -346,6 +352,8 @@ class BenchRequest(Load, Running):
     """A measured run of a plan, or of an endpoint."""
 
     group: ClassVar[str] = "Client"
+    saturated: bool = False
+    """Keep requests always waiting, even if the plan was made for arrivals."""
     concurrency: PositiveInt = 32
     """With a URL: number of outstanding requests."""
     stream: bool = False

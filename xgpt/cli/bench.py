@@ -19,13 +19,17 @@ from xgpt.cli.outputs import force_option, output_file, write
 def command(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
 
+    A plan that was made for arrivals is measured at the arrival rate that it promises.
+
     The API key for a URL is read from the environment variable XGPT_API_KEY.
 
     \b
     Examples:
       xgpt bench plan.json --requests 300
       xgpt bench plan.json --calibrate profile.json && xgpt plan --profile profile.json --latency-bound 9.8
+      xgpt bench plan.json --saturated
       xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
+      xgpt bench http://127.0.0.1:8000 --workload log.csv --arrival-rate 5
     """
     from xgpt import api
     from xgpt.cli import render
@@ -34,6 +38,7 @@ def command(target: str, calibrate: str | None, force: bool, as_json: bool, **_:
 
     if target.startswith(("http://", "https://")):
         refuse_idle(["engine"], "it goes with a plan; a URL has its own")
+        refuse_idle(["saturated"], "it goes with a plan; a URL gets --arrival-rate or --concurrency")
     else:
         refuse_idle(["concurrency"], "it goes with a URL; a plan is measured with as many requests as it runs, or more")
     file = None if calibrate is None else output_file(calibrate, "calibrate")
@@ -47,7 +52,4 @@ def command(target: str, calibrate: str | None, force: bool, as_json: bool, **_:
     elif isinstance(report, UrlReport):
         render.show(render.url_table(report))
     else:
-        notes = render.bench_notes(report)
-        if report.calibration is not None:
-            notes += render.calibration_notes(report.calibration)
-        render.show(render.bench_table(report), *notes)
+        render.show(*render.bench_report(report))

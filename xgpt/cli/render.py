@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import click
 
 from xgpt.core.errors import printable
 
@@ -76,9 +79,13 @@ class Fitting:
         yield from (f"  {line}" for line in self._below)
 
 
+QUIET_S = 2.0
+"""A command that ends within this many seconds prints no progress."""
+
+
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on standard error, from the first report on; nothing where that is no terminal."""
+    """Show progress on standard error: a bar in a terminal, else a line for each stage of work that takes a while."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -92,11 +99,17 @@ def progress_bar() -> Iterator[Progress]:
         console=console,
     )
     task = bar.add_task("profiling")
+    begin_s, told = time.perf_counter(), ""
 
     def report(done: int, total: int, what: str) -> None:
+        nonlocal told
+        stage = what.partition(":")[0]
         if console.is_terminal:
             bar.start()
-        bar.update(task, completed=done, total=total, description=what)
+            bar.update(task, completed=done, total=total, description=what)
+        elif stage != told and time.perf_counter() - begin_s > QUIET_S:
+            click.echo(f"{stage} ...", err=True)
+            told = stage
 
     try:
         yield report
@@ -237,63 +250,71 @@ METRICS = {
 } | {f"{name}{end}": label.replace(", s", f" {end.split('_')[1]}, s") for name, label in TIMES.items() for end in ENDS}
 
 
+SHOWN = ("throughput_rps", "latency_s", "ttft_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "whole_p50_s", "whole_p99_s")
+"""Figures of a measured plan that its table has; --json has all."""
+
+
 def bench_table(report: BenchReport) -> Table:
-    """Return a table of the figures predicted and measured, with the error and what is left of it at the machine's
-    pace."""
+    """Return a table of the figures predicted and measured, with the error as it is.
+
+    If requests arrive, times count from arrival, so the latency from admission is left out.
+    """
+    arrives = report.arrival_rate_per_s is not None
     rows = [
-        [
-            METRICS[f.metric],
-            f"{f.predicted:.3f}",
-            f"{f.measured:.3f}",
-            f"{100 * f.error:+.1f}%",
-            "-" if f.error_at_pace is None else f"{100 * f.error_at_pace:+.1f}%",
-        ]
+        [METRICS[f.metric], f"{f.predicted:.3f}", f"{f.measured:.3f}", f"{100 * f.error:+.1f}%"]
         for f in report.figures
+        if f.metric in SHOWN and not (arrives and f.metric == "latency_s")
     ]
-    return table(
-        f"{report.policy} on {report.workload}: {report.num_requests} requests in {report.window_s:.0f} s",
-        ["", "predicted", "measured", "error", "the model's"],
-        rows,
-    )
+    load = f"at {report.arrival_rate_per_s:.4g} requests/s" if arrives else "that are always waiting"
+    title = f"{report.policy} on {report.workload}: {report.num_requests} requests {load}, {report.window_s:.0f} s"
+    return table(title, ["", "predicted", "measured", "error"], rows)
+
+
+def bench_report(report: BenchReport) -> list[object]:
+    """Return what a measured plan shows: its table, and notes below it."""
+    notes = bench_notes(report)
+    if report.calibration is not None:
+        notes += calibration_notes(report.calibration)
+    return [bench_table(report), *notes]
 
 
 def bench_notes(report: BenchReport) -> list[str]:
-    notes = [f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}"]
-    if report.pace is not None:
-        slower = f"{100 * abs(report.pace - 1):.1f}% {'longer' if report.pace >= 1 else 'shorter'}"
-        notes.append(
-            f"pace: steps took {slower} than the profile says; the model's error is what is left of the prediction "
-            "for a machine at that pace"
-        )
-        throughput = report.figure("throughput_rps")
-        if throughput.at_pace is not None and report.arrival_rate_per_s is None:
-            drawn = report.pace * throughput.at_pace / throughput.predicted - 1
-            notes.append(
-                f"requests: those drawn here move throughput by {100 * drawn:+.1f}% from the plan's long run, which "
-                "the model's error leaves out"
-            )
-    if len(report.paces) > 1:
-        notes.append("pace of each: " + ", ".join(f"{name} {pace:.3f}" for name, pace in report.paces.items()))
-    if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
-        error = waits.gaps.error_at_pace
-        notes.append(
-            f"cores: in {100 * waits.share_of_steps:.1f}% of the steps other threads had one for a tenth of the time "
-            f"or more, {waits.seconds:.1f} s in all; without that the pace is {waits.pace:.3f} and the gaps' p99 "
-            f"{waits.gaps.measured:.3f} s" + ("" if error is None else f", the model's error {100 * error:+.1f}%")
-        )
-    rate = "" if report.arrival_rate_per_s is None else f" at {report.arrival_rate_per_s:.4g} requests/s"
+    """Return lines on the bounds, on failures, and on what disturbed the machine, if steps took longer than the plan
+    allows for."""
+    notes = []
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
         share = f"{100 * report.share_within_bound:.1f}% of all requests"
         if report.counts_waiting:
-            notes.append(f"bounds: {kept}; goodput{rate}: {share} within all bounds from arrival on")
+            notes.append(f"bounds: {kept}: {share} within all bounds, counted from arrival")
         else:
             bound = f"latency bound {report.latency_bound_s:g} s"
-            notes.append(f"{bound}: {kept}; by the plan's own latency, from admission; {share} within it")
-    notes.append(f"end to end with waiting{rate}, p99: {report.end_to_end_p99_s:.2f} s")
-    notes.append("machine before and after: " + ", ".join(f"{rate:.0f} GFLOP/s" for rate in report.calibration_gflops))
+            notes.append(f"{bound}: {kept}, by the plan's own latency from admission; {share} within it")
+    if report.arrival_rate_per_s is None:
+        throughput = report.figure("throughput_rps")
+        if report.pace is not None and throughput.at_pace is not None:
+            drawn = report.pace * throughput.at_pace / throughput.predicted - 1
+            notes.append(f"the requests drawn here move throughput by {100 * drawn:+.1f}% from the plan's long run")
+        notes.append(f"from sending to the last token, waiting included, p99: {report.end_to_end_p99_s:.2f} s")
+    if report.is_disturbed:
+        notes.append(_diagnosis(report))
+    notes.append(f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}")
     notes += [f"failure: {failure}" for failure in report.failures]
     return notes
+
+
+def _diagnosis(report: BenchReport) -> str:
+    assert report.pace is not None
+    longer = f"{100 * (report.pace - 1):.0f}% longer than the profile says (the plan allows for {report.headroom:.0%})"
+    line = f"diagnosis: steps took {longer}"
+    if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
+        share = f"{waits.share_of_steps:.1%} of them, {waits.seconds:.1f} s in all"
+        line += f"; other threads had the engine's cores in {share}, without which it is {100 * (waits.pace - 1):.0f}%"
+    rates = report.calibration_gflops
+    if len(rates) == 2:
+        line += f"; the machine did {rates[0]:.0f} GFLOP/s before and {rates[1]:.0f} after"
+    left = report.figure("throughput_rps").error_at_pace
+    return line if left is None else f"{line}; at that pace the prediction of throughput is off by {left:+.1%}"
 
 
 def url_table(report: UrlReport) -> Table:

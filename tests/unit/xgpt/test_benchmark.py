@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from xgpt.benchmark import Load, bench_plan, draw
+from xgpt.benchmark import Load, bench, bench_plan, draw
 from xgpt.cli import render
 from xgpt.client import ClientResult
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import StepLogWriter
-from xgpt.core.schema import BenchReport, Constraint, StepRecord
+from xgpt.core.schema import BenchReport, Capacity, Constraint, Plan, StepRecord
 from xgpt.core.workload import TraceLengths
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
@@ -131,8 +131,8 @@ def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPat
     for figure in report.figures:
         assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
     notes = " ".join(render.bench_notes(report))
-    assert "steps took 40.0% longer than the profile says" in notes and "goodput at" in notes
-    assert len(render.bench_table(report).rows) == len(report.figures)
+    assert "diagnosis: steps took 40% longer than the profile says" in notes and "counted from arrival" in notes
+    assert len(render.bench_table(report).rows) == 6
     assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
 
 
@@ -154,7 +154,25 @@ def test_what_others_took_of_the_cores_is_told_apart(
     assert waits.pace == pytest.approx(PACE, rel=1e-3)
     assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.1)
     assert report.pace is not None and report.pace > 1.05 * PACE
-    assert f"{waits.seconds:.1f} s in all; without that the pace is 1.400" in " ".join(render.bench_notes(report))
+    assert f"{waits.seconds:.1f} s in all, without which it is 40%" in " ".join(render.bench_notes(report))
+
+
+def test_a_plan_is_measured_at_the_rate_that_it_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Load] = []
+
+    def measured(plan: Plan, load: Load, *_: Any, **__: Any) -> tuple[Any, list[StepRecord]]:
+        loads.append(load)
+        return None, []
+
+    monkeypatch.setattr("xgpt.benchmark.bench_plan", measured)
+    constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0)
+    plan = Arrivals(Scheduler(OF.under(constraint))).of_kind("chunked", 1)[0][0]
+    found = Capacity(rate_per_s=3.0, whole_s=9.0, share_kept=0.995, num_requests=2000, warm_up_requests=100, seed=0)
+    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})
+    bench(plan, Load(10), profile=OF.profile)
+    bench(plan, Load(10, arrivals=ArrivalProcess.at(1.0)), profile=OF.profile)
+    bench(plan, Load(10), profile=OF.profile, saturated=True)
+    assert [load.arrivals for load in loads] == [ArrivalProcess.at(found.rate_per_s), ArrivalProcess.at(1.0), None]
 
 
 def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is under way is shown on a terminal, and nowhere else."""
+"""Long work says what it is doing: on a terminal as it goes, in a file in a line for each stage."""
 
 from __future__ import annotations
 
@@ -22,3 +22,15 @@ def test_what_is_under_way_is_shown_on_a_terminal(stream: io.StringIO, monkeypat
     with render.at_work("simulating"):
         pass
     assert ("simulating" in stream.getvalue()) == stream.isatty()
+
+
+def test_a_file_gets_a_line_for_each_stage_of_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with render.progress_bar() as report:
+        report(0, 2, "profiling: attention")
+        assert not stream.getvalue()
+        monkeypatch.setattr(render, "QUIET_S", 0.0)
+        for done, what in enumerate(("profiling: attention", "profiling: logits", "simulating chunked")):
+            report(done, 3, what)
+    assert stream.getvalue() == "profiling ...\nsimulating chunked ...\n"

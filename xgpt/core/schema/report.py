@@ -96,6 +96,8 @@ class BenchReport(Frozen):
     """The same of each lane, of each replica where there are several, and of each worker of a pipeline."""
     core_waits: CoreWaits | None = None
     """What other threads on the engine's cores took of that; None: not known, as of workers in other processes."""
+    headroom: float = 0.0
+    """The share by which the plan lets steps take longer than the profile says."""
     latency_bound_s: float | None
     bound_kept: bool | None
     share_within_bound: float | None
@@ -109,12 +111,18 @@ class BenchReport(Frozen):
     calibration: Calibration | None = None
     """Correction of the profile, if asked for."""
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether steps took longer than the plan allows for: the machine is not what the profile was measured on."""
+        return self.pace is not None and self.pace > 1 + self.headroom
+
     def figure(self, metric: str) -> Comparison:
+        """Return the figure of this name."""
         return next(figure for figure in self.figures if figure.metric == metric)
 
 
 class UrlReport(Frozen):
-    """A closed-loop replay against any OpenAI-compatible endpoint, with times as the client saw them."""
+    """A replay against any OpenAI-compatible endpoint, with times as the client saw them."""
 
     url: str
     workload: str
