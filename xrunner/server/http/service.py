@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from sys import getsizeof
@@ -22,19 +22,17 @@ from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from xrunner.server.api.protocol import (
     TOKEN_BYTES,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    Prompt,
 )
-from xrunner.server.api.tokenising import Tokenising, TooLong
-from xrunner.server.api.tools import Tool, told
 from xrunner.server.api.writers import ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
-from xrunner.server.http.answer import Answer, CheckedPrompt
+from xrunner.server.http.answer import Answer
 from xrunner.server.http.bodies import Bodies, Memory
 from xrunner.server.http.limits import Limits
+from xrunner.server.http.outputs import CheckedPrompt, Outputs
+from xrunner.server.http.prompting import Prompts
 from xrunner.server.request_info import RequestInfo
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -45,8 +43,6 @@ MAX_VALUES = 1 << 20
 """Largest number of tokens and log probabilities of one answer: about 60 MB of JSON."""
 CHARACTERS_A_TOKEN = 4
 """Characters of an echoed prompt that count as much as a token."""
-MAX_VARIABLES_BYTES = 256 << 10
-"""Largest size of chat_template_kwargs, as JSON."""
 
 
 class Service:
@@ -60,7 +56,7 @@ class Service:
         self._limits = limits
         self._quotas = Quotas()
         self._bodies = Bodies(limits)
-        self._tokenising = None if model.codec is None else Tokenising(model.codec, model.spec.max_context)
+        self._prompts = Prompts(model)
 
     async def complete(self, http: Request) -> Response:
         """Answer a completion."""
@@ -87,23 +83,25 @@ class Service:
             memory.free()
             raise
 
-    def _begin(self, http: Request) -> None:
+    def _begin(self, http: Request) -> RequestInfo:
         """Count a request against its key's limits; raise ApiError (429) beyond them."""
         info: RequestInfo = http.scope["xgpt"]
         info.quota = self._quotas.begin(info.key)
+        return info
 
     async def _complete(self, http: Request, request: CompletionRequest, memory: Memory) -> Answer:
         await self._check(http, request)
+        info: RequestInfo = http.scope["xgpt"]
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
         if len(prompts) * request.num_choices > limit:
             refuse("prompt", f"{len(prompts)} prompts, {request.num_choices} choices each: {limit} are accepted")
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._check_length(len(prompt), "prompt")
+                self._prompts.check_length(len(prompt), "prompt")
         special = request.add_special_tokens is not False
         tokens = [
-            await self._encode(http, prompt, "prompt", add_special_tokens=special)
+            await self._prompts.encode(info, prompt, "prompt", add_special_tokens=special)
             if isinstance(prompt, str)
             else prompt
             for prompt in prompts
@@ -111,29 +109,21 @@ class Service:
         tokens = [request.kept_of(each, self._spec.max_context) for each in tokens]
         checked = self._checked(request, tokens)
         if request.echo:
-            account = http.scope["xgpt"].key.name
             shown = prompts if request.truncate_prompt_tokens is None else tokens
             checked = [
-                replace(one, echo=await self._text_of(account, prompt))
+                replace(one, echo=await self._prompts.text(info, prompt))
                 for one, prompt in zip(checked, shown, strict=True)
             ]
         return self._answer(http, request, checked, CompletionWriter, memory)
-
-    async def _text_of(self, account: str, prompt: Prompt) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        if self._codec is None or self._tokenising is None:
-            refuse("echo", "this model has no tokenizer; leave it out")
-        decode = partial(self._codec.tokenizer.decode, prompt, skip_special_tokens=False)
-        return await self._tokenising.by_turns(account, len(prompt), decode)
 
     async def _chat(self, http: Request, request: ChatRequest, memory: Memory) -> Answer:
         if self._codec is not None:
             request.write_calls_as(self._codec.call_format.within(self._spec.vocab_size))
         await self._check(http, request)
+        info: RequestInfo = http.scope["xgpt"]
         tools = request.tools if request.chosen_tools != "none" else None
-        tokens = await self._render(
-            http,
+        tokens = await self._prompts.render(
+            info,
             request.messages,
             tools or [],
             request.template_variables,
@@ -146,14 +136,14 @@ class Service:
 
     async def tokenize(self, http: Request) -> Response:
         """Return the token ids of a text or a chat."""
-        self._begin(http)
+        info = self._begin(http)
         memory = self._bodies.memory(http)
         try:
             request = parse_tokenize(await self._bodies.read(http, memory))
             memory.set(request.num_text_bytes)
             if request.messages is not None:
-                tokens = await self._render(
-                    http,
+                tokens = await self._prompts.render(
+                    info,
                     request.messages,
                     request.tools or [],
                     request.chat_template_kwargs,
@@ -161,7 +151,7 @@ class Service:
                 )
             else:
                 text = request.prompt or ""
-                tokens = await self._encode(http, text, "prompt", add_special_tokens=request.add_special_tokens)
+                tokens = await self._prompts.encode(info, text, "prompt", add_special_tokens=request.add_special_tokens)
         finally:
             memory.free()
         answer = {"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens}
@@ -182,46 +172,6 @@ class Service:
         if len(tokens) > self._spec.max_context or any(token >= self._spec.vocab_size for token in tokens):
             refuse("tokens", f"they must be below {self._spec.vocab_size}, and at most {self._spec.max_context}")
         return _json({"prompt": self._codec.tokenizer.decode(tokens, skip_special_tokens=False)})
-
-    async def _render(
-        self,
-        http: Request,
-        messages: Sequence[ChatMessage],
-        tools: Sequence[Tool],
-        given: dict[str, Any] | None,
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-    ) -> list[int]:
-        """Return the tokens of a chat by the checkpoint's template; raise ApiError (400) if it has none."""
-        if self._codec is None or self._codec.chat_template is None or self._tokenising is None:
-            raise ApiError(
-                400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
-            )
-        if len(messages) > self._spec.max_context:
-            refuse("messages", f"{len(messages)} are more than the model's context of {self._spec.max_context}")
-        characters = sum(len(text) for message in messages for text in message.texts)
-        self._check_length(characters, "messages")
-        variables = (given or {}) | ({"tools": told(tools)} if tools else {})
-        if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
-            refuse("chat_template_kwargs", f"with tools they are longer than {MAX_VARIABLES_BYTES} bytes")
-        template = self._codec.chat_template
-
-        def render() -> str:
-            return template.render(
-                [message.for_template() for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
-            )
-
-        info: RequestInfo = http.scope["xgpt"]
-        try:
-            text = await self._tokenising.by_turns(info.key.name, characters, render)
-        except ValueError as error:
-            refuse("messages", f"the chat template refuses them: {cut(str(error))}")
-        return await self._encode(http, text, "messages", add_special_tokens=add_special_tokens)
 
     async def _check(self, http: Request, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)
@@ -254,7 +204,7 @@ class Service:
         if isinstance(request, ChatRequest) and request.is_free_to_call:
             await self._free_what_cannot_be_held(http, request)
             return
-        if self._model.grammars is None or self._tokenising is None:
+        if self._model.grammars is None or self._prompts.tokenising is None:
             refuse(
                 field, "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
             )
@@ -263,12 +213,12 @@ class Service:
 
     async def _why_not(self, http: Request, grammar: str) -> str | None:
         """Return why outputs cannot be held to a grammar; None: they can."""
-        if self._model.grammars is None or self._tokenising is None:
+        if self._model.grammars is None or self._prompts.tokenising is None:
             return "no output keeps to a grammar here"
         account = http.scope["xgpt"].key.name
         why_not = partial(self._model.grammars.why_not, grammar)
         try:
-            return await self._tokenising.by_turns(account, len(grammar), why_not)
+            return await self._prompts.tokenising.by_turns(account, len(grammar), why_not)
         except MachineError as error:
             return str(error)
 
@@ -283,29 +233,6 @@ class Service:
             if request.grammar is not None and await self._why_not(http, request.grammar) is None:
                 return
         request.leave_free(None)
-
-    def _check_length(self, characters: int, field: str) -> None:
-        """Refuse a text that is too long to be tokenised."""
-        if self._codec is None:
-            refuse(field, "this model has no tokenizer; send token ids")
-        context = self._spec.max_context
-        if characters > context * self._codec.longest_token:
-            reason = f"{characters} characters are more than this model's maximum context length of {context} holds"
-            refuse(field, reason, "context_length_exceeded")
-
-    async def _encode(self, http: Request, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
-        self._check_length(len(text), field)
-        assert self._tokenising is not None
-        info: RequestInfo = http.scope["xgpt"]
-        try:
-            tokens = await self._tokenising.encode(info.key.name, text, add_special_tokens=add_special_tokens)
-        except TooLong as error:
-            if info.quota is not None:
-                info.quota.settle(error.at_least)
-            most = f"this model's maximum context length of {self._spec.max_context}"
-            reason = f"{error.at_least} or more tokens are more than {most}"
-            refuse(field, reason, "context_length_exceeded")
-        return tokens or refuse(field, "it has no tokens")
 
     def _checked(self, request: GenerationRequest, prompts: list[list[int]]) -> list[CheckedPrompt]:
         """Return the prompts with the bounds of their outputs; raise ApiError (400) if one cannot be answered."""
@@ -345,21 +272,14 @@ class Service:
             request.num_kept_bytes
             + sum(TOKEN_BYTES * len(prompt.tokens) + getsizeof(prompt.echo) for prompt in checked)
         )
-        return Answer(
-            self._engine,
-            self._model,
-            self._limits,
-            request,
-            checked,
-            writer(
-                request.model,
-                int(time.time()),
-                include_usage=request.include_usage,
-                continuous=request.include_continuous_usage,
-            ),
-            info,
-            memory,
+        to_write = writer(
+            request.model,
+            int(time.time()),
+            include_usage=request.include_usage,
+            continuous=request.include_continuous_usage,
         )
+        outputs = Outputs(self._engine, self._model, self._limits, request, checked, to_write, info)
+        return Answer(outputs, to_write, memory, self._engine.metrics, stream=bool(request.stream))
 
 
 def _json(content: dict[str, Any]) -> Response:

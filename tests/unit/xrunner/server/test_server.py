@@ -33,7 +33,7 @@ from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.api.writers import Delta
-from xrunner.server.http.answer import Answer
+from xrunner.server.http.outputs import Outputs
 from xrunner.server.observe.metrics import BucketCounts
 
 PROMPT = [5, 6, 7]
@@ -288,13 +288,13 @@ def test_a_request_that_fails_its_steps_fails_alone() -> None:
 
 
 def test_tokens_before_a_crash_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_token = Answer._next
+    next_tokens = Outputs.next
 
-    async def late(answer: Answer) -> list[Delta]:
+    async def late(outputs: Outputs) -> list[Delta]:
         time.sleep(0.05)  # the loop is busy: the engine fails before any token is read
-        return await next_token(answer)
+        return await next_tokens(outputs)
 
-    monkeypatch.setattr(Answer, "_next", late)
+    monkeypatch.setattr(Outputs, "next", late)
     with running(fake_app(fake_engine(FakeExecutor(fail_at=20)))) as url:
         begun = post(url, stream=True).text
     *events, failure = (json.loads(event) for event in begun.split("data: ")[1:])

@@ -1,0 +1,262 @@
+"""The outputs that a request has in the engine: its prompts, n times each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from xrunner.generation import Logprobs, Token, of_choices
+from xrunner.server.access.quota import Quota
+from xrunner.server.api.allowance import Allowance
+from xrunner.server.api.choices import Choice
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.model import ServedModel
+from xrunner.server.api.parsing import parse_deadline
+from xrunner.server.api.protocol import GenerationRequest
+from xrunner.server.api.writers import Delta, PromptTokens, Writer
+from xrunner.server.engine_client import EngineClient, Inbox, Promise, Stream, Submission
+from xrunner.server.http.limits import Limits
+from xrunner.server.observe.metrics import Bounds
+from xrunner.server.request_info import RequestInfo
+
+TOKENS_AT_ONCE = 64
+"""Tokens that are turned into text before other requests get a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedPrompt:
+    """A prompt that the model accepts, and the bounds of its output's length."""
+
+    tokens: tuple[int, ...]
+    allowance: Allowance
+    echo: str = ""
+    """The prompt's text, if the answer is to begin with it; otherwise empty."""
+
+
+class Outputs:
+    """Submits the outputs of a request to the engine, all or none, and turns their tokens into what clients read.
+
+    Attributes:
+        inbox: where their tokens arrive, or why none will come.
+        end_s: time after which they are of no use, on the clock of `time.perf_counter`; infinite: never.
+        choices: in the order of the answer, once they have been submitted.
+        num_running: those that have not ended.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model: ServedModel,
+        limits: Limits,
+        request: GenerationRequest,
+        prompts: list[CheckedPrompt],
+        writer: Writer,
+        info: RequestInfo,
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._prompts = prompts
+        self._writer = writer
+        self._codec = model.codec
+        self._limits = limits
+        self._info = info
+        self._quota = info.quota or Quota()
+        self._seconds = parse_deadline(info.deadline_header, request.deadline_s)
+        self.end_s = info.received_s + min(self._seconds or math.inf, limits.request_timeout_s or math.inf)
+        self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self._streams: dict[int, Stream] = {}
+        self._choices: dict[int, Choice] = {}
+        self.num_running = 0
+        self.inbox: Inbox = asyncio.Queue()
+        ends = frozenset(request.stop_token_ids or ())
+        runs_on = request.ignore_eos or request.output_length is not None
+        self._stop_token_ids = ends if runs_on else ends | model.eos_token_ids
+
+    @property
+    def choices(self) -> list[Choice]:
+        return list(self._choices.values())
+
+    def submit(self) -> None:
+        """Submit all choices to the engine, or none.
+
+        Raises:
+            ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
+                failed; 503, the server shuts down; 504, the deadline has passed.
+        """
+        if self._engine.failure is not None:
+            raise ApiError(500, self._engine.failure)
+        if self._engine.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if self.end_s <= time.perf_counter():
+            raise self.late("it was not the request's turn")
+        num_choices = self._request.num_choices
+        promise = self._check_room(len(self._prompts) * num_choices)
+        outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
+        self._quota.reserve(self._num_prompt_tokens + num_choices * outputs)
+        seed = secrets.randbits(64) if self._request.seed is None else self._request.seed
+        key = self._info.key
+        submission = Submission(
+            inbox=self.inbox,
+            account=key.account,
+            bounds=Bounds(key.ttft_s, key.tpot_s, key.whole_s or key.answer_within_s),
+            stop_token_ids=self._stop_token_ids,
+            output_length=self._request.output_length,
+            end_s=self.end_s,
+            has_deadline=self._seconds is not None,
+            read_s=self._info.read_s,
+            promise=promise,
+            # Log probabilities take far less memory as they are written than as they come.
+            hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
+        )
+        sampling = self._request.sampling(seed)  # once: a grammar is written for it
+        choices = list(of_choices(sampling, seed, num_choices))
+        for prompt in self._prompts:
+            for sampling in choices:
+                stream = self._engine.submit(prompt.tokens, prompt.allowance, sampling, submission)
+                self._streams[stream.id] = stream
+                scored = prompt.tokens if sampling.prompt_logprobs is not None else ()
+                self._choices[stream.id] = Choice(
+                    len(self._choices),
+                    self._request,
+                    self._codec,
+                    self._stop_token_ids,
+                    self._writer,
+                    prompt.echo,
+                    scored,
+                )
+        self.num_running = len(self._choices)
+
+    def _check_room(self, num_outputs: int) -> Promise | None:
+        """Return the time that is promised for these outputs; None: none is promised.
+
+        Raises:
+            ApiError: 429, too many are waiting, or these would be answered too late.
+        """
+        engine, limits = self._engine, self._limits
+        account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
+        promise = reason = None
+        if not engine.has_room(account, num_outputs, limits.max_waiting):
+            reason = f"{engine.num_waiting} requests wait already, {limits.max_waiting} may"
+        elif within_s is not None and (expected_s := engine.answer_s(account, num_outputs)) is not None:
+            promise = Promise(expected_s, within_s)
+            if (answer_s := engine.caution * expected_s) > within_s:
+                reason = f"the answer would take {answer_s:.2g} s, {within_s:g} s are promised"
+        if reason is not None:
+            retry_after_s = engine.retry_after_s()
+            raise ApiError(429, f"{reason}; try again later", code="queue_full", retry_after_s=retry_after_s)
+        return promise
+
+    def late(self, what: str) -> ApiError:
+        """Return the error of an answer that comes too late; `what`: what has not happened in time."""
+        if self.is_timeout:
+            return ApiError(504, f"{what} within the {self._limits.request_timeout_s:g} s given here", code="timeout")
+        return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether the server's own time limit has passed, rather than the client's deadline."""
+        timeout_s = self._limits.request_timeout_s
+        return timeout_s is not None and timeout_s < (self._seconds or math.inf)
+
+    async def next(self) -> list[Delta]:
+        """Return what the next tokens add to a choice; nothing if it has ended.
+
+        Raises:
+            ApiError: no more tokens will come.
+        """
+        return await self.deltas(await self.inbox.get())
+
+    async def deltas(self, tokens: Sequence[Token] | ApiError) -> list[Delta]:
+        """Return what tokens add to their choice. Raises ApiError."""
+        if isinstance(tokens, ApiError):
+            raise tokens
+        id_ = tokens[0].id
+        choice = self._choices[id_]
+        if choice.finish:
+            return []
+        if tokens[0].logprobs is not None and choice.num_tokens == 0:
+            await self._tell_prompt(choice, tokens[0].logprobs.prompt)
+        deltas = []
+        for start in range(0, len(tokens), TOKENS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            deltas += [choice.push(token) for token in tokens[start : start + TOKENS_AT_ONCE]]
+        if choice.finish:
+            self.num_running -= 1
+            if tokens[-1].finish is None:
+                self._engine.cancel(self._streams[id_], finish_reason=choice.finish)
+        return deltas
+
+    async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
+        """Give a choice the log probabilities of its prompt's tokens, a few at a time."""
+        for start in range(0, len(scores), TOKENS_AT_ONCE):
+            choice.echo(scores[start : start + TOKENS_AT_ONCE])
+            await asyncio.sleep(0)
+
+    def take_out(self, left: str) -> None:
+        """Take outputs that have not ended out of the engine; `left`: why."""
+        for stream in self._streams.values():
+            self._engine.cancel(stream, finish_reason=left)
+
+    def settle(self, left: str) -> None:
+        """Note what the log line of the answer says, and count its tokens against the key's limits.
+
+        Args:
+            left: why outputs that have not ended were given up.
+        """
+        log = self._info.log
+        log["prompt_tokens"] = self._num_prompt_tokens
+        log["cached_tokens"] = self.prompt_tokens().cached
+        log["output_tokens"] = self._num_output_tokens
+        log["finish_reasons"] = sorted({choice.finish or left for choice in self._choices.values()})
+        self._info.phases = tuple(self._phases())
+        if self._choices and not self.num_running:
+            log |= {name: round(seconds, 6) for name, seconds in self.timings().items()}
+        self._quota.settle(self._num_prompt_tokens + self._num_output_tokens if self._choices else 0)
+
+    def prompt_tokens(self) -> PromptTokens:
+        """Prompt and cached tokens; each prompt counts once, with the cached tokens of its first choice."""
+        streams = list(self._streams.values())
+        cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
+        return PromptTokens(self._num_prompt_tokens, cached)
+
+    @property
+    def _num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return sum(choice.num_tokens for choice in self._choices.values())
+
+    @property
+    def last_token_s(self) -> float:
+        """End of the step that sampled the last token."""
+        return max(stream.last_token_s for stream in self._streams.values())
+
+    def take_unwritten(self) -> float:
+        """Return and reset the end of the step that sampled the oldest token about to be written."""
+        oldest_s = float("inf")
+        for stream in self._streams.values():
+            if stream.unwritten_s:
+                oldest_s = min(oldest_s, stream.unwritten_s)
+                stream.unwritten_s = 0.0
+        return min(oldest_s, time.perf_counter())
+
+    def _phases(self) -> Iterator[tuple[str, float, float]]:
+        """Yield the phases (waiting, encoding, decoding): each from the first choice's start to the last one's end."""
+        now_s = time.perf_counter()
+        times = [(s.submitted_s, s.started_s, s.first_token_s, s.last_token_s) for s in self._streams.values()]
+        edges = list(zip(*times, strict=True))  # 0: not yet
+        for name, begins, ends in zip(("waiting", "encoding", "decoding"), edges, edges[1:], strict=False):
+            if begun := [begin for begin in begins if begin]:
+                yield name, min(begun), max(end or now_s for end in ends)
+
+    def timings(self) -> dict[str, float]:
+        """Return the times of the slowest choice, once all have ended."""
+        streams = self._streams.values()
+        return {
+            "queued_s": max(s.started_s - s.submitted_s for s in streams),
+            "ttft_s": max(s.first_token_s - s.submitted_s for s in streams),
+            "total_s": max(s.last_token_s - s.submitted_s for s in streams),
+        }

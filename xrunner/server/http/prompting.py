@@ -1,0 +1,101 @@
+"""Turn the texts and chats of requests into token ids, each account's in its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from xgpt.core.errors import cut
+from xrunner.server.api.errors import ApiError, refuse
+from xrunner.server.api.model import ServedModel
+from xrunner.server.api.protocol import ChatMessage, Prompt
+from xrunner.server.api.tokenising import Tokenising, TooLong
+from xrunner.server.api.tools import Tool, told
+from xrunner.server.request_info import RequestInfo
+
+MAX_VARIABLES_BYTES = 256 << 10
+"""Largest size of chat_template_kwargs, as JSON."""
+
+
+class Prompts:
+    """Makes prompts for a model. Each method takes what is known of the request, whose key has its turn."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._spec = model.spec
+        self._codec = model.codec
+        self.tokenising = None if model.codec is None else Tokenising(model.codec, model.spec.max_context)
+
+    async def encode(self, info: RequestInfo, text: str, field: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text; raise ApiError (400) if there are none, or more than the context holds."""
+        self.check_length(len(text), field)
+        assert self.tokenising is not None
+        try:
+            tokens = await self.tokenising.encode(info.key.name, text, add_special_tokens=add_special_tokens)
+        except TooLong as error:
+            if info.quota is not None:
+                info.quota.settle(error.at_least)
+            most = f"this model's maximum context length of {self._spec.max_context}"
+            reason = f"{error.at_least} or more tokens are more than {most}"
+            refuse(field, reason, "context_length_exceeded")
+        return tokens or refuse(field, "it has no tokens")
+
+    async def text(self, info: RequestInfo, prompt: Prompt) -> str:
+        """Return the text of a prompt; raise ApiError (400) if token ids have none here."""
+        if isinstance(prompt, str):
+            return prompt
+        if self._codec is None or self.tokenising is None:
+            refuse("echo", "this model has no tokenizer; leave it out")
+        decode = partial(self._codec.tokenizer.decode, prompt, skip_special_tokens=False)
+        return await self.tokenising.by_turns(info.key.name, len(prompt), decode)
+
+    async def render(
+        self,
+        info: RequestInfo,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        given: dict[str, Any] | None,
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return the tokens of a chat by the checkpoint's template; raise ApiError (400) if it has none."""
+        if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
+            raise ApiError(
+                400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
+            )
+        if len(messages) > self._spec.max_context:
+            refuse("messages", f"{len(messages)} are more than the model's context of {self._spec.max_context}")
+        characters = sum(len(text) for message in messages for text in message.texts)
+        self.check_length(characters, "messages")
+        variables = (given or {}) | ({"tools": told(tools)} if tools else {})
+        if variables and len(msgspec.json.encode(variables)) > MAX_VARIABLES_BYTES:
+            refuse("chat_template_kwargs", f"with tools they are longer than {MAX_VARIABLES_BYTES} bytes")
+        template = self._codec.chat_template
+
+        def render() -> str:
+            return template.render(
+                [message.for_template() for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+
+        try:
+            text = await self.tokenising.by_turns(info.key.name, characters, render)
+        except ValueError as error:
+            refuse("messages", f"the chat template refuses them: {cut(str(error))}")
+        return await self.encode(info, text, "messages", add_special_tokens=add_special_tokens)
+
+    def check_length(self, characters: int, field: str) -> None:
+        """Refuse a text that is too long to be tokenised."""
+        if self._codec is None:
+            refuse(field, "this model has no tokenizer; send token ids")
+        context = self._spec.max_context
+        if characters > context * self._codec.longest_token:
+            reason = f"{characters} characters are more than this model's maximum context length of {context} holds"
+            refuse(field, reason, "context_length_exceeded")
