@@ -15,7 +15,7 @@ function lines(id, label, samples, key, marks, scale = 1) {
   const known = samples.filter((sample) => sample[key] !== null);
   const values = known.map((sample) => scale * sample[key]);
   const shown = marks.filter((mark) => mark.value !== null && mark.value !== undefined);
-  const top = 1.1 * Math.max(1e-9, ...values, ...shown.map((mark) => mark.value));
+  const top = 1.1 * Math.max(0, ...values, ...shown.map((mark) => mark.value)) || 1;
   const first = samples.length ? samples[0].at_s : 0, last = samples.length ? samples[samples.length - 1].at_s : 1;
   const {svg, x, y} = axes(id, label, first, last, top);
   for (const mark of shown)
@@ -41,6 +41,9 @@ function histogram(id, label, bins) {
 const isOne = (key, value) => value === 1 && ["ep_degree", "microbatches"].includes(key);
 const settingsOf = (policy) => Object.entries(policy).filter(([key, value]) => typeof value === "number" && !key.startsWith("tp_") && !isOne(key, value)).map(([key, value]) => `${key} ${value}`).join(", ");
 
+// Step times are measured over planned ones; a pause is the time in which no request is served.
+const reasonOf = (decision) => `${decision.reason}; steps take ${number(decision.slowdown)} times as long as planned`
+  + (decision.pause_s ? `; the change pauses for ${number(decision.pause_s)} s` : "") + `; planned in ${number(decision.planning_s)} s`;
 const inWords = (decision) => `${decision.action}: ${decision.reason}`;
 
 // Decisions that keep the plan one after the other share a row: the latest one's, with their number.
@@ -59,7 +62,7 @@ function decisions(list) {
   rows("decisions", folded(list).reverse().map((decision) => [
     decision.at, decision.times > 1 ? `${decision.action} (${decision.times} times)` : decision.action,
     `${decision.running.policy.kind}: ${settingsOf(decision.running.policy)}`, decision.best ? `${decision.best.policy.kind}: ${settingsOf(decision.best.policy)}` : "none",
-    `x${number(decision.slowdown)}`, `${(100 * decision.gain).toFixed(1)}%`, number(decision.pause_s), number(decision.planning_s), decision.reason]));
+    `${(100 * decision.gain).toFixed(1)}%`, reasonOf(decision)]));
 }
 
 async function wouldDecide() {
@@ -82,15 +85,29 @@ function show(live) {
   byId("settings").textContent = `${plan.policy}: ${settingsOf(plan.settings)}` + (live.is_redeploying ? " (another plan is being deployed)" : "");
   byId("throughput").textContent = number(now.throughput_rps);
   byId("tokens").textContent = number(now.output_tokens_per_s);
-  byId("latency").textContent = now.latency_p99_s === null ? "-" : `${number(now.latency_p99_s)} s`;
-  byId("latency-label").textContent = "latency p99, admission to last token" + (plan.latency_bound_s === null ? "" : `; the bound: ${number(plan.latency_bound_s)} s for ${number(100 * plan.quantile)}% of requests`);
-  byId("latency").className = plan.latency_bound_s !== null && now.latency_p99_s > plan.latency_bound_s ? "value bad" : "value";
+  // The bound is compared with the time that it limits: from arrival, or from admission.
+  const latencyKey = plan.counts_from === "arrival" ? "whole_p99_s" : "latency_p99_s";
+  const bounded = (id, value, bound) => {
+    byId(id).textContent = value === null ? "-" : `${number(value)} s`;
+    byId(id).className = bound !== null && value > bound ? "value bad" : "value";
+  };
+  const theBound = (bound) => bound === null ? "" : `; the bound: ${number(bound)} s for ${number(100 * plan.quantile)}% of requests`;
+  bounded("latency", now[latencyKey], plan.latency_bound_s);
+  bounded("first", now.first_p99_s, plan.ttft_bound_s);
+  byId("latency-label").textContent = `latency p99, ${plan.counts_from} to last token${theBound(plan.latency_bound_s)}`;
+  byId("first-label").textContent = `time to first token p99, waiting included${theBound(plan.ttft_bound_s)}`;
+  byId("latency-caption").textContent = `Latency p99 from ${plan.counts_from}, s; red: the bound.`;
+  byId("kept").textContent = now.share_kept === null ? "-" : `${(100 * now.share_kept).toFixed(1)}%`;
+  byId("kept").className = now.share_kept !== null && now.share_kept < plan.quantile ? "value bad" : "value";
   byId("batch").textContent = `${now.running} (${now.waiting})`;
   byId("kv").textContent = `${(100 * now.kv_share).toFixed(1)}%`;
   byId("ratio").textContent = number(now.step_ratio);
-  lines("throughput-chart", "throughput over time", samples, "throughput_rps", [{value: plan.throughput_rps, colour: "var(--quiet)"}]);
-  lines("latency-chart", "latency over time", samples, "latency_p99_s", [{value: plan.latency_s, colour: "var(--quiet)"}, {value: plan.latency_bound_s, colour: "var(--bad)"}]);
+  lines("throughput-chart", "throughput over time", samples, "throughput_rps", [{value: plan.arrival_rate_per_s ?? plan.throughput_rps, colour: "var(--quiet)"}]);
+  lines("latency-chart", "latency over time", samples, latencyKey, [{value: plan.latency_bound_s, colour: "var(--bad)"}]);
+  lines("first-chart", "time to first token over time", samples, "first_p99_s", [{value: plan.ttft_bound_s, colour: "var(--bad)"}]);
+  lines("kept-chart", "share of requests that kept their bounds over time", samples, "share_kept", [{value: 100 * plan.quantile, colour: "var(--bad)"}], 100);
   lines("batch-chart", "running requests over time", samples, "running", [{value: plan.decode_batch, colour: "var(--quiet)"}]);
+  lines("waiting-chart", "waiting requests over time", samples, "waiting", []);
   lines("kv-chart", "K/V memory over time", samples, "kv_share", [], 100);
   histogram("input-chart", "input lengths", lengths.input);
   histogram("output-chart", "output lengths", lengths.output);

@@ -141,7 +141,8 @@ class EngineClient:
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
         of = self.metrics
-        self.live = None if watch is None else Live(engine, self._backlog, watch, of.goodput, of.goodput_of_classes)
+        goodput = of.goodput, of.goodput_of_classes
+        self.live = None if watch is None else Live(engine, self._backlog, watch, *goodput, of.recent)
         self._stopping = threading.Event()
         self._thread = thread or single_thread()
         self._running: Future[None]

@@ -91,6 +91,11 @@ class Constraint(Frozen):
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
+    def counts_from(self) -> str:
+        """Where the time that the latency bound limits begins."""
+        return "arrival" if self.maximises_arrivals else "admission"
+
+    @property
     def bounds_latency(self) -> bool:
         """Whether there is any bound."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)

@@ -12,6 +12,7 @@ import numpy as np
 
 from xgpt.core.schema import Histogram
 from xrunner.server.observe.backlog import Backlog
+from xrunner.server.observe.recent import RecentTimes
 from xrunner.server.observe.watch import MAX_HISTORY, Watch
 from xrunner.server.served import ServedEngine
 
@@ -32,9 +33,11 @@ class Live:
         watch: Watch,
         goodput: Callable[[], dict[str, dict[str, int]]] = dict,
         goodput_of_classes: Callable[[], dict[str, dict[str, int]]] = dict,
+        recent: RecentTimes | None = None,
     ) -> None:
         self._engine = engine
         self._goodput, self._goodput_of_classes = goodput, goodput_of_classes
+        self._recent = recent or RecentTimes()
         self._backlog = backlog
         self._watch = watch
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -81,6 +84,9 @@ class Live:
                 "throughput_rps": plan.estimate.throughput_rps,
                 "latency_s": plan.estimate.latency_s,
                 "latency_bound_s": plan.constraint.latency_bound_s,
+                "ttft_bound_s": plan.constraint.ttft_s,
+                "counts_from": plan.constraint.counts_from,
+                "arrival_rate_per_s": None if plan.estimate.capacity is None else plan.estimate.capacity.rate_per_s,
                 "quantile": plan.constraint.quantile,
                 "decode_batch": plan.estimate.decode_batch,
             },
@@ -106,6 +112,7 @@ class Live:
             "output_tokens_per_s": tokens / seconds if seconds else None,
             "latency_p50_s": float(np.quantile(latencies, 0.5)) if latencies else None,
             "latency_p99_s": float(np.quantile(latencies, 0.99)) if latencies else None,
+            **self._recent.figures(),
             "running": pool.num_running,
             "waiting": len(self._backlog),
             "kv_share": pool.reserved_blocks / pool.kv_blocks,

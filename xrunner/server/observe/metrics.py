@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from xgpt.core.schema import Account, Decision
+from xrunner.server.observe.recent import RecentTimes
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine
 
@@ -76,6 +77,7 @@ class Metrics:
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
         self._registry.register(_Processes(engine))
+        self.recent = RecentTimes()
         self._watch = watch
         if watch is not None:
             self._observe(watch)
@@ -91,9 +93,9 @@ class Metrics:
         watch.on_decision = count
         self._gauge("xgpt_planned_throughput", "Requests/s at saturation.", lambda: watch.plan.estimate.throughput_rps)
         self._gauge("xgpt_planned_latency_seconds", "Of the plan.", lambda: watch.plan.estimate.latency_s)
-        bound = watch.plan.constraint.latency_bound_s
+        bound, begin = watch.plan.constraint.latency_bound_s, watch.plan.constraint.counts_from
         if bound is not None:
-            self._gauge("xgpt_latency_bound_seconds", "From admission to the last token.", lambda: bound)
+            self._gauge("xgpt_latency_bound_seconds", f"From {begin} to the last token.", lambda: bound)
         self._gauge("xgpt_recent_throughput", "Recent requests/s.", lambda: watch.recent.rate_per_s() or 0.0)
         self._gauge("xgpt_step_time_ratio", "Recent steps, measured over predicted.", lambda: watch.step_ratio or NAN)
         self._gauge("xgpt_look_seconds_max", "Longest look at the lengths.", lambda: watch.loop_s)
@@ -141,9 +143,11 @@ class Metrics:
             constraint = self._watch.plan.constraint
             bounds = Bounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
         if bounds == NO_BOUNDS and not account.of_class:
+            self.recent.end(took.ttft_s or 0.0, took.whole_s or 0.0, is_kept=None)
             return
         pairs = zip(took, bounds, strict=True)
         is_kept = all(seconds is None or bound is None or seconds <= bound for seconds, bound in pairs)
+        self.recent.end(took.ttft_s or 0.0, took.whole_s or 0.0, is_kept=is_kept)
         self._bounds.labels(account.key, "yes" if is_kept else "no").inc()
         _count(self._kept, account.key, is_kept=is_kept)
         if account.of_class:

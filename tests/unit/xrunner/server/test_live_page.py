@@ -13,6 +13,7 @@ from tests.unit.xrunner.server.test_watch import FakePlanner, ask
 from xgpt.core.schema import Decision
 from xrunner.server import Watch
 
+BOUND = {"latency_bound_s": 9.8, "objective": "arrivals"}
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -36,7 +37,7 @@ def test_the_page_comes_to_life_in_a_browser(tmp_path: Path) -> None:
     assert 'data-state="live"' in dom, browser.stderr[-2000:]
     assert "orca: max_batch 16" in dom
     assert "40 requests observed, 40 of them ended" in dom
-    assert dom.count("<svg") == 6 and dom.count("<polyline") >= 6
+    assert dom.count("<svg") == 9 and dom.count("<polyline") >= 9
     assert "Re-planning is off." in dom
     assert 'id="taken"' not in dom and "&lt;img src=x" in dom
     assert json.dumps(live["lengths"]["input"]["observed"]) != "null"
@@ -46,7 +47,7 @@ def test_the_page_comes_to_life_in_a_browser(tmp_path: Path) -> None:
 def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
     planner = FakePlanner([None] * 20)
     plan = fake_plan()
-    plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"latency_bound_s": 9.8})})
+    plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update=BOUND)})
     watch = Watch(plan, planner)
     with running(fake_app(fake_engine(FakeExecutor()), watch)) as url, browser(tmp_path / "profile") as page:
         ask(url, 3, 4)
@@ -54,9 +55,13 @@ def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
         watch.history.extend([Decision.model_validate(decided)] * 3)
         page.open(f"{url}/")
         page.wait("document.body?.dataset.state === 'live'")
-        assert page.run("document.getElementById('latency-label').textContent").endswith(
-            "bound: 9.8 s for 99% of requests"
+        assert page.run("document.getElementById('latency-label').textContent") == (
+            "latency p99, arrival to last token; the bound: 9.8 s for 99% of requests"
         )
+        live = httpx.get(f"{url}/live", trust_env=False).json()["now"]
+        assert live["share_kept"] == 1.0 and live["first_p99_s"] <= live["whole_p99_s"] < 9.8
+        assert page.run("document.getElementById('kept').textContent") == "100.0%"
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
         assert page.run("document.getElementById('last').textContent") == "Last, at now: keep: <b>because</b>"
         cells = "[...document.querySelectorAll('#decisions tr')].map((row) => row.children[1].textContent)"
         assert page.run(cells) == ["keep (3 times)"]
