@@ -1,10 +1,11 @@
-"""Start processes that end with the process that started them."""
+"""Start processes that end with the process that started them, and see whether one hangs or works."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -22,3 +23,23 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def is_at_work(process: int) -> bool:
+    """Return whether a thread of a process runs, waits for a processor, or waits for a disk. Linux only; else False.
+
+    Such a process may be unable to report that it is alive: it is short of processors, or one of its threads keeps the
+    interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something, is not at work.
+    """
+    return bool(_states(process) & {"R", "D"})
+
+
+def _states(process: int) -> set[str]:
+    """Return the states of a process's threads, as letters of /proc/PID/stat; none if it has ended."""
+    states = set()
+    for thread in Path(f"/proc/{process}/task").glob("*/stat"):
+        try:
+            states.add(thread.read_text().rpartition(")")[2].split()[0])
+        except (OSError, IndexError):  # the thread has ended meanwhile
+            continue
+    return states

@@ -10,13 +10,14 @@ import time
 
 import msgspec
 
+from xgpt.core import processes
 from xgpt.core.errors import MachineError
 from xrunner.cluster.sockets import interface_of
 
 ALIVE_S = 0.5
 """Interval at which a launcher reports that it is running."""
-SILENCE_S = 15.0
-"""A launcher that has been silent for this time hangs. Its own workers can keep it from running for seconds."""
+SILENCE_S, BUSY_S = 15.0, 60.0
+"""A launcher that has been silent for this time hangs; one that works has longer, as workers can take its processor."""
 END_S = 5.0
 """Time in which workers and launcher must end."""
 READ_BYTES = 1 << 16
@@ -116,8 +117,9 @@ class LauncherProcess:
         try:
             read = os.read(self.fileno(), READ_BYTES)
         except BlockingIOError:
-            if self._heard_s is not None and now - self._heard_s > SILENCE_S:
-                raise MachineError(f"the launcher of the workers has been silent for {SILENCE_S:.0f} s") from None
+            silent_s = 0.0 if self._heard_s is None else now - self._heard_s
+            if silent_s > SILENCE_S and (silent_s > BUSY_S or not self.is_at_work()):
+                raise MachineError(f"the launcher of the workers has been silent for {silent_s:.0f} s") from None
             return []
         if not read:
             raise MachineError("the launcher of the workers has ended")
@@ -125,6 +127,10 @@ class LauncherProcess:
         *lines, self._rest = (self._rest + read).split(b"\n")
         heard = map(_decode, lines)
         return [what for what in heard if isinstance(what, Exited)]
+
+    def is_at_work(self) -> bool:
+        """Return whether it runs or waits for a processor, as it does while it imports what workers need."""
+        return processes.is_at_work(self._process.pid)
 
     def excuse_silence(self) -> None:
         """Restart the measurement of the launcher's silence: this process itself did not run."""

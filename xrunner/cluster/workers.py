@@ -12,6 +12,7 @@ from typing import Self
 import zmq
 
 from xgpt.core.errors import MachineError, XgptError
+from xgpt.core.processes import is_at_work
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers
@@ -20,9 +21,11 @@ from xrunner.cluster.store import Keys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker, or another machine, that has been silent for this time counts as lost."""
+"""A worker, or another machine, that has been silent for this time counts as lost, unless it is seen to work."""
+BUSY_S = 60.0
+"""A worker that is seen to work, or that loads out of sight on another machine, may be silent for this time."""
 START_S = 120.0
-"""Time in which all workers must have started."""
+"""Time in which all workers must have started, not counting time in which their launcher works."""
 LOAD_S = 3600.0
 """Time in which all workers must have built their parts."""
 RESTARTS = 3
@@ -205,6 +208,7 @@ class Workers:
         with self._shared.changed:
             self._shared.epoch += 1
             self._shared.members.clear()
+            self._shared.loaded.clear()
             self._shared.lost = None
 
     def close(self) -> None:
@@ -226,6 +230,8 @@ class Workers:
         with shared.changed:
             while len(shared.members) < self.num_workers:
                 self.check()
+                if self._launcher is not None and self._launcher.is_at_work():
+                    deadline = time.monotonic() + START_S
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.num_workers)) - set(shared.members))
                     raise MachineError(f"workers {missing} have not started within {START_S:.0f} s")
@@ -327,8 +333,9 @@ class Workers:
                 self._launcher.excuse_silence()
         self._looked_s = now
         for worker, member in shared.members.items():
-            if now - member.heard_s > SILENCE_S:
-                self._report_loss(f"worker {worker} has been silent for {SILENCE_S:.0f} s")
+            silent_s = now - member.heard_s
+            if silent_s > SILENCE_S and not self._is_excused(worker, member, silent_s):
+                self._report_loss(f"worker {worker} has been silent for {silent_s:.0f} s")
         for number, node in list(shared.nodes.items()):
             if now - node.heard_s > SILENCE_S:
                 del shared.nodes[number]
@@ -343,6 +350,17 @@ class Workers:
             self._launcher.close()
             self._launcher = None
             self._report_loss(str(error))
+
+    def _is_excused(self, worker: int, member: WorkerStatus, silent_s: float) -> bool:
+        """Return whether a silent worker works: it compiles or loads, or is short of processors.
+
+        One that has not built its part yet has as long as building may take. Workers on other machines are out of
+        sight: there, one that builds its part may be silent for `BUSY_S`.
+        """
+        is_loading = worker not in self._shared.loaded
+        if worker >= self.num_workers // self._num_nodes:
+            return is_loading and silent_s < BUSY_S
+        return silent_s < (LOAD_S if is_loading else BUSY_S) and is_at_work(member.hello.pid)
 
     def _report_loss(self, why: str) -> None:
         if self._shared.lost is None:

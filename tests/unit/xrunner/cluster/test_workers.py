@@ -19,6 +19,7 @@ from tests.rings import few
 from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
 from xrunner.cluster import nodes
+from xrunner.cluster import workers as workers_module
 from xrunner.cluster.launching import LauncherSettings
 from xrunner.cluster.nodes import Node
 from xrunner.cluster.sockets import Secret, Sockets
@@ -92,6 +93,19 @@ def test_a_worker_that_dies_is_noticed_at_once(alone: Workers) -> None:
     os.kill(before[1], signal.SIGKILL)
     assert eventually(lambda: is_lost(alone))
     assert time.monotonic() - started_s < 1
+    comes_back(alone, *before)
+
+
+def test_a_worker_that_is_seen_to_work_may_be_silent(alone: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short of processors, or while it compiled, it was called silent after 4 s, and a good plan was refused."""
+    alone._restarts.clear()
+    before = pids(alone)
+    monkeypatch.setattr(workers_module, "SILENCE_S", 0.8)
+    with monkeypatch.context() as seen:
+        seen.setattr(workers_module, "is_at_work", lambda pid: pid == before[0])
+        os.kill(before[0], signal.SIGSTOP)
+        time.sleep(1.6)
+        assert not is_lost(alone)
     comes_back(alone, *before)
 
 
