@@ -1,6 +1,7 @@
 """In place of a Python that has vLLM: takes requests on the same channel, and answers them without a model.
 
-A prompt is answered with its tokens' sum, and so on from there (`tests.fakes.expected_tokens`). A decode lane answers
+A prompt is answered with its tokens' sum, and so on from there (`tests.fakes.expected_tokens`); one that ends with the
+beginning of its own answer is answered with what follows. A decode lane answers
 so only those whose K/V it is told to be where the encode lane has left it. A prompt that begins with `FAILS` fails in
 the lane that it comes to first, one that begins with `DIES` ends the process, one with `HANGS` stalls it.
 FAKE_VLLM_STEP_S: seconds of a step.
@@ -15,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fakes import VOCAB_SIZE
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
@@ -26,6 +26,7 @@ from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.channel import Alive, Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 
+VOCAB_SIZE = 1000
 FAILS, DIES, HANGS = 13, 17, 19
 ROOM = VllmRoom(num_blocks=800, block_size=32, max_running=64)
 
@@ -93,7 +94,7 @@ class FakeVllm:
         if request.prompt[0] == HANGS:
             time.sleep(3600)
         self.requests[request.id] = request
-        self.made[request.id] = sum(request.prompt)
+        self.made[request.id] = next_token(request.prompt)
         if self.lane == "decode" and request.transfer != {"remote_block_ids": list(request.prompt)}:
             self.made[request.id] = -1
         sizes, block_size = (len(request.prompt), request.max_output), self.schedule.pool.block_size
@@ -148,6 +149,18 @@ class FakeVllm:
             finish = "length"
         transfer = {"remote_block_ids": list(request.prompt)} if self.lane == "encode" else None
         return Output(id_, [token], finish, None, transfer)
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    """Return what follows a prompt, or a prompt and the tokens that it was answered with so far."""
+    rest = sum(tokens)
+    for number in range(len(tokens) - 1, 0, -1):
+        rest -= tokens[number]
+        if tokens[number] == rest % VOCAB_SIZE:
+            return tokens[-1] + 1
+        if tokens[number] != (tokens[number - 1] + 1) % VOCAB_SIZE:
+            break
+    return sum(tokens)
 
 
 def main() -> None:

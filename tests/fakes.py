@@ -13,6 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.fake_vllm import VOCAB_SIZE
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
 from xgpt.core.schema import (
     ClusterSpec,
@@ -36,7 +37,6 @@ from xrunner.server.http.connections import Listener
 from xrunner.server.http.process import Server
 from xrunner.server.served import ServedEngine
 
-VOCAB_SIZE = 1000
 SPEC = ModelSpec(
     name="fake",
     family="opt",

@@ -25,6 +25,7 @@ from tests.attack import target as attack
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import PROBE, Target, attacked
 from tests.fakes import eventually, expected_tokens
+from tests.rings import few
 from xgpt.core.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE
 
@@ -259,13 +260,24 @@ def test_what_runs_at_sigterm_ends_and_nothing_begins(kind: str, checkpoint: Pat
     assert family and eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in family))
 
 
-def test_where_vllm_dies_the_server_ends_and_says_so(kind: str, checkpoint: Path, tmp_path: Path) -> None:
-    with attacked("one", checkpoint, tmp_path, *ENGINE) as target:
-        assert len(target.probe()) == 12
-        children = children_of(target.served.process.pid)
-        youngest = max(pid for pid in children if b"sandbox" not in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(youngest, signal.SIGKILL)
-        assert target.served.process.wait(60) == 3
+@pytest.mark.point(27)
+@pytest.mark.parametrize("number", few([signal.SIGKILL, signal.SIGSTOP]))
+def test_where_vllm_dies_or_stops_another_takes_over_its_requests(
+    number: signal.Signals, kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The server once ended, with what it had. A stop is noticed after 30 s."""
+    with attacked("one", checkpoint, tmp_path, *ENGINE) as target, ThreadPoolExecutor(8) as pool:
+        fields = {**PROBE, "max_tokens": 300, "ignore_eos": True}
+        before = target.complete(**fields)[1]["choices"][0]["token_ids"]
+        family = children_of(target.served.process.pid)
+        youngest = max(pid for pid in family if b"sandbox" not in Path(f"/proc/{pid}/cmdline").read_bytes())
+        running = [pool.submit(target.complete, **fields) for _ in range(8)]
+        assert eventually(lambda: figures(target)["xgpt_requests_running"] >= 4, 30)
+        os.kill(youngest, number)
+        answers = [one.result() for one in running]
+        assert [status for status, _ in answers] == [200] * 8
+        assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
+        assert not Path(f"/proc/{youngest}/cmdline").exists()
 
 
 @pytest.mark.point(17)

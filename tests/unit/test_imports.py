@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "xrunner.vllm": LOW | {"xrunner.vllm"},
     "xrunner.vllm.engine": LOW | {"xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xrunner.vllm.waa": LOW | {"xrunner.vllm", "xrunner.executor", "xrunner.generation"},
+    "xrunner.vllm.handover": LOW | {"xrunner.generation", "xrunner.recovery"},
     "xprofiler": LOW | {"xgpt.resolve", "xprofiler"},
     "xprofiler.vllm": LOW | {"xprofiler", "xrunner.vllm"},
     "xprofiler.ranks": LOW | {"xprofiler", "xrunner"},

@@ -7,6 +7,7 @@ path and nothing else of ours; of vLLM's packages they share pydantic, msgspec, 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
     try:
         yield process
     finally:
+        process.send_signal(signal.SIGCONT)  # it may have been stopped, and would not see that its input has ended
         process.stdin.close()
         process.wait()
 

@@ -36,6 +36,8 @@ def main(command: list[str]) -> int:
 def _end_with_input(process: subprocess.Popen[bytes]) -> None:
     while os.read(0, 4096):
         pass
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGCONT)  # a process that was stopped would not end
     process.terminate()
     try:
         process.wait(STOP_S)

@@ -15,6 +15,7 @@ import pytest
 
 from tests import fake_vllm
 from tests.fakes import eventually, expected_tokens, fake_app, fake_plan, running
+from tests.rings import few
 from tests.unit.xrunner.server.test_watch import FakePlanner, ask, get
 from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.core.errors import InputError, MachineError
@@ -22,7 +23,7 @@ from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.generation import Generation, Token
 from xrunner.server import Watch
-from xrunner.vllm import instance
+from xrunner.vllm import handover, instance
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.process import PYTHON_VARIABLE
 from xrunner.vllm.waa import WaaEngine
@@ -109,16 +110,53 @@ def test_cancelled_requests_make_room_for_others(plan: Plan, start: Start) -> No
     assert all(ids(got[id_]) == expected_tokens((5, 6), 3) for id_ in range(100, 110))
 
 
-@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
-def test_a_vllm_that_ends_is_the_end(plan: Plan, start: Start) -> None:
+def children(engine: Engine, number: int = 0) -> list[int]:
+    """Of the process that supervises a vLLM."""
+    parent = engine._vllm._readers[number].process.pid
+    return [int(child) for child in subprocess.check_output(["pgrep", "-P", str(parent)], text=True).split()]
+
+
+LOSSES = [(ORCA, signal.SIGKILL, 0), (WAA, signal.SIGSTOP, 1), (ORCA, signal.SIGSTOP, 0), (WAA, signal.SIGKILL, 0)]
+
+
+@pytest.mark.parametrize(("plan", "sent", "number"), few(LOSSES, 2))
+def test_a_vllm_that_ends_or_hangs_is_started_anew_and_no_request_is_lost(
+    plan: Plan, sent: signal.Signals, number: int, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = start(plan)
+    submit(engine, PROMPTS[:8], max_output=60)
+    first: dict[int, list[Token]] = {}
+    while min((len(first.get(id_, ())) for id_ in range(8)), default=0) < 3:
+        for token in engine.step() or []:
+            first.setdefault(token.id, []).append(token)
+        engine.wait(0.01)
+    vllm, lost = engine._vllm, children(engine, number)
+    for child in lost:
+        os.kill(child, sent)
+    monkeypatch.setattr(instance, "ALIVE_S", 4.0)
+    got = run(engine, 8 - sum(tokens[-1].finish is not None for tokens in first.values()))
+    assert all(ids(first[id_] + got.get(id_, [])) == expected_tokens(PROMPTS[id_], 60) for id_ in range(8))
+    assert eventually(lambda: engine.step() == [] or engine._vllm is not vllm, 30)  # if none needed what was lost
+    assert children(engine, number)
+    assert not any(Path(f"/proc/{child}/cmdline").exists() for child in lost)
+
+
+def test_a_request_that_ends_every_vllm_is_found_and_ended(start: Start) -> None:
+    """The first end is an accident, the second makes its requests suspects, the third tells which one it is."""
+    engine = start(ORCA)
+    submit(engine, [*PROMPTS[:5], (fake_vllm.DIES, 1), *PROMPTS[5:8]], max_output=40)
+    got = run(engine, 9)
+    assert got[5][-1].finish == "error" and "vLLM ends with this request" in got[5][-1].error
+    prompts = dict(enumerate([*PROMPTS[:5], (), *PROMPTS[5:8]]))
+    assert all(ids(got[id_]) == expected_tokens(prompts[id_], 40) for id_ in got if id_ != 5)
     submit(engine, [(fake_vllm.DIES, 1)])
-    with pytest.raises(MachineError, match="the device has gone"):
+    with pytest.raises(MachineError, match=r"lost 4 times within 10 minutes, the last time: .*the device has gone"):
         run(engine, 1)
 
 
 @pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
-def test_a_vllm_that_hangs_is_the_end(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_that_makes_no_step_is_noticed(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "RESTARTS", 0)
     engine = start(plan)
     monkeypatch.setattr(instance, "SILENCE_S", 0.5)
     engine.wait(0.6)  # idle, it has nothing to tell
@@ -261,8 +299,9 @@ def test_a_prompt_that_the_encode_lane_cannot_hold_fails_alone(start: Start) -> 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_vllm_that_is_stopped_is_noticed(is_busy: bool, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle, it was never noticed; busy, after two minutes."""
+    monkeypatch.setattr(handover, "RESTARTS", 0)
     engine = start(ORCA)
-    run_for_s, children = time.monotonic() + 1, []
+    run_for_s, stopped = time.monotonic() + 1, list[int]()
     while time.monotonic() < run_for_s:
         assert engine.step() is None
         engine.wait(0.1)
@@ -270,16 +309,15 @@ def test_a_vllm_that_is_stopped_is_noticed(is_busy: bool, start: Start, monkeypa
     if is_busy:
         submit(engine, PROMPTS[:1], max_output=100_000)
     try:
-        parent = engine._vllm._readers[0].process.pid
-        children = [int(child) for child in subprocess.check_output(["pgrep", "-P", str(parent)], text=True).split()]
-        for child in children:
+        stopped = children(engine)
+        for child in stopped:
             os.kill(child, signal.SIGSTOP)
         with pytest.raises(MachineError, match="reported nothing for 3 s: it hangs"):
             while True:
                 engine.step()
                 engine.wait(0.1)
     finally:
-        for child in children:
+        for child in stopped:
             os.kill(child, signal.SIGCONT)
 
 
