@@ -5,8 +5,10 @@
 Rows of benchmarks/truth/kv/sizes.csv: "report" is llm-d-planner's accuracy report on vLLM 0.19 (pull request 205;
 "error": the size follows from the published error of its own prediction, "parts": from the published weights,
 activations and other memory), "table" its docs/empirical-vllm-memory-results.md on vLLM 0.11, "inference-sim" what
-inference-sim/sim-to-real-accuracy-validation publishes; numbers are issues. All are of an H100 of 79.2 GiB. Figures of
-configs/engines were fitted to the rows that say so, and to no others.
+inference-sim publishes (sim-to-real-accuracy-validation, and testdata of inference-sim), "vLLM-benchmarking" logs of
+dennislee22/vLLM-benchmarking, "myoceane" a page of myoceane.fr; numbers are issues. Figures of configs/engines were
+fitted to the rows that say so, and to no others. "runs" says what a log shows that flags do not: FlashInfer's sampler,
+or Marlin's kernels on a device that has better ones.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from xsimulator.memory import LaneMemory
 from xsimulator.stages import lane, spread
 
 FOLDER = Path(__file__).parent / "truth" / "kv"
+FLASHINFER_BYTES = 10.0
+"""Bytes of sampling for a token of the vocabulary and a request where FlashInfer samples: logits of two bytes and of
+four, and probabilities of four; PyTorch's sampler sorts them."""
 
 
 class Size(NamedTuple):
@@ -63,18 +68,25 @@ def sizes() -> Iterator[Size]:
             memory = memory_of(row)
             tokens = float(row["max_num_batched_tokens"])
             if row["kv_tokens"]:
-                logged, predicted = float(row["kv_tokens"]), float(memory.blocks_beside(tokens)[0]) * 16
+                logged, predicted = float(row["kv_tokens"]), float(memory.blocks_beside(tokens)[0])
+                predicted *= load_engine(row["engine"]).block_size
             else:
                 logged, predicted = float(row["kv_gib"]), float(memory.free_bytes(tokens).min()) / 2**30
             words = [row["model"], row["dtype"], f"TP {row['tp']}" + (f" PP {row['pp']}" if row["pp"] != "1" else "")]
+            words[1:1] = [row["cluster"].rpartition("x")[0].strip("-")] if row["cluster"] != "h100x8" else []
             words += [f"{row['max_num_seqs']} x {row['max_num_batched_tokens']}", row["share"]]
+            words += [row["runs"]] if row["runs"] else []
             yield Size(", ".join(words), row["engine"], logged, predicted, row["fitted"] == "yes", row["source"])
 
 
 def memory_of(row: dict[str, str]) -> LaneMemory:
     """Return the memory of a row's devices, whether or not the model fits."""
-    spec, cluster, engine = model(row["model"]), load_cluster("h100x8"), load_engine(row["engine"])
+    spec, cluster, engine = model(row["model"]), load_cluster(row["cluster"]), load_engine(row["engine"])
     device = cluster.device.model_copy(update={"usable_memory": float(row["share"])})
+    if row["runs"] == "marlin":
+        device = device.model_copy(update={"name": "installed without kernels of its own"})
+    if row["runs"] == "flashinfer":
+        engine = engine.model_copy(update={"sampling_bytes": FLASHINFER_BYTES})
     precision = Precision.of(row["dtype"], "gpu", engine.framework, row["kv_dtype"] or None)
     tp, pp = int(row["tp"]), int(row["pp"])
     stages = lane((tp,) * pp, spread(spec.num_layers, [1.0] * pp))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +28,8 @@ WORKSPACE_BYTES = 256 * 2**20
 
 PADDED = "mxfp4"
 """Format of experts whose widths engines pad, and whose kernels keep no buffers from step to step."""
+OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
+"""Names of devices that engines have kernels of their own for in this format; others run Marlin's."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
@@ -159,7 +163,12 @@ class LaneMemory:
         tables = tables * table + embeds * state * spec.layer_embedding_params
         self.weight_bytes: Array = (shared + tables) / tp + unshared
         if keeps is not None:
-            self.weight_bytes += _padding(spec, precision.weights, lane, last, keeps.expert_multiple)
+            multiples = 1, keeps.expert_multiple
+            if keeps.marlin_multiples is not None and not OWN_KERNELS.match(cluster.device.name):
+                multiples = keeps.marlin_multiples
+            self.weight_bytes += _padding(spec, precision.weights, lane, last, multiples)
+            if keeps.framework != "native":  # encoders of images and sound, which such engines load, too
+                self.weight_bytes += embeds * spec.tower_params * state / tp
         """Of one device of each stage."""
         kept = [
             _kept(spec, precision.kv, stage, int(end), context if keeps is not None and keeps.drops_windows else None)
@@ -249,8 +258,12 @@ def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: f
     return grows, constant
 
 
-def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiple: int) -> Array:
-    """Return the bytes by which experts grow on a device where kernels take widths in multiples. # [stages]"""
+def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: tuple[int, int]) -> Array:
+    """Return the bytes by which experts grow on a device where kernels take sizes in multiples. # [stages]
+
+    Args:
+        multiples: of the hidden size, and of an expert's width.
+    """
     stored = spec.quantization
     if stored is None or stored.kind != PADDED:
         return np.zeros(len(lane))
@@ -261,11 +274,15 @@ def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiple: i
             if (experts := kind.experts) is not None:
                 width = experts.ffn_size * stage.ep / stage.tp
                 layers = kind.count(int(end) - stage.decoder_layers, int(end))
-                more += (
-                    (-(-width // multiple) * multiple / width - 1) * layers * experts.number * spec.sizes.expert(kind)
-                )
+                grows = _rounded(spec.hidden_size, multiples[0]) * _rounded(width, multiples[1]) - 1
+                more += grows * layers * experts.number * spec.sizes.expert(kind)
         grown.append(more * size / stage.tp)
     return np.asarray(grown)
+
+
+def _rounded(size: float, multiple: int) -> float:
+    """Return the factor by which a size grows to the next multiple of a number."""
+    return -(-size // multiple) * multiple / size
 
 
 def capacity(

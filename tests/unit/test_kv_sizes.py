@@ -1,24 +1,30 @@
-"""K/V memory against what vLLM logged: published start-up logs, over models, types, groups and versions."""
+"""K/V memory against what engines logged: published start-up logs, over models, types, groups, devices and versions."""
 
 from __future__ import annotations
+
+from statistics import median
 
 import pytest
 
 from benchmarks.kv_sizes import Size, sizes
 
 SIZES = list(sizes())
-OTHER_KERNELS = [size for size in SIZES if "Marlin" in size.source]
-"""gpt-oss on an H100 without the kernels that the image of vLLM has: its weights took 1.6 GiB more there."""
+NEARLY_NOTHING_GIB = 2.0
+"""Below this, an error is compared with the device's memory: 0.25 GiB is a third of a percent of it."""
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if size not in OTHER_KERNELS], ids=lambda size: size.setting)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.setting)
 def test_no_more_than_there_is_and_little_less(size: Size) -> None:
     if size.logged < 0:
         assert size.predicted < 0, "it does not start"
+    elif size.logged < NEARLY_NOTHING_GIB:
+        assert abs(size.predicted - size.logged) < 0.25
     else:
         assert -0.05 <= size.error <= 0.02
 
 
 def test_most_sizes_verify() -> None:
-    assert len(SIZES) >= 50 and sum(size.is_fitted for size in SIZES) <= len(SIZES) / 5
-    assert len(OTHER_KERNELS) == 2
+    verify = [size for size in SIZES if not size.is_fitted]
+    assert len(SIZES) >= 65 and len(verify) >= 4 / 5 * len(SIZES)
+    assert median(abs(size.error) for size in verify) < 0.005
+    assert {size.engine for size in verify} >= {"vllm-0.10", "vllm-0.15", "vllm-0.19", "vllm-0.32"}

@@ -45,6 +45,10 @@ ALIASES: Mapping[str, str] = {
 """Families that are another by the same fields."""
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where a config.json of a model that also reads images or sound holds its language model."""
+TOWERS = ("vision_config", "audio_config")
+"""Where it holds what reads them."""
+LAYERS = ("vt_num_hidden_layers", "depth", "num_hidden_layers", "encoder_layers")
+"""What such parts call the number of their layers."""
 
 
 def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, Any]]:
@@ -66,6 +70,32 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
     if family is None:
         raise InputError(f"{source}: model_type", outer, f"known families: {', '.join(sorted(known_families()))}")
     return family, config
+
+
+def tower_params(config: Mapping[str, Any]) -> int:
+    """Return about how many weights the encoders of images and sound have that a model holds besides its language part.
+
+    Their blocks have attention and two or three matrices between hidden and intermediate size; what merges several
+    patches into a token has two more. Positions, norms and patches are left out.
+    """
+    inner = config.get("thinker_config")
+    parts = [config, inner] if isinstance(inner, dict) else [config]
+    towers = [part.get(name) for part in parts for name in TOWERS]
+    return sum(_tower(tower) for tower in towers if isinstance(tower, dict))
+
+
+def _tower(config: Mapping[str, Any]) -> int:
+    def first(*names: str) -> int:
+        return next((config[name] for name in names if isinstance(config.get(name), int)), 0)
+
+    hidden, layers = first("vt_hidden_size", "embed_dim", "hidden_size", "d_model"), first(*LAYERS)
+    inner = first("vt_intermediate_size", "intermediate_size", "encoder_ffn_dim") or 4 * hidden
+    has_gate = config.get("hidden_act") == "silu" or str(config.get("model_type")).startswith(("gemma4", "pixtral"))
+    merged = hidden * max(1, first("spatial_merge_size")) ** 2
+    out = first("out_hidden_size") or (first("hidden_size") if "embed_dim" in config else 0)
+    deep = config.get("deepstack_visual_indexes")
+    mergers = 1 + len(deep) if isinstance(deep, list) else 1
+    return layers * (4 * hidden**2 + (3 if has_gate else 2) * hidden * inner) + mergers * merged * (merged + out)
 
 
 def known_families() -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from xgpt.checkpoints.families import given_by_default, language_model
+from xgpt.checkpoints.families import given_by_default, language_model, tower_params
 from xgpt.checkpoints.fields import check_fields
 from xgpt.checkpoints.readers import FAMILIES, OTHER_NAMES, common
 from xgpt.checkpoints.readers.planned import PLAIN, planned
@@ -96,6 +96,7 @@ def spec_of(
     Raises:
         InputError: as `read_spec` does.
     """
+    towers = tower_params(config)
     family, config = language_model(config, source)
     given, defaults = config, given_by_default(family)
     config = defaults | given
@@ -115,6 +116,8 @@ def spec_of(
         # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
     fields.setdefault("default_dtype", "bfloat16")  # as vLLM takes it
+    if towers:
+        fields["tower_params"] = towers
     fields |= {"name": name, "family": "other" if family in PLAIN else OTHER_NAMES.get(family, family)}
     return parse(fields, ModelSpec, source)
 

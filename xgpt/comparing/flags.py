@@ -14,6 +14,8 @@ from xgpt.core.io import load_yaml
 
 T = TypeVar("T")
 
+VARIABLE = "it is a variable of the shell: write its value"
+
 Given = dict[str, str]
 """Flags by their long name: the value, "yes" or "no" for a switch, JSON for a value given in parts."""
 
@@ -143,7 +145,7 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
     if name not in given:
         return default
     if given[name].startswith("$"):
-        raise InputError(f"current: --{name}", given[name], "it is a variable of the shell: write its value")
+        raise InputError(f"current: --{name}", given[name], VARIABLE)
     try:
         return cast(T, read(given[name]))
     except ValueError as error:

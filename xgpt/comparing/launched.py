@@ -30,6 +30,8 @@ IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "te
 """Parts of the names of images, and the engine that they run."""
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a command of a shell."""
+MOST_LINES = 100
+"""Lines that text between quotation marks may take in a command."""
 DOCKER_SWITCHES = frozenset(
     ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
 )
@@ -87,8 +89,8 @@ def find_engine(text: str) -> Launched:
             raise InputError("current", text, "it cannot be read as text") from None
     documents = _documents(text)
     if documents:
-        return _one([found for document in documents for found in _in_manifest(document)], "the manifest")
-    return _one(list(_in_shell(text)), shorten(text))
+        return _one([found for document in documents for found in in_manifest(document)], "the manifest")
+    return _one(list(in_shell(text)), shorten(text))
 
 
 def shorten(text: str) -> str:
@@ -124,19 +126,39 @@ def _documents(text: str) -> list[Any]:
 # --- shells
 
 
-def _in_shell(text: str) -> Iterator[Launched]:
+def in_shell(text: str) -> Iterator[Launched]:
     """Yield the engines that the commands of a shell start."""
-    joined = re.sub(r"\\\r?\n", " ", text)
-    for line in joined.splitlines():
+    for line in _lines(re.sub(r"\\[ \t]*\r?\n", " ", text)):
         if line.strip() and not line.strip().startswith("#"):
-            words = _words(line.strip().removeprefix("$ "))
+            words = _words(re.sub(r"^[$>] ", "", line.strip()))
             yield from _in_words(words)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yield the lines of a script; one that ends inside quotation marks together with those up to their end, if any."""
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        ends = () if lines[at].lstrip().startswith("#") else range(at, min(at + MOST_LINES, len(lines)))
+        end = next((end for end in ends if _is_closed("\n".join(lines[at : end + 1]))), at)
+        yield " ".join(lines[at : end + 1])
+        at = end + 1
+
+
+def _is_closed(text: str) -> bool:
+    """Return whether each quotation mark of a shell's text is closed."""
+    try:
+        shlex.split(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _words(line: str) -> list[str]:
     # A placeholder such as <port> is a word, not a redirection.
     line = re.sub(r"<([A-Za-z][\w .:/-]*)>", lambda match: match[1].replace(" ", "-"), line)
     line = re.sub(r"\s[12](?=>)", " ", line)  # the descriptor of 2>&1 is no word
+    line = re.sub(r"\$\(+[^()]*\)+", "$COMMAND", line)  # what a shell would compute is one word
     reader = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
     reader.whitespace_split = True
     reader.commenters = ""
@@ -167,7 +189,7 @@ def _in_words(words: list[str], image: str = "") -> Iterator[Launched]:
             if word in ("bash", "sh") and (at == 0 or names[at - 1] == "exec"):
                 script = next((after for flag, after in pairwise(command[at:]) if re.fullmatch(r"-\w*c", flag)), None)
                 if script is not None:
-                    yield from _in_shell(script)
+                    yield from in_shell(script)
                     break
             if word in ("docker", "podman", "nerdctl") and pair[1] == "run":
                 yield from _in_docker(command[at + 2 :])
@@ -222,11 +244,11 @@ def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> It
 # --- manifests
 
 
-def _in_manifest(node: Any) -> Iterator[Launched]:
+def in_manifest(node: Any) -> Iterator[Launched]:
     """Yield the engines in Compose services, pods, Helm values of the production stack, llm-d and Dynamo."""
     if isinstance(node, list):
         for each in node:
-            yield from _in_manifest(each)
+            yield from in_manifest(each)
     if not isinstance(node, dict):
         return
     if isinstance(node.get("vllmConfig"), dict):
@@ -244,7 +266,7 @@ def _in_manifest(node: Any) -> Iterator[Launched]:
             yield Launched(found.engine, found.words, found.image, devices)
         return
     for value in node.values():
-        yield from _in_manifest(value)
+        yield from in_manifest(value)
 
 
 def _of_values(node: dict[str, Any]) -> Launched:

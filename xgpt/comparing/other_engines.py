@@ -142,7 +142,8 @@ def _refuse(given: Given, refused: dict[str, str]) -> None:
 
 def _dtypes(given: Given, kv_name: str) -> tuple[DType | None, DType | None, str | None]:
     """Return the types of weights and K/V (None: the model's), and how the checkpoint stores its weights."""
-    weights, kv, name = given.get("quantization"), given.get(kv_name, "auto"), given.get("dtype", "auto")
+    weights = value_of(given, "quantization", str, "") or None
+    kv, name = value_of(given, kv_name, str, "auto"), value_of(given, "dtype", str, "auto")
     for flag, value, known in ((kv_name, kv, (*DTYPES, *EIGHT_BIT_KV)), ("dtype", name, tuple(DTYPES))):
         if value not in known:
             raise InputError(f"current: --{flag}", value, f"known: {', '.join(known)}")

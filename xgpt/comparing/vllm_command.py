@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 
 from xgpt.comparing.current import CurrentEngine
 from xgpt.comparing.flag_tables import flags_of
-from xgpt.comparing.flags import FlagTable, Given, count, share, value_of
-from xgpt.comparing.vllm_flags import ALIASES, REFUSED, TAKES, VERSION
+from xgpt.comparing.flags import VARIABLE, FlagTable, Given, count, share, value_of
+from xgpt.comparing.vllm_flags import ALIASES, NEUTRAL_PARTS, QUANTIZATIONS, REFUSED, TAKES, VERSION
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec, DType
 
@@ -64,13 +65,15 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         raise InputError("current", "--omni", "vLLM-Omni serves images, sound or video, which are not scored")
     given, free = TABLE.read(words)
     if "config" in given:
-        given = TABLE.read_config(given.pop("config")) | given
+        path = value_of(given, "config", str, "")
+        given = TABLE.read_config(path) | {name: value for name, value in given.items() if name != "config"}
     if len(free) > 1:
-        raise InputError("current", free[1], "after the model only flags and their values may follow")
+        why = VARIABLE if free[1].startswith("$") else "after the model only flags and their values may follow"
+        raise InputError("current", free[1], why)
     for name, value in given.items():
-        value = _as_json(value)
+        value = _as_json(name, value)
         why, neutral = REFUSED.get(name, (EARLIER_REFUSED.get(name, ""), ()))
-        if why and value not in neutral:
+        if why and value not in neutral and value != "{}":
             raise InputError(f"current: --{name}", value, f"{why}; leave it out to compare without it")
     on_gpu = cluster.device.type == "gpu"
     _only(given, "enable-chunked-prefill", ["yes"], "only engines with chunked prompts can be scored")
@@ -121,14 +124,25 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     )
 
 
-def _as_json(text: str) -> str:
-    """Return JSON in one spelling, and other text as it is."""
+def _as_json(name: str, text: str) -> str:
+    """Return JSON in one spelling, without the parts that change nothing, and other text as it is."""
     if not text.startswith("{"):
         return text
     try:
-        return json.dumps(json.loads(text), sort_keys=True)
+        return json.dumps(_without_neutral(json.loads(text), NEUTRAL_PARTS.get(name, {})), sort_keys=True)
     except ValueError:
         return text
+
+
+def _without_neutral(value: dict[str, object], neutral: Mapping[str, tuple[object, ...]]) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    for name, part in value.items():
+        if name in neutral and (not neutral[name] or part in neutral[name]):
+            continue
+        inner = _without_neutral(part, neutral) if neutral and isinstance(part, dict) else part
+        if inner != {} or part == {}:
+            kept[name] = inner
+    return kept
 
 
 def _only(given: Given, name: str, accepted: list[str], why: str) -> None:
@@ -151,10 +165,12 @@ def _length(text: str) -> int | None:
 
 def _dtypes(given: Given) -> tuple[DType | None, DType | None, str | None]:
     """Return the types of weights and K/V (None: the model's), and how the checkpoint stores its weights."""
-    weights, kv, name = given.get("quantization"), given.get("kv-cache-dtype", "auto"), given.get("dtype", "auto")
+    weights = value_of(given, "quantization", str, "") or None
+    kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")
     if weights is not None and weights not in (*EIGHT_BIT_WEIGHTS, *STORED):
-        known = f"known: {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
-        raise InputError("current: --quantization", weights, known)
+        scored = f"those that are scored: {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
+        why = "no step times are known for it" if weights in QUANTIZATIONS else "vLLM has no such method"
+        raise InputError("current: --quantization", weights, f"{why}; {scored}")
     if kv not in DTYPES and kv not in EIGHT_BIT_KV:
         raise InputError("current: --kv-cache-dtype", kv, f"known: {', '.join((*DTYPES, *EIGHT_BIT_KV))}")
     if name not in DTYPES:

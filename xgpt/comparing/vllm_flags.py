@@ -114,54 +114,56 @@ _SCHEDULE = "it changes which requests run together, in a way that is not scored
 _MEMORY = "the memory for K/V is scored by --gpu-memory-utilization"
 _DRAFTS = "how many tokens a step gives depends on the drafts that are accepted"
 _TRANSFER = "traffic of K/V between engines is not scored"
+_KERNELS = "step times are those of the kernels that vLLM chooses by itself"
+_COMPILED = "step times are those of vLLM's own compilation settings"
+_MODEL = "it changes the model: give its config.json as `config`"
+_GENERATES = "only models that generate tokens are scored"
+_OFFLOAD = "no step times are known of weights that stay in the host's memory"
+_ADAPTERS = "adapters add work that no step times are known for"
+_CONTEXT = "attention divided by context is not scored"
 
 _REFUSED: dict[str, dict[str, list[str]]] = {
     _NO_TABLES: {
         "additional-config": ["{}"],
-        "attention-backend": [],
-        "attention-config": [],
-        "compilation-config": ['{"cudagraph_mode": "FULL_AND_PIECEWISE"}', '{"mode": 3}'],
-        "convert": ["auto", "none"],
-        "cpu-offload-gb": ["0"],
-        "cpu-offload-params": [],
-        "cudagraph-capture-sizes": [],
-        "dbo-decode-token-threshold": ["32"],
-        "dbo-prefill-token-threshold": ["512"],
-        "decode-context-parallel-size": ["1"],
-        "default-mm-loras": [],
         "diffusion-config": [],
-        "disable-custom-all-reduce": ["no"],
         "enable-batch-sharded-sampling": [],
-        "enable-dbo": ["no"],
-        "enable-flashinfer-autotune": ["yes"],
         "enable-hc-sp": ["no"],
         "enable-layerwise-nvtx-tracing": ["no"],
-        "enable-lora": ["no"],
         "enable-trace-replay": ["no"],
         "engram-config": [],
-        "hf-overrides": ["{}"],
-        "ir-op-priority": [],
-        "kernel-config": [],
         "kv-cache-dtype-skip-layers": [],
         "kv-sharing-fast-prefill": ["no"],
-        "linear-backend": ["auto"],
         "logits-processors": [],
-        "lora-modules": [],
-        "max-cudagraph-capture-size": [],
-        "model-class-overrides": [],
         "model-impl": ["auto", "vllm"],
-        "offload-group-size": ["0"],
-        "offload-params": [],
-        "optimization-level": ["2"],
-        "performance-mode": ["balanced"],
-        "prefill-context-parallel-size": ["1"],
         "profiler-config": [],
-        "quantization-config": [],
-        "runner": ["auto", "generate"],
-        "ubatch-size": ["0"],
         "use-fp64-gumbel": ["no"],
         "worker-cls": ["auto"],
     },
+    _KERNELS: {
+        "attention-backend": [],
+        "attention-config": [],
+        "disable-custom-all-reduce": ["no"],
+        "enable-flashinfer-autotune": ["yes"],
+        "ir-op-priority": [],
+        "kernel-config": [],
+        "linear-backend": ["auto"],
+    },
+    _COMPILED: {
+        "compilation-config": ['{"cudagraph_mode": "FULL_AND_PIECEWISE"}', '{"mode": 3}', "3"],
+        "cudagraph-capture-sizes": [],
+        "dbo-decode-token-threshold": ["32"],
+        "dbo-prefill-token-threshold": ["512"],
+        "enable-dbo": ["no"],
+        "max-cudagraph-capture-size": [],
+        "optimization-level": ["2"],
+        "performance-mode": ["balanced"],
+        "ubatch-size": ["0"],
+    },
+    _MODEL: {"hf-overrides": ["{}"], "model-class-overrides": [], "quantization-config": []},
+    _GENERATES: {"convert": ["auto", "none"], "runner": ["auto", "generate"]},
+    _OFFLOAD: {"cpu-offload-gb": ["0"], "cpu-offload-params": [], "offload-group-size": ["0"], "offload-params": []},
+    _ADAPTERS: {"default-mm-loras": [], "enable-lora": ["no"], "lora-modules": []},
+    _CONTEXT: {"decode-context-parallel-size": ["1"], "prefill-context-parallel-size": ["1"]},
     _SCHEDULE: {
         "long-prefill-token-threshold": ["0"],
         "long-prefill-token-threshold-adaptive": ["no"],
@@ -184,3 +186,19 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
 
 REFUSED = {name: (why, tuple(neutral)) for why, flags in _REFUSED.items() for name, neutral in flags.items()}
 """Why each is refused, and the values that change nothing: "yes" and "no" of a switch."""
+
+NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
+    "compilation-config": {"mode": (3, "3"), "level": (3, "3"), "cudagraph_mode": ("FULL_AND_PIECEWISE",)},
+    "hf-overrides": {"max_position_embeddings": (), "rope_parameters": (), "rope_scaling": (), "rope_theta": ()},
+}
+"""Parts of a JSON value that change neither speed nor memory, and at which values; (): at any. The length of the
+context is --max-model-len's."""
+
+_QUANTIZATIONS = """
+    awq awq_marlin auto_round bitsandbytes compressed-tensors cpu_awq deepspeedfp experts_int8 fbgemm_fp8 fp_quant fp8
+    fp8_per_block fp8_per_tensor gguf gpt_oss_mxfp4 gptq gptq_marlin humming inc int8_per_channel_weight_only modelopt
+    modelopt_fp4 modelopt_mixed modelopt_mxfp8 moe_wna16 mxfp4 mxfp8 nvfp4 online petit_nvfp4 ptpc_fp8 quark torchao
+"""
+
+QUANTIZATIONS = frozenset(_QUANTIZATIONS.split())
+"""Names that --quantization takes."""

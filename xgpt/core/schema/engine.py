@@ -71,6 +71,9 @@ class EngineSpec(Frozen):
     """Whether the buffers between the products of experts stay allocated while tokens are sampled."""
     expert_multiple: PositiveInt = 1
     """Number of which the width of an expert in MXFP4 is padded to a multiple on each device."""
+    marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
+    """Numbers of which the hidden size and that width are padded to multiples by Marlin's kernels, which run on devices
+    older than Hopper and on GeForce; None: as everywhere."""
     drops_windows: bool = False
     """Whether keys and values that have left all windows of a layer are freed."""
     block_size: PositiveInt = 16

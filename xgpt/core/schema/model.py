@@ -207,6 +207,8 @@ class ModelSpec(ModelShape):
     """Tokens that end an output."""
     default_dtype: DType = "float16"
     """Type to plan for where none is named."""
+    tower_params: NonNegativeInt = 0
+    """Weights of encoders of images and sound, which other engines load with the language model."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:

@@ -80,7 +80,12 @@ def test_windows_are_those_of_the_config(case: str, tmp_path: Path) -> None:
 def test_gemma_3_with_images_is_read_as_its_language_model(tmp_path: Path) -> None:
     text = config_of("gemma3", tie_word_embeddings=True)
     config = transformers.Gemma3Config(text_config=text.to_dict())
-    assert read(tmp_path / "both", config).model_copy(update={"name": "text"}) == read(tmp_path / "text", text)
+    both = read(tmp_path / "both", config)
+    with torch.device("meta"):
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    seen = sum(weight.numel() for name, weight in model.named_parameters() if "vision" in name)
+    assert both.tower_params == pytest.approx(seen, rel=0.1)
+    assert both.model_copy(update={"name": "text", "tower_params": 0}) == read(tmp_path / "text", text)
 
 
 def test_scaled_rotary_embeddings_are_read(tmp_path: Path) -> None:

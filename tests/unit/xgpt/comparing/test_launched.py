@@ -73,6 +73,7 @@ WAYS = {
     "flags first": f"vllm serve {FLAGS} Qwen/Qwen3-8B &",
     "earlier": f"vllm serve Qwen/Qwen3-8B {FLAGS} --disable-log-requests --swap-space 16 --device cuda --block-size 64",
     "module": f"nohup python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B {FLAGS} > out.log 2>&1 &",
+    "quoted lines": f"> vllm serve Qwen/Qwen3-8B {FLAGS} \\ \n --override-generation-config '{{\n  \"top_k\": 20\n}}'",
     "docker": "docker run -it --rm --gpus all --ipc=host -v ~/.cache:/root/.cache -p 8000:8000 -e HF_TOKEN=$HF_TOKEN "
     f"vllm/vllm-openai:v0.15.1 --model Qwen/Qwen3-8B {FLAGS}",
     "entrypoint": f"sudo docker run --entrypoint vllm registry.local/vllm:main serve Qwen/Qwen3-8B {FLAGS}",

@@ -104,11 +104,36 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --max-model-len 8.5K", "max-model-len: '8.5K'"),
         ("vllm serve m --max-num-seqs 512 --max-num-batched-tokens 256", "no fewer than --max-num-seqs, 512"),
         ("vllm serve m --config nowhere.yaml", "there is no such file"),
+        ("vllm serve m --config $FLAGS", "--config: .* it is a variable of the shell"),
+        ("vllm serve m --kv-cache-dtype $KV", "--kv-cache-dtype: .* it is a variable of the shell"),
+        ("vllm serve m $FLAGS --port 80", "current: '.FLAGS' .* it is a variable of the shell"),
+        ("vllm serve m -dp $((NODES * LOCAL))", "data-parallel-size: .* it is a variable of the shell"),
+        ("vllm serve m --enforce_eager true", "'true' is not accepted; after the model only flags"),
+        ("vllm serve m --quantization torchao", "no step times are known for it; those that are scored: fp8"),
+        ("vllm serve m --runner pooling", "only models that generate tokens are scored"),
+        ("vllm serve m --attention-backend FLASHINFER", "the kernels that vLLM chooses by itself"),
+        ("vllm serve m --enable-lora", "adapters add work"),
+        ("vllm serve m --hf-overrides '{\"num_hidden_layers\": 2}'", "it changes the model: give its config.json"),
+        ('vllm serve m -cc \'{"mode": 3, "pass_config": {"fuse_norm_quant": true}}\'', "own compilation settings"),
     ],
 )
 def test_what_cannot_be_read_is_refused(command: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         read_current(command, load_cluster("a40x4"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        """--hf-overrides '{"text_config": {"rope_parameters": {"factor": 4.0, "rope_type": "yarn"}}}'""",
+        "--hf-overrides.max_position_embeddings 1010000",
+        """-cc '{"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}'""",
+        "--compilation-config 3",
+    ],
+)
+def test_json_that_changes_nothing_is_passed_over(flags: str) -> None:
+    a40 = load_cluster("a40x4")
+    assert read_current(f"vllm serve m {flags}", a40) == read_current("vllm serve m", a40)
 
 
 def test_each_flag_is_scored_refused_or_changes_nothing() -> None:
