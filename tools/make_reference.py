@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
+import textwrap
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -12,15 +16,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+import xgpt
 from tools.fields import descriptions, reachable
 from tools.make_schema import OUTPUTS
 from tools.request_options import keywords_pyi, options_json
+from xgpt import api
 from xgpt.cli import COMMANDS
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
 
 ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "docs" / "reference"
 EXIT_CODES = """| exit code | meaning |
 |---|---|
 | 0 | done |
@@ -138,13 +143,70 @@ def _default(field: FieldInfo) -> str:
     return "null" if field.default is None else f"`{field.default}`"
 
 
-PAGES = {"commands.md": commands, "files.md": files}
-"""What is written into docs/reference, and by what."""
+def python() -> str:
+    """Every function of the Python API: what it does, an example, its arguments, its errors."""
+    parts = [
+        "# Python",
+        "Generated from the docstrings of `xgpt.api`. Keyword arguments are the command line's options by "
+        "their names in Python. What is not the first argument is given by keyword. [Examples](../examples.md).",
+        "Errors are subclasses of `xgpt.XgptError`: `InputError` (bad input), `InfeasibleError` (no plan keeps the "
+        "bounds) and `MachineError` (the machine cannot do it).",
+    ]
+    for name in (name for name in xgpt.__all__ if not name.endswith("Error")):
+        function = getattr(api, name)
+        text, _, rest = inspect.getdoc(function).partition("\n\nArgs:\n")
+        arguments, _, raises = rest.partition("\n\nRaises:\n")
+        parts += [f"## {name}", f"`xgpt.{name}{_signature(function)}`", _paragraphs(text)]
+        for title, lines in (("Arguments", arguments), ("Errors", raises)):
+            if lines.strip():
+                parts.append(f"{title}:\n\n" + _entries(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [one.name for one in parameters if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    return f"({', '.join([*positional, *(['*, ...'] if len(positional) < len(parameters) else [])])})"
+
+
+def _paragraphs(text: str) -> str:
+    """Return a docstring as Markdown: indented blocks and sessions become blocks of code."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        is_code = paragraph.startswith((">>> ", "    "))
+        found.append(
+            f"```python\n{textwrap.dedent(paragraph)}\n```" if is_code else _escaped(" ".join(paragraph.split()))
+        )
+    return "\n\n".join(found)
+
+
+def _entries(lines: str) -> str:
+    """Return the entries of a docstring's section as a list."""
+    entries = re.split(r"\n(?=\S)", textwrap.dedent(lines))
+    split = (" ".join(entry.split()).partition(": ") for entry in entries)
+    return "\n".join(f"- `{name}`: {_escaped(text)}" for name, _, text in split)
+
+
+def examples() -> str:
+    """Every file of examples/, with what it does."""
+    parts = ["# Examples", "Each is a file of `examples/` that runs as it is: `python examples/what_if.py`."]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        docstring, code = path.read_text().removeprefix('"""').split('"""', 1)
+        parts += [f"## {path.name}", _escaped(" ".join(docstring.split())), f"```python\n{code.strip()}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {
+    "reference/commands.md": commands,
+    "reference/files.md": files,
+    "reference/python.md": python,
+    "examples.md": examples,
+}
+"""What is written into docs, and by what."""
 
 
 if __name__ == "__main__":
     (ROOT / "xgpt" / "options.json").write_text(options_json())  # the command line is made of it
     (ROOT / "xgpt" / "keywords.pyi").write_text(keywords_pyi())
-    FOLDER.mkdir(exist_ok=True)
     for name, write in PAGES.items():
-        (FOLDER / name).write_text(write())
+        (ROOT / "docs" / name).write_text(write())

@@ -27,7 +27,7 @@ from xgpt.requests import REQUESTS, Option, Request
 
 ROOT = Path(__file__).parents[2]
 MADE = {"xgpt/options.json": options_json, "xgpt/keywords.pyi": keywords_pyi}
-MADE |= {f"docs/reference/{name}": write for name, write in PAGES.items()}
+MADE |= {f"docs/{name}": write for name, write in PAGES.items()}
 
 
 @pytest.mark.parametrize("path", MADE)
