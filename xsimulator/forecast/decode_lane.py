@@ -1,0 +1,136 @@
+"""The decode lane of WAA: seconds of an iteration of all its micro-batches, at the points of the grid."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from scipy.special import ndtri
+
+from xsimulator.costs.curves import Array
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.forecast.encode_lane import EncodeLane
+from xsimulator.forecast.lane_balance import GRID, Stays, at_points, size_for
+from xsimulator.forecast.pipeline import Pipeline, RandomSteps
+from xsimulator.lengths import Lengths
+
+
+class DecodeLane:
+    """Predicts how long iterations take, by the requests that decode and by those that join them.
+
+    Args:
+        mean_decodes: iterations that a request runs, in the mean.
+    """
+
+    def __init__(self, cost: LaneCost, lengths: Lengths, encode: EncodeLane, stays: Stays, mean_decodes: float) -> None:
+        self.cost, self.lengths, self.mean_decodes = cost, lengths, max(mean_decodes, 1e-9)
+        self.pipeline = Pipeline(cost)
+        self._encode, self._stays = encode, stays
+        self._joined: dict[tuple[float, float, float], Array] = {}
+        """Seconds of iterations that requests join, by least and largest encode batch and micro-batches."""
+
+    def work(self, each: Array) -> Array:
+        """Seconds of work on all devices in a step of so many requests. # [n]"""
+        work: Array = np.interp(each, GRID, self.pipeline.devices @ self._grid[0])
+        return work
+
+    def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
+        """Seconds of an iteration, at least, with encode batches between these. # [n, grid]
+
+        Args:
+            size: the number of the grid's points to evaluate, from the first on.
+        """
+        companions = encode_batch * self._stays.together / microbatches
+        reach = max(size, size_for(companions))
+        _, slowest, through = self._grid
+        if self.cost.has_encoder:
+            rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, reach)
+        else:
+            rounds = np.maximum(microbatches[:, None] * slowest[:reach], through[:reach])
+        if self._encode.transfer.occupies:  # once for each batch's worth of requests that ended; least in the largest
+            each = self._encode.transfer_s(largest_batch) / largest_batch / self.mean_decodes
+            rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
+        # A batch joins as one: its requests share their steps with each other, however few decode in the mean.
+        with_companions = at_points(rounds, companions[:, None])
+        rounds = rounds[:, :size]
+        return np.where(GRID[:size] < companions[:, None], with_companions, rounds)
+
+    def with_newcomers(
+        self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
+    ) -> tuple[Array, Array]:
+        """Seconds of the iteration in which a request of an encoder joins, and the 99% quantile of all gaps. # [n], [n]
+
+        Args:
+            batch, step: requests in decode, and seconds of an iteration in the mean.
+            deviation: of an encode batch's tokens, relative.
+        """
+        each = batch / microbatches
+        joining = each / self.mean_decodes
+        some = _share_joined(joining, encode_batch)
+        tokens = joining / some * self.lengths.mean_input
+        # The share of the joined steps that takes longer than 99% of all steps.
+        beyond = np.clip(0.01 / some, 0.01, 0.5)
+        cost, slowest, through = (times[..., 1:] for times in self._grid)
+        at = np.maximum(each, encode_batch * self._stays.together / microbatches)
+        costs = np.stack([np.interp(at, GRID[1:], kind) for kind in cost])
+        slowest, through = np.interp(at, GRID[1:], slowest), np.interp(at, GRID[1:], through)
+
+        def longer(tokens: Array) -> Array:
+            extra = self.cost.cross_kv(tokens)
+            waiting = (costs + extra).max(axis=0) - slowest
+            passing = self.pipeline.all_stages(extra)
+            return np.where(microbatches * slowest > through, waiting, passing)
+
+        mean = longer(tokens)
+        first = step + (1 - some) * mean
+        slow = step - some * mean + longer(tokens * (1 + deviation * -ndtri(beyond)))
+        return first, np.where(microbatches * some > 0.01, slow, step)
+
+    def _all_with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
+        columns = encode_batch.tolist(), largest_batch.tolist(), microbatches.tolist()
+        keys = list(zip(*columns, strict=True))
+        order = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # many candidates share an encode batch
+        new = [key for key in order if len(self._joined.get(key, ())) < size]
+        if new:
+            encode, largest, micro = np.asarray(new).T
+            self._joined.update(zip(new, self._with_joining(encode, largest, micro, size), strict=True))
+        return np.stack([self._joined[key][:size] for key in order])[[order[key] for key in keys]]
+
+    def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
+        """Seconds of an iteration in which some steps make the K/V of an encoder's output. # [n, grid]
+
+        The requests of a batch join together, and most steps are joined by none: these layers' weights are read only
+        by the steps that requests join, and all steps after such a step wait for it. With larger batches fewer steps
+        are joined, with smaller ones each takes less.
+        """
+        cost, slowest, through = (times[..., :size] for times in self._grid)
+        joining = GRID[:size] / self.mean_decodes
+        tokens = joining / _share_joined(joining, encode_batch[:, None]) * self.lengths.mean_input  # [n, grid]
+        some = _share_joined(joining, largest_batch[:, None])
+        extra = self.cost.cross_kv(tokens)  # [kinds, n, grid]
+        long = np.stack([(cost[:, None] + extra).max(axis=0), through + self.pipeline.all_stages(extra)])
+        short = np.stack([np.broadcast_to(slowest, some.shape), np.broadcast_to(through, some.shape)])
+        steps = np.stack([short, long], axis=1).reshape(2, 2, -1)
+        share = np.stack([1 - some, some]).reshape(1, 2, -1)
+        rounds = RandomSteps(steps[1], steps[0], share, np.repeat(microbatches, size)).round()
+        return np.maximum(rounds[0].reshape(some.shape), 1e-12)
+
+    @cached_property
+    def _grid(self) -> tuple[Array, Array, Array]:
+        """Seconds of a decode step on each kind of stage, on the slowest, and through all, against the requests in it.
+
+        # [kinds, grid], [grid], [grid]
+        """
+        lengths, lane = self.lengths, self.cost
+        context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
+        table = lane.decode(np.asarray([context]), lengths.mean_input)
+        cost = table(GRID)[:, 0]
+        # With less than one request in the mean fewer micro-batches run, but each one that runs passes all stages.
+        some = np.maximum(GRID, 1.0)
+        through = self.pipeline.through(table(some)[:, 0], lane.hop(some))
+        return cost, np.maximum(cost.max(axis=0), 1e-12), through
+
+
+def _share_joined(joining: Array, batch: Array) -> Array:
+    """Of steps that requests join, where `joining` do so in the mean, batch by batch at even intervals."""
+    return np.clip(joining / batch, 1e-12, 1.0)

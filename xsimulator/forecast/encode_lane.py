@@ -1,0 +1,75 @@
+"""The encode lane of WAA: seconds of a batch in it, between two batches, and of their transfer to the decode lane."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from xsimulator.costs.curves import Array, Table
+from xsimulator.costs.step_cost import LaneCost
+from xsimulator.costs.transfer import TransferCost
+from xsimulator.forecast.pipeline import Pipeline, expected_max_deviate
+from xsimulator.lengths import Lengths
+
+
+class Encoding(NamedTuple):
+    """Times of encode batches.
+
+    Attributes:
+        through, interval, moving: seconds through the lane, from one batch to the next, and of the transfer. # [n]
+        deviation: standard deviation of a batch's tokens, relative to their mean. # [n]
+    """
+
+    through: Array
+    interval: Array
+    moving: Array
+    deviation: Array
+
+
+class EncodeLane:
+    """Predicts how long encode batches take, by the number of their prompts.
+
+    Args:
+        transferred: share of requests whose K/V goes to the decode lane.
+    """
+
+    def __init__(self, cost: LaneCost, lengths: Lengths, transfer: TransferCost, transferred: float) -> None:
+        self.cost, self.lengths, self.transfer = cost, lengths, transfer
+        self.pipeline = Pipeline(cost)
+        self.num_stages = self.pipeline.num_stages
+        self._transferred = transferred
+        self._longest = float(expected_max_deviate(self.num_stages))
+        self._sd_tokens = np.sqrt(lengths.mean_square_input / 6) / lengths.mean_input
+
+    def __call__(self, batch: Array) -> Encoding:
+        """Return the times of batches of so many prompts."""
+        times = self._table(batch)
+        stages, through, moving = times[:-2], times[-2], times[-1]
+        deviation = self._sd_tokens / batch
+        # As many batches are under way as there are stages: the longest of them sets their pace.
+        pace = through * (1 + self._longest * deviation) / self.num_stages
+        interval = np.maximum(np.maximum.reduce(stages), pace) + self.transfer.occupies * moving
+        return Encoding(through, interval, moving, deviation)
+
+    def transfer_s(self, batch: Array) -> Array:
+        """Seconds of a batch's transfer. # [n]"""
+        seconds: Array = self._table(batch)[-1]
+        return seconds
+
+    def work(self, batch: Array) -> Array:
+        """Seconds of work on all devices in a batch. # [n]"""
+        work: Array = self.pipeline.devices @ self._table(batch)[:-2]
+        return work
+
+    @cached_property
+    def _table(self) -> Table:
+        """An encode step on each kind of stage, through all with its hops, and its transfer, against its prompts."""
+        alone, hop, tokens = self.cost.encode(self.lengths), self.cost.hop, self.lengths.mean_input
+        moving = self.transfer.line
+        sent = tokens * self._transferred
+        points = np.unique(np.concatenate([alone.points, hop.points / tokens, moving.points / (sent or tokens)]))
+        cost = alone(points)
+        through = self.pipeline.through(cost, hop(points * tokens))
+        return Table(points, np.concatenate([cost, through[None], moving(points * sent)[None]]))
