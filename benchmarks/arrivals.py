@@ -18,12 +18,13 @@ import click
 from xgpt.comparing.compare import score_current
 from xgpt.comparing.read import read_current
 from xgpt.core.errors import XgptError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan, Profile
 from xgpt.problems import resolve
 from xgpt.requests import plan_request
 from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import rate_of, with_capacities
+from xscheduler.objectives.rates import with_capacities
 from xscheduler.problem import Problem
 from xsimulator.capacity import CapacitySearch, Trial
 

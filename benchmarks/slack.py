@@ -35,6 +35,7 @@ from benchmarks.lib.ceiling import ceiling
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import dump_json
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, ChunkedSettings, Plan, Profile, RequestClass, SlackBudget
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.workload import poisson_arrivals, sample
@@ -44,7 +45,7 @@ from xgpt.requests import plan_request
 from xgpt.resolve import load_engine
 from xprofiler.store import profile_of
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import rate_of, with_capacity
+from xscheduler.objectives.rates import with_capacity
 from xscheduler.objectives.tuning import TIGHTER
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler

@@ -26,12 +26,12 @@ from xgpt.benchmark import Load, bench_plan
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import dump_json
 from xgpt.core.policies.slack import StepClock
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import EngineKind, Plan
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
 from xprofiler.store import measured_profile, profile_of
-from xscheduler.objectives.rates import rate_of
 from xsimulator.costs.step_times import with_step_times
 
 STEP = 0.06

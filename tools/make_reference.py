@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import textwrap
@@ -22,6 +21,7 @@ from tools.make_schema import OUTPUTS
 from tools.request_options import keywords_pyi, options_json
 from xgpt import api
 from xgpt.cli import COMMANDS
+from xgpt.cli import commands as declared
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
 
@@ -44,7 +44,7 @@ def commands() -> str:
     schemas = ", ".join(f"[{name}](schemas/{name}.json)" for name in OUTPUTS)
     parts = ["# Commands", "Generated from the command line's own help.", EXIT_CODES.format(schemas=schemas)]
     for name in COMMANDS:
-        command = importlib.import_module(f"xgpt.cli.{name}").command
+        command = getattr(declared, name)
         context = click.Context(command, info_name=f"xgpt {name}")
         parts += [f"## xgpt {name}", _help(command.help or ""), f"```\n{_usage(command, context)}\n```"]
         rows = [_option(option, context) for option in command.params if isinstance(option, click.Option)]

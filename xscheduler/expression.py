@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import nearest
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan
 
 Values = npt.NDArray[np.float64] | float
@@ -163,3 +164,8 @@ def _value(node: ast.expr, figures: Mapping[str, Values]) -> Any:
         case ast.Call(ast.Name(id=name), arguments, _):
             return FUNCTIONS[name](*(_value(argument, figures) for argument in arguments))
     raise AssertionError(ast.dump(node))
+
+
+def maximised(plan: Plan) -> float:
+    """Return the figure that the plan's own objective maximises: requests a second, or the user's own expression."""
+    return rate_of(plan) if plan.constraint.maximises_arrivals else objective_value(plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ import click
 import pytest
 
 from tests.cli.commands import Xgpt
-from xgpt.cli import COMMANDS
+from xgpt.cli import COMMANDS, commands
 
 
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
@@ -58,6 +57,6 @@ def test_doctor_tells_of_the_machine(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch
 
 def test_every_option_has_a_help_text() -> None:
     for name in COMMANDS:
-        command = importlib.import_module(f"xgpt.cli.{name}").command
+        command = getattr(commands, name)
         silent = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
         assert not silent, f"xgpt {name}: {silent}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.cli.commands import PROBLEM, Xgpt
 from tests.fleets import fleet_of
-from xgpt.cli import COMMANDS
+from xgpt.cli import COMMANDS, commands
 from xgpt.cli.outputs import WRITTEN
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
@@ -34,7 +33,7 @@ NEEDED = {
 
 
 def options_of(command: str) -> Iterator[click.Parameter]:
-    yield from importlib.import_module(f"xgpt.cli.{command}").command.params
+    yield from getattr(commands, command).params
 
 
 def is_path(parameter: click.Parameter) -> bool:

@@ -11,13 +11,13 @@ from tests.contract.scenarios import problem
 from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
 from tests.contract.test_claims import Case
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.requests import plan_request
 from xscheduler.arrival_bounds import loosened
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
 from xscheduler.objectives.best_plans import Task, plan_each
-from xscheduler.objectives.rates import rate_of
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.contract.scenarios import random_profile
 from tests.rings import examples
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.core.schema.constraint import Objective, Sla
 from xgpt.core.schema.policy import PolicyChoice
@@ -23,7 +24,7 @@ from xscheduler.objectives.arrivals import COARSE
 from xscheduler.objectives.base import TOGETHER
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.objectives.ladder import request_law
-from xscheduler.objectives.rates import rate_of, with_capacity
+from xscheduler.objectives.rates import with_capacity
 from xscheduler.objectives.saturation import AGREES, PASSED_OVER
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan
 from xscheduler.objectives.arrivals import SHARP
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import rate_of, with_capacities
+from xscheduler.objectives.rates import with_capacities
 from xscheduler.problem import Problem
 from xsimulator.capacity import PRECISION, Trial
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import importlib
 import inspect
 import os
 import re
@@ -17,7 +16,7 @@ import pytest
 
 import xgpt
 from xgpt import api
-from xgpt.cli import COMMANDS, main
+from xgpt.cli import COMMANDS, commands, main
 from xgpt.requests import REQUESTS, PlanRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +97,7 @@ def test_no_error_of_the_api_names_an_option() -> None:
 
 
 def options_of(name: str) -> list[str]:
-    command = importlib.import_module(f"xgpt.cli.{name}").command
+    command = getattr(commands, name)
     return [option for param in command.params for option in param.opts if option.startswith("--")]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from xgpt.cli import COMMANDS
+from xgpt.cli import COMMANDS, commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")))
@@ -58,7 +57,7 @@ def test_readme_links_exist(link: str) -> None:
 
 
 def _options(command: str) -> set[str]:
-    parameters = importlib.import_module(f"xgpt.cli.{command}").command.params
+    parameters = getattr(commands, command).params
     return {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from tools.fields import descriptions
 from tools.make_reference import PAGES
 from tools.request_options import keywords_pyi, options_json
 from xgpt import requests
-from xgpt.cli import COMMANDS
+from xgpt.cli import COMMANDS, commands
 from xgpt.cli.options import Command, RequestOption
 from xgpt.core.schema import AdmissionOrder, DType
 from xgpt.core.schema.policy import PolicyChoice
@@ -36,7 +35,7 @@ def test_what_is_made_from_the_declarations_is_up_to_date(path: str) -> None:
 
 
 def command_of(name: str) -> Command:
-    found = importlib.import_module(f"xgpt.cli.{name}").command
+    found = getattr(commands, name)
     assert isinstance(found, Command)
     return found
 

@@ -1,19 +1,22 @@
-"""The command line: a file for each command, which parses, calls one function of xgpt.api, and prints the result.
+"""The command line: `commands` declares what each command takes, and a module of its name runs it.
 
-Nothing but click is imported before a command runs, so that `xgpt --help` answers at once.
+A command calls one function of xgpt.api and prints the result. Only click is imported before, so that
+`xgpt plan --help` answers at once.
 """
 
 from __future__ import annotations
 
-import importlib
+import logging
 import os
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import click
 
+from xgpt.cli import commands
 from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable
 from xgpt.core.version import __version__
 
@@ -40,23 +43,19 @@ LONGEST_HELP = 200
 
 
 class _Commands(click.Group):
-    """Loads a command's module when it is asked for."""
+    """All commands; an unknown one is refused with the nearest name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        command = importlib.import_module(f"xgpt.cli.{name}").command
-        assert isinstance(command, click.Command)
-        return command
+        return getattr(commands, name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List commands with the whole of their first sentences, on two lines where one is too short."""
-        commands = ((name, self.get_command(ctx, name)) for name in COMMANDS)
         with formatter.section("Commands"):
-            formatter.write_dl([(name, of.get_short_help_str(LONGEST_HELP)) for name, of in commands if of is not None])
+            texts = [(name, getattr(commands, name).get_short_help_str(LONGEST_HELP)) for name in COMMANDS]
+            formatter.write_dl(texts)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -64,8 +63,6 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            from difflib import get_close_matches
-
             near = get_close_matches(args[0], COMMANDS, n=1)
             way_out = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
             raise click.UsageError(f"{error.message} {way_out}", ctx) from None
@@ -165,8 +162,6 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    import logging
-
     for handler in logging.getLogger().handlers:
         handler.flush()  # so that nothing follows
     click.echo(f"xgpt: {printable(' '.join(message.split()))}", err=True)

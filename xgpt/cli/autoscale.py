@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import click
 
-from xgpt.cli import options
-from xgpt.cli.options import json_option, refuse_idle
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.options import refuse_idle
+from xgpt.core.errors import InputError
+from xgpt.core.io import load_json
+from xgpt.core.schema.fleet import FleetPlan
 
 
-@options.command("autoscale")
-@click.argument("fleet_path", metavar="FLEET.JSON")
-@click.option(
-    "--simulate",
-    "simulated_trace",
-    metavar="FILE",
-    help="Instead, follow the recommendations over a day's trace on the simulated clock, and print the share of "
-    "requests that keep the bounds, and the cost.",
-)
-@json_option
-def command(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
-    """Recommend how many replicas of each kind a live load takes, as a Prometheus metric for an autoscaler to act on.
-
-    The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
-    today's level, or today's trend where that has been more accurate. `xgpt export fleet.json --to k8s` writes
-    autoscalers (HPA, KEDA) that act on it. This command starts and ends no replicas.
-
-    \b
-    Examples:
-      xgpt autoscale fleet.json --scrape http://127.0.0.1:8000
-      xgpt autoscale fleet.json --arrival-rate 12 --once
-      xgpt autoscale fleet.json --simulate tomorrow.csv
-    """
-    import json
-    from pathlib import Path
-
-    from xgpt import api
-    from xgpt.cli import render
-    from xgpt.core.errors import InputError
-    from xgpt.core.io import load_json
-    from xgpt.core.schema.fleet import FleetPlan
-
+def run(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: float, once: bool, **_: Any) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     asked = options.given()
     if simulated_trace is not None:
         refuse_idle(set(asked) - {"look_s"}, "it does not go with --simulate")

@@ -6,36 +6,16 @@ from typing import Any
 
 import click
 
-from xgpt.cli import options
-from xgpt.cli.options import json_option, refuse_idle
-from xgpt.cli.outputs import force_option, output_file, write
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.options import refuse_idle
+from xgpt.cli.outputs import output_file, write
+from xgpt.core.io import dump_json
+from xgpt.core.schema import UrlReport
 
 
-@options.command("bench")
-@click.argument("target", metavar="PLAN.JSON|URL")
-@click.option("--calibrate", metavar="FILE", help="Fit the plan's profile to the measured steps, and write it to FILE.")
-@force_option
-@json_option
-def command(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
-    """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
-
-    A plan that was made for arrivals is measured at the arrival rate that it promises.
-
-    The API key for a URL is read from the environment variable XGPT_API_KEY.
-
-    \b
-    Examples:
-      xgpt bench plan.json --requests 300
-      xgpt bench plan.json --calibrate profile.json && xgpt plan --profile profile.json --latency-bound 9.8
-      xgpt bench plan.json --saturated
-      xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
-      xgpt bench http://127.0.0.1:8000 --workload log.csv --arrival-rate 5
-    """
-    from xgpt import api
-    from xgpt.cli import render
-    from xgpt.core.io import dump_json
-    from xgpt.core.schema import UrlReport
-
+def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     if target.startswith(("http://", "https://")):
         refuse_idle(["engine"], "it goes with a plan; a URL has its own")
         refuse_idle(["saturated"], "it goes with a plan; a URL gets --arrival-rate or --concurrency")

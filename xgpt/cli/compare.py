@@ -6,34 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli import options
-from xgpt.cli.options import json_option, refuse_idle
-from xgpt.cli.outputs import output_file, output_option, write
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.options import refuse_idle
+from xgpt.cli.outputs import output_file, write
+from xgpt.comparing.compare import gain_in_words
+from xgpt.core.io import dump_json, sha256
+from xgpt.core.schema.outputs import CompareOutput, GainOutput
+from xgpt.reporting.plan_text import settings_text
 
 if TYPE_CHECKING:
     from xgpt.core.schema import Plan
 
 
-@options.command("compare")
-@output_option("Write --current as a plan, for xgpt simulate, report and bench.")
-@json_option
-def command(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
-    """Compare every policy, each at its own best under the same bound.
-
-    \b
-    Examples:
-      xgpt compare --latency-bound 9.8
-      xgpt compare --latency-bound 9.8 --measure --requests 300
-      xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
-        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
-    """
-    from xgpt import api
-    from xgpt.cli import render
-    from xgpt.comparing.compare import gain_in_words
-    from xgpt.core.io import dump_json, sha256
-    from xgpt.core.schema.outputs import CompareOutput, GainOutput
-    from xgpt.reporting.plan_text import settings_text
-
+def run(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     if current is None:
         refuse_idle(["output"], "it goes with --current: only what runs now is written")
     if not measure:

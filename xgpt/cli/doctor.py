@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
-from xgpt.cli.options import json_option
+from xgpt import api
 
 
-@click.command("doctor")
-@json_option
-def command(as_json: bool) -> None:
-    """Describe this machine and what xgpt keeps on it, and list what keeps its figures from being trusted.
-
-    \b
-    Example:
-      xgpt doctor
-    """
-    import json
-
-    from xgpt import api
-
+def run(as_json: bool) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     findings = api.doctor()
     if as_json:
         click.echo(json.dumps([finding.model_dump() for finding in findings], indent=2))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from xgpt.cli.values import KINDS, Decimal, Whole
+from xgpt.core.errors import InputError
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from xgpt.core.io import ConfigKind
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,7 +46,7 @@ class Command(click.Command):
         """Write the options, group by group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 groups.setdefault(self.group_of(param), []).append(record)
         for group, records in groups.items():
@@ -64,7 +65,7 @@ class Command(click.Command):
 
 
 def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command]:
-    """Return a decorator that makes a command with the options of its request.
+    """Return a decorator that makes a command with the options of its request, run by `xgpt.cli.NAME.run`.
 
     Args:
         most_used: further options that help lists first: those that no request has.
@@ -76,10 +77,16 @@ def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command
         for field in reversed([field for field in fields if field["flag"]]):
             function = _option(field, flags)(function)
         made = click.command(name, cls=Command)(function)
+        made.callback = partial(_run, name)
         made.most_used = most_used
         return made
 
     return make
+
+
+def _run(name: str, **params: Any) -> Any:
+    """Import a command's module and run it."""
+    return importlib.import_module(f"xgpt.cli.{name}").run(**params)
 
 
 def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
@@ -151,8 +158,6 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
     """Return a shell completion of the names of shipped configs, then of files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
         from xgpt.core.io import config_names
 
         found = [CompletionItem(name) for name in config_names(kind) if name.startswith(incomplete)]
@@ -176,8 +181,6 @@ def refuse_idle(names: Collection[str], accepted: str) -> None:
     Raises:
         InputError: `accepted` says what they go with.
     """
-    from xgpt.core.errors import InputError
-
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:

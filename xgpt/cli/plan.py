@@ -7,36 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xgpt.cli import options
-from xgpt.cli.options import json_option
-from xgpt.cli.outputs import output_file, output_option, write
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.outputs import output_file, write
+from xgpt.core.io import dump_json
 
 if TYPE_CHECKING:
     from xgpt.core.schema import Plan
     from xgpt.solving import Planned
 
 
-@options.command("plan", most_used=("output",))
-@output_option("Where to write the plan.", default="plan.json")
-@json_option
-def command(output: str, force: bool, as_json: bool, **_: Any) -> None:
-    """Find the schedule with the highest throughput under a latency bound, and write plan.json.
-
-    --objective says which throughput: by default the highest arrival rate at which the bound is kept.
-
-    \b
-    Examples:
-      xgpt plan --latency-bound 9.8
-      xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
-      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
-      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --fix tp=2 --fix max_batch=64
-      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --price 0.5 --maximise "tokens / cost"
-      xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
-    """
-    from xgpt import api
-    from xgpt.cli import render
-    from xgpt.core.io import dump_json
-
+def run(output: str, force: bool, as_json: bool, **_: Any) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     file = output_file(output)
     with render.progress_bar() as progress:
         planned = api.solve(**{"latency_bound_s": None, **options.given()}, progress=progress)

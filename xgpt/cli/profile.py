@@ -6,28 +6,15 @@ from typing import Any
 
 import click
 
-from xgpt.cli import options
-from xgpt.cli.options import json_option
-from xgpt.cli.outputs import output_file, output_option, write
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.outputs import output_file, write
+from xgpt.core.errors import InputError
+from xgpt.core.io import dump_json, sha256
 
 
-@options.command("profile")
-@output_option("Also write the profile here. Profiles of xgpt's own engine are cached in any case.")
-@json_option
-def command(output: str | None, force: bool, as_json: bool, engine: str, import_from: str | None, **_: Any) -> None:
-    """Measure step times on this machine, compute them from a datasheet, or import what others measured.
-
-    \b
-    Examples:
-      xgpt profile --model opt-125m -o profile.json
-      xgpt profile --model ./opt-125m --engine vllm -o vllm.json
-      xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
-    """
-    from xgpt import api
-    from xgpt.cli import render
-    from xgpt.core.errors import InputError
-    from xgpt.core.io import dump_json, sha256
-
+def run(output: str | None, force: bool, as_json: bool, engine: str, import_from: str | None, **_: Any) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     if engine == "vllm" and import_from is None and output is None and not as_json:
         raise InputError("output", None, "give -o FILE; `xgpt plan --profile FILE` then plans for vLLM")
     file = None if output is None else output_file(output)

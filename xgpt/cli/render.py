@@ -8,13 +8,18 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
+from rich import box
+from rich.console import Console, ConsoleOptions
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
 
 from xgpt.core.errors import printable
+from xgpt.core.rates import rate_of
+from xgpt.reporting.plan_text import settings_text
+from xscheduler.expression import maximised
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.table import Table
-
     from xgpt.core.progress import Progress
     from xgpt.core.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
     from xscheduler.objectives.sizing import ClusterChoice
@@ -23,8 +28,6 @@ if TYPE_CHECKING:
 
 def show(*parts: object) -> None:
     """Print tables and text on standard output, at a width that pipes keep whole."""
-    from rich.console import Console
-
     # Names of models and workloads are text, whatever brackets or colons they have.
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -35,9 +38,6 @@ def show(*parts: object) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a plain table: first column left, the others right."""
-    from rich import box
-    from rich.table import Table
-
     result = Table(title=printable(title), box=box.SIMPLE_HEAD, title_justify="left")
     for i, column in enumerate(columns):
         result.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
@@ -86,10 +86,6 @@ QUIET_S = 2.0
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
     """Show progress on standard error: a bar in a terminal, else a line for each stage of work that takes a while."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
     console = Console(stderr=True)
     bar = Bar(
         TextColumn("{task.description}"),
@@ -122,10 +118,6 @@ def progress_bar() -> Iterator[Progress]:
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
     """Show on standard error what is under way, and for how long; nothing where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -141,9 +133,6 @@ LEAST = ("tok/s", "itl p99 ms", "whole s", "ttft s", "cost/Mtok", "gap", "tpot m
 
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
     """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
-    from xgpt.reporting.plan_text import settings_text
-    from xscheduler.objectives.rates import rate_of
-
     rows = []
     for kind, plan in plans.items():
         e = plan.estimate
@@ -204,9 +193,6 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     """Return a table of what looser latency bounds would gain over the chosen plan."""
-    from xgpt.reporting.plan_text import settings_text
-    from xscheduler.objectives.rates import maximised
-
     rows = [
         [
             "none" if bound is None else f"{bound:.4g} s",
@@ -324,8 +310,6 @@ def url_table(report: UrlReport) -> Table:
 
 
 def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> Fitting:
-    from xgpt.reporting.plan_text import settings_text
-
     rows = []
     for kind, report in reports.items():
         throughput, latency = report.figure("throughput_rps"), report.figure("latency_s")

@@ -6,28 +6,14 @@ from typing import Any
 
 import click
 
-from xgpt.cli import options
-from xgpt.cli.options import json_option
-from xgpt.cli.outputs import force_option, output_file, write
+from xgpt import api
+from xgpt.cli import options, render
+from xgpt.cli.outputs import output_file, write
+from xgpt.core.schema.outputs import SimulateOutput
 
 
-@options.command("simulate")
-@click.argument("plan_path", metavar="PLAN.JSON")
-@click.option("--timeline", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
-@force_option
-@json_option
-def command(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
-    """Run a plan request by request on the simulated engine.
-
-    \b
-    Examples:
-      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --timeline timeline.json
-      xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
-    """
-    from xgpt import api
-    from xgpt.cli import render
-    from xgpt.core.schema.outputs import SimulateOutput
-
+def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
         run = api.simulate(plan_path, **options.given())

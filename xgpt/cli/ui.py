@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import tempfile
+
 import click
 
-from xgpt.cli.values import Whole
+from xgpt import api
 
 
-@click.command("ui")
-@click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page; 0: any free one.")
-@click.option("--no-browser", is_flag=True, help="Only print the address.")
-def command(port: int, no_browser: bool) -> None:
-    """Plan on a local page: choose, drag the bound, and see at once what each policy does.
-
-    \b
-    Example:
-      xgpt ui
-    """
-    import html
-    import tempfile
-
-    from xgpt import api
-
+def run(port: int, no_browser: bool) -> None:
+    """Run the command; see `xgpt.cli.commands`."""
     # A file that only its owner reads: a browser's arguments, with the token among them, are shown to all users.
     with tempfile.NamedTemporaryFile("w", prefix="xgpt-ui-", suffix=".html") as opening:
 

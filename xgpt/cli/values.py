@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
+from xgpt.core.errors import InputError
+from xgpt.core.numbers import decimal, whole
+
 
 class Whole(click.IntRange):
     """An integer in a range; refuses 1_0 and digits of other alphabets, which Python would take."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from xgpt.core.numbers import whole
-
         try:
             return super().convert(whole(value) if isinstance(value, str) else value, param, ctx)
         except ValueError:
@@ -24,8 +25,6 @@ class Decimal(click.FloatRange):
     """A number in a range; refuses nan, inf and what `Whole` refuses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from xgpt.core.numbers import decimal
-
         try:
             return super().convert(decimal(value) if isinstance(value, str) else value, param, ctx)
         except ValueError:
@@ -57,8 +56,6 @@ class Seconds(click.ParamType):
         self.allow_inf = allow_inf
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
-        from xgpt.core.numbers import decimal
-
         accepted = "seconds above 0" + (", or inf for no bound" if self.allow_inf else "")
         try:
             seconds = math.inf if value == "inf" else decimal(str(value))
@@ -79,8 +76,6 @@ class Rates(click.ParamType):
     name = "rates"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from xgpt.core.numbers import decimal
-
         stages = []
         for part in str(value).split(","):
             rate, colon, seconds = part.strip().partition(":")
@@ -107,9 +102,6 @@ class Prices(click.ParamType):
     name = "prices"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
-        from xgpt.core.errors import InputError
-        from xgpt.core.numbers import decimal
-
         found: dict[str, float] = {}
         for part in str(value).split(","):
             name, _, text = part.strip().rpartition("=")
@@ -138,9 +130,6 @@ class DevicesOfEach(click.ParamType):
     name = "counts"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | dict[str, int]:
-        from xgpt.core.errors import InputError
-        from xgpt.core.numbers import whole
-
         found: dict[str, int] = {}
         for part in str(value).split(","):
             name, _, count = part.strip().rpartition("=")
@@ -159,9 +148,6 @@ class Held(click.ParamType):
     name = "held"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        from xgpt.core.errors import InputError
-        from xgpt.core.numbers import whole
-
         name, _, text = (part.strip() for part in str(value).partition("="))
         try:
             number = whole(text)

@@ -15,12 +15,13 @@ from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
 from xgpt.core.progress import Progress
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import BenchReport, ChunkedSettings, ClusterSpec, DType, Plan, Precision, Profile, SearchMethod
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_engine, load_trace
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import predicted_rate, rate_of, with_capacities, with_capacity
+from xscheduler.objectives.rates import predicted_rate, with_capacities, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 

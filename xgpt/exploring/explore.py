@@ -21,6 +21,7 @@ from xgpt.comparing.compare import gain_in_words, score_current
 from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.io import dump_json
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan
 from xgpt.problems import resolve
 from xgpt.reporting import figures, plan_text
@@ -29,7 +30,6 @@ from xgpt.solving import Planned, solve
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import BOUNDS
 from xscheduler.objectives.best_plans import kinds_of
-from xscheduler.objectives.rates import rate_of
 from xscheduler.schedule import Scheduler, scheduler
 from xsimulator.clock import Span
 from xsimulator.run import simulate

@@ -10,8 +10,7 @@ import numpy as np
 from xgpt.core.schema import Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.resolve import load_trace
-from xscheduler.expression import objective_value
-from xscheduler.objectives.rates import maximised
+from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
 

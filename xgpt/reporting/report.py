@@ -9,6 +9,7 @@ import numpy as np
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.io import sha256
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Profile
 from xgpt.core.version import __version__
 from xgpt.pages import render
@@ -21,7 +22,8 @@ from xgpt.reporting.plan_text import (
     schedule_in_words,
     settings_text,
 )
-from xscheduler.objectives.rates import maximised, predicted_rate, rate_of, with_capacity
+from xscheduler.expression import maximised
+from xscheduler.objectives.rates import predicted_rate, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES

@@ -10,6 +10,7 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Capacity, Constraint, Plan, SearchCertificate
 from xscheduler.arrival_rate import (
     MOST_PLACEMENTS,
@@ -23,7 +24,6 @@ from xscheduler.arrival_rate import (
 from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept
-from xscheduler.objectives.rates import rate_of
 from xscheduler.objectives.sampling import BOUND as SAMPLED
 from xscheduler.objectives.sampling import sampled
 from xscheduler.schedule import Scheduler

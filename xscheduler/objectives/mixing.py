@@ -9,7 +9,7 @@ from xgpt.core.schema import MixingEdge, Plan, Profile
 from xgpt.resolve import load_engine
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.candidates import Candidates
-from xscheduler.objectives.rates import maximised
+from xscheduler.expression import maximised
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.forecast import FORECASTS

@@ -5,21 +5,9 @@ from __future__ import annotations
 from xgpt.core.schema import Plan, Profile
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.candidates import Candidates
-from xscheduler.expression import objective_value
 from xscheduler.placement import Placement
 from xscheduler.problem import Problem
 from xsimulator.capacity import capacity
-
-
-def rate_of(plan: Plan) -> float:
-    """Return the arrival rate up to which a plan keeps its bounds, as simulated; without bounds, its throughput."""
-    found = plan.estimate.capacity
-    return plan.estimate.throughput_rps if found is None else found.rate_per_s
-
-
-def maximised(plan: Plan) -> float:
-    """Return the figure that the plan's own objective maximises: requests a second, or the user's own expression."""
-    return rate_of(plan) if plan.constraint.maximises_arrivals else objective_value(plan)
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:

@@ -19,8 +19,8 @@ from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
+from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import Task
-from xscheduler.objectives.rates import maximised
 from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
 from xsimulator.run import shares_prompts

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan, Profile
 from xgpt.core.workload import Ints, quantile, sample
 from xscheduler.expression import objective_value
 from xscheduler.objectives.base import BOUNDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.ladder import Ladder, request_law, with_law
-from xscheduler.objectives.rates import rate_of
 from xscheduler.why_not import round_up
 from xsimulator.capacity import in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests

@@ -20,9 +20,10 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
 from xscheduler.objectives.arrivals import Arrivals
-from xscheduler.objectives.rates import rate_of, with_capacity
+from xscheduler.objectives.rates import with_capacity
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
 from xsimulator.costs.step_times import with_step_times

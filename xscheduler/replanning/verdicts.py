@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Observation, Outcome, Plan, Profile
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
-from xscheduler.objectives.rates import rate_of
 from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
 from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced

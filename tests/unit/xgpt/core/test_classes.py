@@ -11,11 +11,11 @@ import pytest
 from xgpt.core import policies
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan
 from xgpt.reporting.report import report
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
-from xscheduler.objectives.rates import rate_of
 from xsimulator.events import replay
 from xsimulator.measures import request_times
 from xsimulator.run import accounts_of, run_simulation

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from tests.vllm.plans import exportable, plan_with, waa_plan
 from xgpt.cli import cli
-from xgpt.cli.serve import command as serve
+from xgpt.cli.commands import serve
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan, RraSettings, Stage

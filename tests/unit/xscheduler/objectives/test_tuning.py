@@ -10,11 +10,11 @@ import pytest
 from xgpt.core import policies
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Plan, SlackBudget
 from xgpt.requests import plan_request
 from xgpt.solving import Planned, solve
 from xscheduler.objectives import best_plans, tuning
-from xscheduler.objectives.rates import rate_of
 from xsimulator.capacity import Trial
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.events import replay

@@ -9,11 +9,11 @@ import pytest
 
 from tests.contract.scenarios import problem
 from xgpt.core import policies
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Observation, Pinned, Plan
 from xgpt.core.workload import sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.best_plans import plan_each
-from xscheduler.objectives.rates import rate_of
 from xscheduler.replanning.replanner import propose
 from xsimulator.events import replay
 from xsimulator.run import simulate

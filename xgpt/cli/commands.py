@@ -1,0 +1,245 @@
+"""What each command takes, and its help. The work is done by `run` of a module of the command's name.
+
+Only click is imported here, so that help and shell completion answer at once.
+"""
+
+from __future__ import annotations
+
+import click
+
+from xgpt.cli import options
+from xgpt.cli.options import json_option
+from xgpt.cli.outputs import force_option, output_option
+from xgpt.cli.values import Whole
+
+
+@options.command("plan", most_used=("output",))
+@output_option("Where to write the plan.", default="plan.json")
+@json_option
+def plan() -> None:
+    """Find the schedule with the highest throughput under a latency bound, and write plan.json.
+
+    --objective says which throughput: by default the highest arrival rate at which the bound is kept.
+
+    \b
+    Examples:
+      xgpt plan --latency-bound 9.8
+      xgpt plan --latency-bound inf --model llama-3.1-8b --cluster h200x1 --workload azure-conv
+      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --arrival-rate 12 --devices auto
+      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --fix tp=2 --fix max_batch=64
+      xgpt plan --latency-bound 8 --model opt-13b --cluster a40x4 --price 0.5 --maximise "tokens / cost"
+      xgpt plan --latency-bound 8 --model opt-13b --arrival-rate 12 --among a40x4=0.5,h100x8=2.9
+    """
+
+
+@options.command("fleet", most_used=("output",))
+@output_option("Where to write the fleet.", default="fleet.json")
+@json_option
+def fleet() -> None:
+    """Find how many replicas hold each interval of a day's load at the least cost, and write fleet.json.
+
+    Replicas may be of several kinds. The day is simulated request by request on the fleet that is found, and, for
+    comparison, on the cheapest one that never changes.
+
+    \b
+    Examples:
+      xgpt fleet --trace day.csv --latency-bound 15 --model llama-3.1-8b --cluster h100x8
+      xgpt fleet --trace day.yaml --latency-bound 15 --ttft 2 --model llama-3.1-8b \\
+        --among h100x8=2.9,a100x16=1.4,l40sx8=0.9 --devices 64
+    """
+
+
+@options.command("profile")
+@output_option("Also write the profile here. Profiles of xgpt's own engine are cached in any case.")
+@json_option
+def profile() -> None:
+    """Measure step times on this machine, compute them from a datasheet, or import what others measured.
+
+    \b
+    Examples:
+      xgpt profile --model opt-125m -o profile.json
+      xgpt profile --model ./opt-125m --engine vllm -o vllm.json
+      xgpt profile --model llama-3.1-70b --cluster h100x8 --dtype float8 --import-from aiconfigurator -o profile.json
+    """
+
+
+@options.command("simulate")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.option("--timeline", metavar="FILE", help="Write the steps as a Chrome trace, which Perfetto opens.")
+@force_option
+@json_option
+def simulate() -> None:
+    """Run a plan request by request on the simulated engine.
+
+    \b
+    Examples:
+      xgpt simulate plan.json --requests 5000 --arrival-rate 1.5 --timeline timeline.json
+      xgpt simulate plan.json --arrival-rate 1:120,4:60,1:120
+    """
+
+
+@options.command("compare")
+@output_option("Write --current as a plan, for xgpt simulate, report and bench.")
+@json_option
+def compare() -> None:
+    """Compare every policy, each at its own best under the same bound.
+
+    \b
+    Examples:
+      xgpt compare --latency-bound 9.8
+      xgpt compare --latency-bound 9.8 --measure --requests 300
+      xgpt compare --latency-bound 4 --model llama-3.1-8b --cluster h200x1 --price 3.5 \\
+        --current 'vllm serve llama --max-num-seqs 128 --max-num-batched-tokens 2048' -o current.json
+    """
+
+
+@options.command("serve")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@force_option
+def serve() -> None:
+    """Run a plan behind an OpenAI-compatible endpoint.
+
+    When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
+    on standard error, one line a request, with its id and never its prompt.
+
+    A plan for several devices runs as one process for each device. On several machines, start the same command on
+    each, with --nnodes, its own --node-rank, and the same XGPT_CLUSTER_SECRET in the environment; machine 0 answers
+    requests. Tensors travel unencrypted, so these machines need a network of their own.
+
+    \b
+    Example:
+      xgpt serve plan.json --port 8000
+      curl localhost:8000/v1/completions -d '{"model": "opt-125m", "prompt": [2, 100, 200], "max_tokens": 8}'
+    """
+
+
+@options.command("autoscale")
+@click.argument("fleet_path", metavar="FLEET.JSON")
+@click.option(
+    "--simulate",
+    "simulated_trace",
+    metavar="FILE",
+    help="Instead, follow the recommendations over a day's trace on the simulated clock, and print the share of "
+    "requests that keep the bounds, and the cost.",
+)
+@json_option
+def autoscale() -> None:
+    """Recommend how many replicas of each kind a live load takes, as a Prometheus metric for an autoscaler to act on.
+
+    The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
+    today's level, or today's trend where that has been more accurate. `xgpt export fleet.json --to k8s` writes
+    autoscalers (HPA, KEDA) that act on it. This command starts and ends no replicas.
+
+    \b
+    Examples:
+      xgpt autoscale fleet.json --scrape http://127.0.0.1:8000
+      xgpt autoscale fleet.json --arrival-rate 12 --once
+      xgpt autoscale fleet.json --simulate tomorrow.csv
+    """
+
+
+@options.command("bench")
+@click.argument("target", metavar="PLAN.JSON|URL")
+@click.option("--calibrate", metavar="FILE", help="Fit the plan's profile to the measured steps, and write it to FILE.")
+@force_option
+@json_option
+def bench() -> None:
+    """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
+
+    A plan that was made for arrivals is measured at the arrival rate that it promises.
+
+    The API key for a URL is read from the environment variable XGPT_API_KEY.
+
+    \b
+    Examples:
+      xgpt bench plan.json --requests 300
+      xgpt bench plan.json --calibrate profile.json && xgpt plan --profile profile.json --latency-bound 9.8
+      xgpt bench plan.json --saturated
+      xgpt bench http://127.0.0.1:8000 --workload chat-short --concurrency 16
+      xgpt bench http://127.0.0.1:8000 --workload log.csv --arrival-rate 5
+    """
+
+
+@options.command("replan")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@output_option("Where to write the plan to run from now on, changed or not.")
+@json_option
+def replan() -> None:
+    """Judge a plan under other lengths: the best plan for them, what it gains, and what the switch costs.
+
+    With the URL of a server, the plan that it runs now is judged, which may differ from PLAN.JSON.
+
+    \b
+    Examples:
+      xgpt replan plan.json --lengths today.csv -o new.json
+      xgpt replan plan.json --lengths http://127.0.0.1:8000
+    """
+
+
+@options.command("report")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@output_option("Where to write the page.", default="report.html")
+def report() -> None:
+    """Draw a plan, or a day's fleet, as one self-contained HTML page.
+
+    \b
+    Examples:
+      xgpt report plan.json -o report.html
+      xgpt report fleet.json -o day.html
+    """
+
+
+@options.command("export")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.option(
+    "--to",
+    "target",
+    type=click.Choice(["script", "vllm", "k8s", "dynamo", "llm-d"]),
+    required=True,
+    help="script: xgpt's own engine, on one or several machines. vllm: the schedule inside vLLM, on one machine. k8s: "
+    "either engine on Kubernetes. dynamo, llm-d: the schedule inside vLLM, on these platforms.",
+)
+@output_option("Where to write the files.", default=".", metavar="DIR")
+def export() -> None:
+    """Write the files that start a plan, or a day's fleet, on another machine or platform.
+
+    \b
+    Examples:
+      xgpt export plan.json --to k8s -o deploy
+      xgpt export fleet.json --to k8s -o deploy
+    """
+
+
+@options.command("ui")
+@click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page; 0: any free one.")
+@click.option("--no-browser", is_flag=True, help="Only print the address.")
+def ui() -> None:
+    """Plan on a local page: choose, drag the bound, and see at once what each policy does.
+
+    \b
+    Example:
+      xgpt ui
+    """
+
+
+@options.command("doctor")
+@json_option
+def doctor() -> None:
+    """Describe this machine and what xgpt keeps on it, and list what keeps its figures from being trusted.
+
+    \b
+    Example:
+      xgpt doctor
+    """
+
+
+@options.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion() -> None:
+    """Print the script by which a shell completes commands, options and names.
+
+    \b
+    Examples:
+      eval "$(xgpt completion bash)"
+      xgpt completion fish > ~/.config/fish/completions/xgpt.fish
+    """
