@@ -16,6 +16,9 @@ LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
 """Bytes of weights that a device loads a second, if its profile does not say: the slowest measured on a CPU
 (docs/results/devices.md), and the slowest of ExeGPT's Table 4."""
 
+WIDER = (1.0, 1.5, 2.0, 4.0)
+"""If no plan keeps the bound: multiples of the nearest one, tried until a plan keeps one at the observed rate."""
+
 SAME = 0.02
 """Two plans are the same if their prompt tokens of a phase differ by at most this share."""
 
@@ -58,11 +61,16 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         return _decide_feasible(judge, terms)
     except InfeasibleError as error:
         reason, nearest_s = str(error), error.nearest_bound_s if error.binding == "latency_bound_s" else None
-    near = None if nearest_s is None else judge.near(nearest_s)
-    if near is not None:
+    found = None
+    for bound_s in () if nearest_s is None else [factor * nearest_s for factor in WIDER]:
+        near = judge.near(bound_s)
+        if near is None:
+            break
         with suppress(InfeasibleError):  # not only the latency binds
-            return _although_broken(_decide_feasible(near, terms), judge.plan.constraint)
-    return Verdict(judge.running, judge.breaks, reason)
+            found = _although_broken(verdict := _decide_feasible(near, terms), judge.plan.constraint)
+            if verdict.best is None or verdict.best.keeps_bound is not False:
+                break
+    return found or Verdict(judge.running, judge.breaks, reason)
 
 
 def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:

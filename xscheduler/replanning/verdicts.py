@@ -52,8 +52,9 @@ def judged(
 def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
     """Compare plans by the rate that they keep; where requests break their bounds, a small gain is worth a change."""
     if not situation.misses:
-        return decide(ArrivalsJudge(situation), terms)
-    verdict = decide(ArrivalsJudge(situation), replace(terms, least_gain=min(terms.least_gain, PRECISION)))
+        return decide(ArrivalsJudge(situation, terms), terms)
+    terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
+    verdict = decide(ArrivalsJudge(situation, terms), terms)
     kept = (
         f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} are to"
     )
@@ -113,6 +114,7 @@ class ArrivalsJudge(Judge):
     """
 
     situation: Situation
+    terms: Terms
 
     @cached_property
     def running(self) -> Outcome:
@@ -189,6 +191,14 @@ class ArrivalsJudge(Judge):
         if error is not None and not found:
             raise error
         return replaced(self.plan, max(found, key=rate_of), in_place=in_place)
+
+    def near(self, nearest_bound_s: float) -> Judge | None:
+        given_s, bound_s = self.plan.constraint.latency_bound_s, self.terms.near * nearest_bound_s
+        if given_s is None or bound_s <= given_s:
+            return None
+        constraint = self.plan.constraint.model_copy(update={"latency_bound_s": bound_s})
+        plan = self.plan.model_copy(update={"constraint": constraint})
+        return replace(self, situation=replace(self.situation, plan=plan))
 
     def _simulated(self, plan: Plan) -> Plan:
         found = capacity(plan, self.situation.profile, edges=False)

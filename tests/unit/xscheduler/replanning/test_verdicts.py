@@ -99,3 +99,17 @@ def test_where_requests_break_their_bounds_the_decision_says_so_and_takes_a_smal
     assert before.running.keeps_bound and 0.02 < before.gain < 0.05 and before.action == "keep"
     assert after.running.keeps_bound is False and after.action == "swap"
     assert after.reason.startswith("90.0% of recent requests kept their bounds, 0.99 are to")
+
+
+@pytest.mark.parametrize(("rate", "least_s", "most_s"), [(None, 8, 20), (3.0, 15, 60)])
+def test_if_no_plan_keeps_the_bound_one_near_it_takes_over(rate: float | None, least_s: float, most_s: float) -> None:
+    """Outputs four times as long take longer than the bound under any plan. The plan that is nearest to it must also
+    hold the rate at which requests arrive."""
+    decision, plan = propose(running(), OF.profile, observed(1.0, 4.0, rate))
+    assert decision.running.keeps_bound is False and decision.best is not None and decision.best.keeps_bound is False
+    assert "nothing keeps the bound of 8 s" in decision.reason and least_s < decision.best.latency_s < most_s
+    if rate is None:
+        assert decision.action == "swap" and plan is not None and decision.gain > 0
+        assert plan.policy != running().policy and plan.constraint == running().constraint
+    else:
+        assert (decision.best.arrival_rate_per_s or 0.0) >= rate
