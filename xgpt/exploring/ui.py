@@ -67,6 +67,7 @@ class Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=MOST_BYTES,
+            process_group=0,  # Ctrl-C goes to the server, which ends this process
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         self._reading = asyncio.create_task(self._read(self._process))

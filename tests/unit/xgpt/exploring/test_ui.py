@@ -28,15 +28,16 @@ MANY = {"model": "gpt3-175b", "cluster": "a40x32", "workload": "translation", "l
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """The page's address, as `xgpt ui` says it."""
+    """The page's address, as `xgpt ui` says it. Ctrl-C, which a terminal sends to all processes, ends it in a line."""
     command = [sys.executable, "-m", "xgpt", "ui", "--port", "0", "--no-browser"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)
     assert process.stderr is not None
     try:
         yield process.stderr.readline().split()[2]
     finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) in (0, 130)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read().split() == ["xgpt:", "interrupted"]
         process.stderr.close()
 
 
