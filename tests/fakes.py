@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -108,6 +109,30 @@ class FakeExecutor(OneAtATime):
             self._next.pop(id_, None)
 
 
+SAY = re.compile(r"SAY\[(.*?)\]YAS", re.DOTALL)
+
+
+class SayingExecutor(FakeExecutor):
+    """Answers a prompt with the text between the last SAY[ and ]YAS in it, and then the token `end`."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int = VOCAB_SIZE - 1) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._end = end
+        self._script: dict[int, list[int]] = {}
+
+    def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
+        super().start(generation, table, moves_to)
+        text = self._tokenizer.decode(list(generation.prompt), skip_special_tokens=False)
+        said = SAY.findall(text)[-1] if SAY.search(text) else ""
+        ids = self._tokenizer.encode(said, add_special_tokens=False).ids
+        self._script[generation.id] = [*ids, self._end][generation.num_resumed :]
+
+    def execute(self, step: Step) -> dict[int, int]:
+        tokens = super().execute(step)
+        return {id_: self._script[id_].pop(0) if self._script[id_] else self._end for id_ in tokens}
+
+
 def fake_engine(
     executor: FakeExecutor, *, kv_blocks: int = 1000, max_batch: int = 16, token_budget: int | None = None
 ) -> Engine:
@@ -166,7 +191,7 @@ def fake_app(engine: ServedEngine, watch: Watch | None = None, **options: Any) -
     model = {field.name: options.pop(field.name) for field in fields(ServedModel) if field.name in options}
     return create_app(
         EngineClient(engine, watch=watch or Watch(fake_plan())),
-        ServedModel(**{"name": "fake", "spec": SPEC} | model),
+        ServedModel(**{"names": ("fake",), "spec": SPEC} | model),
         **options,
     )
 

@@ -455,6 +455,10 @@ class Endpoint(Request):
     """File of API keys, one a line: [NAME] KEY [SETTINGS]. SIGHUP makes the server read it again."""
     allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-host", "NAME")] = ()
     """Host name that requests may be addressed to, besides this machine's own. Repeatable."""
+    served_model_names: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Option("--served-model-name", "NAME")
+    ] = ()
+    """Name by which requests may ask for the model, instead of the plan's. Repeatable."""
     ssl_certfile: Annotated[Path | None, Option(metavar="FILE")] = None
     """PEM certificate; with it the server speaks HTTPS, TLS 1.2 or newer."""
     ssl_keyfile: Annotated[Path | None, Option(metavar="FILE")] = None

@@ -54,18 +54,33 @@ def choice_grammar(choices: Sequence[str]) -> str:
     return f"start: {' | '.join(map(json.dumps, choices))}"
 
 
-def any_of_grammar(opened: Mapping[str, dict[str, Any]], end: str) -> str:
-    """Return the grammar of one opening, a value of its JSON schema and `end`.
+def any_of(opened: Mapping[str, dict[str, Any]], end: str) -> str:
+    """Return Lark alternatives: an opening, a value of its JSON schema and `end`.
 
     Args:
-        opened: schemas by openings. Each is a document of its own: what `$ref` names lies in it.
+        opened: schemas by openings. Each is a document by itself: what `$ref` names lies in it.
     """
-    rules = [f"start: {' | '.join(f'value_{number}' for number in range(len(opened)))}"]
-    rules += [
-        f"value_{number}: {json.dumps(opening)} {json_rule(schema)} {json.dumps(end)}"
-        for number, (opening, schema) in enumerate(opened.items())
-    ]
-    return "\n".join(rules)
+    ways = (f"{json.dumps(opening)} {json_rule(schema)} {json.dumps(end)}" for opening, schema in opened.items())
+    return " | ".join(ways)
+
+
+def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool = False) -> str:
+    """Return the grammar of an output that may think first, and then keeps to a rule.
+
+    Args:
+        answer: rules; that of what follows the thought is `answer`.
+        begin, end: Lark terms of the marks around a thought; empty: there is none.
+        is_open: whether the output begins within a thought, which it must end.
+    """
+    if not end:
+        return f"start: answer\n{answer}"
+    # A mark that is text ends the thought where it is written first, one that is a token where the token is.
+    ended = "ended: THOUGHT " if end.startswith("<[") else "ended[lazy]: THOUGHT "
+    thought = f"thought: {'' if is_open else f'SPACE? {begin} '}ended SPACE?"
+    return (
+        f"start: {'thought' if is_open else 'thought?'} answer\n{answer}\n{thought}\n{ended}{end}\n"
+        "THOUGHT: /(.|\\n)*/\nSPACE: /[ \\n]{1,8}/\n"
+    )
 
 
 def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) -> str:
@@ -99,11 +114,11 @@ def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collect
 
 def _free_text(free: Collection[int]) -> str:
     """Return the rules of text with tags in it, the rule `tag` left out."""
-    start = f"start: (tag | other)* text\nother: TEXT <[{_ranges(free)}]>\n" if free else "start: tag* text\n"
+    start = f"start: (tag | other)* text\nother: TEXT <[{ranges(free)}]>\n" if free else "start: tag* text\n"
     return f"%llguidance {{}}\n{start}text: TEXT\nTEXT: /(.|\\n)*/\n"
 
 
-def _ranges(tokens: Collection[int]) -> str:
+def ranges(tokens: Collection[int]) -> str:
     """Return token ids as llguidance writes sets of them: 1-3,7."""
     ranges: list[tuple[int, int]] = []
     for token in sorted(set(tokens)):

@@ -65,7 +65,7 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
     lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=TOKEN_BUDGET)
     pool = Pool(num_blocks, BLOCK_SIZE)
     engine = Engine(OneLane(lane, pool), worker)
-    app = create_app(EngineClient(engine), ServedModel(SPEC.name, SPEC, codec(), frozenset({2})))
+    app = create_app(EngineClient(engine), ServedModel((SPEC.name,), SPEC, codec(), frozenset({2})))
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass

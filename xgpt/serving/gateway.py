@@ -40,6 +40,7 @@ ENDPOINT_FIELDS = (
     "api_key_file",
     "ssl_certfile",
     "allowed_hosts",
+    "served_model_names",
     "answer_within_s",
     "answer_within_of",
     "otlp_endpoint",

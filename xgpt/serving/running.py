@@ -83,7 +83,7 @@ def running(
         yield (
             client,
             server.ServedModel(
-                plan.model.name,
+                request.served_model_names or (plan.model.name,),
                 plan.model,
                 codec,
                 frozenset(ends),

@@ -13,11 +13,11 @@ import secrets
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
-from xrunner.grammar import json_rule, opened_grammar, tagged_grammar
+from xrunner.grammar import any_of, json_rule, opened_grammar, tagged_grammar
 
 Schemas = Mapping[str, dict[str, Any]]
 """JSON schemas of functions' arguments, by the functions' names."""
@@ -38,7 +38,7 @@ class CallFormat(ABC):
     Attributes:
         trigger: text with which calls begin; one or several calls follow.
         marks: texts for which a tokenizer may have special tokens.
-        special: the special tokens that it has for them, with their ids.
+        special: the tokens that it has for them, with their ids.
         free: ids of the tokenizer's tokens that are no text; a model may write each of them anywhere.
         arguments: the key of the arguments in a call's object.
     """
@@ -49,12 +49,12 @@ class CallFormat(ABC):
     special: Mapping[str, int] = field(default_factory=dict)
     free: frozenset[int] = frozenset()
 
-    def written_with(self, special: Mapping[str, int], free: Collection[int] = ()) -> CallFormat:
-        """Return the format for a tokenizer with these special tokens, and these tokens that are no text."""
-        found = {mark: special[mark] for mark in self.marks if mark in special}
-        return replace(self, special=found, free=frozenset(free))
+    def written_with(self, added: Mapping[str, int]) -> Self:
+        """Return the format for a tokenizer that has these tokens, which are no pieces of text."""
+        found = {mark: added[mark] for mark in self.marks if mark in added}
+        return replace(self, special=found, free=frozenset(added.values()))
 
-    def within(self, vocab_size: int) -> CallFormat:
+    def within(self, vocab_size: int) -> Self:
         """Return the format for a model that has no logits of tokens beyond these."""
         return replace(self, free=frozenset(token for token in self.free if token < vocab_size))
 
@@ -62,6 +62,19 @@ class CallFormat(ABC):
         """Return the grammar of text that may contain calls."""
         trigger = self.special.get(self.trigger, self.trigger)
         return tagged_grammar(trigger, self.rules(schemas), self.free - {trigger})
+
+    def call(self, schemas: Schemas) -> str:
+        """Return the rule `answer` of an output that is one call and nothing else: its object, without marks."""
+        return f"answer: {any_of({self.begin(name): schema for name, schema in schemas.items()}, '}')}\n"
+
+    def answer(self, schemas: Schemas | None, formatted: dict[str, Any]) -> str:
+        """Return the rule `answer` of an output that is a JSON value or, with `schemas`, calls."""
+        value = f"answer: {json_rule(formatted)}"
+        return f"{value}\n" if schemas is None else f"{value} | calls\n{self.only(schemas)}"
+
+    def only(self, schemas: Schemas) -> str:
+        """Return the rule `calls`, of calls with their marks, and the rules that it needs."""
+        return f"calls: ({self.terms(self.trigger)} called)+\n{self.rules(schemas)}\n"
 
     def rules(self, schemas: Schemas) -> str:
         """Return the rule `called`, which follows the trigger, and the rules that it needs."""
@@ -125,6 +138,17 @@ class ObjectCalls(CallFormat):
         A mark by itself binds to nothing: a text may speak of it, and models write other things after it, too.
         """
         return opened_grammar({self.begin(name): schema for name, schema in schemas.items()}, "}", self.free)
+
+    def only(self, schemas: Schemas) -> str:
+        opening, closing = (self.terms(mark) if mark else "" for mark in (self.mark, self.closing))
+        # In the pieces of JSON: longer ones could not be told from the beginning of an answer that is an object, too.
+        opened = ((re.findall(r'"[^"]*"|[^"]', self.begin(name)), schema) for name, schema in schemas.items())
+        called = " | ".join(f'{" ".join(map(json.dumps, words))} {json_rule(schema)} "}}"' for words, schema in opened)
+        return (
+            "calls: one_call (GAP? one_call)*\n"
+            f"one_call: {opening} GAP? ({called}) {f'GAP? {closing}' if closing else ''}\n"
+            "GAP: /[ \\n]{1,8}/\n"
+        )
 
     @property
     def streams(self) -> bool:

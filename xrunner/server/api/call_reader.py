@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,17 @@ class CallPiece(NamedTuple):
     id: str | None
     name: str | None
     arguments: str
+
+
+def merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
+    """Return pieces with those of one call put together."""
+    found: list[CallPiece] = []
+    for piece in pieces:
+        if found and found[-1].number == piece.number:
+            found[-1] = found[-1]._replace(arguments=found[-1].arguments + piece.arguments)
+        else:
+            found.append(piece)
+    return found
 
 
 class Calls:
@@ -54,22 +65,21 @@ class Calls:
         self._held += piece
         return "".join(self._read(is_end=False))
 
-    def end(self) -> tuple[str, list[ToolCall]]:
-        """Return what is still held of the text, and all calls; one that was cut off ends where the output does."""
+    def end(self) -> str:
+        """Return what is still held of the text; a call that was cut off ends where the output does."""
         text = "".join(self._read(is_end=True))
         self._put_together()
-        return text, self._calls
+        return text
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls so far; their arguments are whole after `end`."""
+        return self._calls[: self._most]
 
     def pieces(self) -> list[CallPiece]:
         """Return what has been added to calls since the last time, at most one piece for each call."""
         pieces, self._pieces = self._pieces, []
-        merged: list[CallPiece] = []
-        for piece in pieces:
-            if merged and merged[-1].number == piece.number:
-                merged[-1] = merged[-1]._replace(arguments=merged[-1].arguments + piece.arguments)
-            else:
-                merged.append(piece)
-        return merged
+        return merged(pieces)
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
         """Go on through the states until more text is needed; yield text."""
@@ -110,7 +120,7 @@ class Calls:
         if found >= 0:
             self._state, self._looked = ("opening" if self._format.streams else "whole"), 0
             return self._take(found)
-        return self._take(len(self._held) - (0 if is_end else _overlap(self._held, self._format.trigger)))
+        return self._take(len(self._held) - (0 if is_end else overlap(self._held, self._format.trigger)))
 
     def _opening(self, *, is_end: bool) -> str:
         """Read a call's object up to its arguments."""
@@ -253,6 +263,6 @@ def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return re.compile("".join([*parts, f"({NAME})", *after]) + r"(?=\{)"), re.compile(nested)
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """Return the number of characters at the end of a text that may be the beginning of an opening."""
     return next((n for n in range(min(len(text), len(opening) - 1), 0, -1) if text.endswith(opening[:n])), 0)

@@ -15,7 +15,6 @@ Message = dict[str, Any]
 ADDITIONAL = "additional_chat_templates/*.jinja"
 PROBE = "xgptprobe"
 """A text that no template writes by itself."""
-THINK = "<think>"
 
 
 class ChatTemplate:
@@ -37,13 +36,12 @@ class ChatTemplate:
         self, source: str, special_tokens: dict[str, str] | None = None, named: dict[str, str] | None = None
     ) -> None:
         self._special_tokens = special_tokens or {}
-        self._template = source
+        self.source = self._template = source
         with_tools = (named or {}).get("tool_use")
         self._with_tools = source if with_tools is None else with_tools
         for template in {source, self._with_tools}:
             self._check(template)
         self.call_format = call_format(source if with_tools is None else with_tools)
-        self.thinks = THINK in source
         self._takes_parts = not self._shows("user", PROBE) and self._shows("user", [{"type": "text", "text": PROBE}])
         content = self._content(PROBE)
         self._knows_developer = self._shows("developer", content) or not self._shows("system", content)
@@ -89,7 +87,15 @@ class ChatTemplate:
         role = message["role"]
         if role == "developer" and not self._knows_developer:
             role = "system"
-        return message | {"role": role, "content": self._content(message["content"])}
+        shown = message | {"role": role, "content": self._content(message["content"])}
+        # gpt-oss' template has a name of its own, and room for reasoning or a text beside calls, not for both.
+        if (
+            "reasoning" in message
+            and ".thinking" in self.source
+            and not (message["content"] and "tool_calls" in message)
+        ):
+            shown["thinking"] = message["reasoning"]
+        return shown
 
     def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
         if self._takes_parts:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from xrunner.generation import Logprobs, Token
-from xrunner.server.api.call_reader import CallPiece, Calls
 from xrunner.server.api.protocol import ChatRequest, GenerationRequest
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_bytes, token_text
 from xrunner.server.api.tools import NamedTool, ToolCall
@@ -27,9 +26,18 @@ class Choice:
         writer: Writer,
         prefix: str = "",
         scored: Sequence[int] = (),
+        context: Sequence[int] = (),
     ) -> None:
-        """`prefix`: the text that the output's own follows; `scored`: its tokens, where they are reported, too."""
+        """Begin with the output of a prompt.
+
+        Args:
+            prefix: the text that the answer begins with: the prompt's.
+            scored: its tokens, if they are reported, too.
+            context: the prompt's last tokens, if the text goes on with theirs: a first token may begin with a space.
+        """
         self.calls: list[ToolCall] = []
+        self.num_reasoning = 0
+        """Tokens of reasoning."""
         self.finish: str | None = None
         self.num_tokens = 0
         self.token_ids: list[int] = []
@@ -38,19 +46,15 @@ class Choice:
         self._codec = codec
         self._stop_token_ids = stop_token_ids
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
-        self._calls: Calls | None = None
-        self._most_calls: int | None = None
-        self._is_named = False
-        shown: Collection[int] = ()
-        if isinstance(request, ChatRequest) and request.chosen_tools != "none":
-            most = 1 if request.parallel_tool_calls is False else None
-            self._calls = Calls(request.chosen_tools, most, request.call_format)
-            self._most_calls = most
-            self._is_named = isinstance(request.chosen_tools, NamedTool)
-            shown = frozenset(request.call_format.special.values())
-        self._detokenizer = Detokenizer(codec, shown)
+        self.stopped_at: str | None = None
+        """The stop string that ended it."""
+        self._reader = request.reader()
+        self._is_named = isinstance(request, ChatRequest) and isinstance(request.chosen_tools, NamedTool)
+        self._is_hidden = request.is_scored_only
+        self._detokenizer = Detokenizer(codec, request.shown_tokens, context)
         self._prefix = prefix
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
         self._num_chars = 0
         self._is_kept = not request.stream
         self._writer = writer
@@ -64,6 +68,10 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
 
     def echo(self, scores: Sequence[Logprobs]) -> None:
         """Report further tokens of the prompt, all but its first."""
@@ -79,39 +87,53 @@ class Choice:
 
     def push(self, token: Token) -> Delta:
         """Account for a token. A stop token is counted, but has no text; a stop string ends the choice."""
+        if self._is_hidden:
+            self.finish = "length"
+            self._texts.append(self._prefix)
+            return Delta(self._index, self._prefix, None, self.finish, self.logprobs, is_first=True)
         self.num_tokens += 1
-        if self.num_tokens == 1:
+        is_first = self.num_tokens == 1
+        if is_first:
             self._num_chars = len(self._prefix)
         told = self.logprobs if token.logprobs is not None else None
         if told is not None:
             told.add(self._report(token.token, token.logprobs))
+        delta = self._read(token)
+        self._num_chars += len(delta.text)
+        if is_first:
+            delta.text = self._prefix + delta.text
+        if self._is_kept:
+            self.token_ids.append(token.token)
+            self._texts.append(delta.text)
+            self._reasoning.append(delta.reasoning)
+        delta.is_first, delta.logprobs = is_first, told
+        if told is not None and not self._is_kept:
+            self.logprobs = LogprobsJson(self._writer)
+        return delta
+
+    def _read(self, token: Token) -> Delta:
+        """Return what a token adds: to the reasoning, the answer and the calls."""
         piece = "" if token.token in self._stop_token_ids else self._detokenizer.push(token.token)
         if token.finish is not None:
             piece += self._detokenizer.flush()
-        text, is_stopped = self._stops.push(piece)
-        self.finish = "stop" if is_stopped else token.finish
-        if self.finish is not None and not is_stopped:
+        text, self.stopped_at = self._stops.push(piece)
+        self.finish = token.finish if self.stopped_at is None else "stop"
+        if self.finish is not None and self.stopped_at is None:
             text += self._stops.flush()
-        pieces: list[CallPiece] = []
-        if self._calls is not None:
-            text = self._calls.push(text)
-            if self.finish is not None:
-                rest, calls = self._calls.end()
-                text, self.calls = text + rest, calls[: self._most_calls]
-            # A function that the client has named is no choice of the model's: it ends with "stop", as OpenAI's do.
-            if self.calls and self.finish == "stop" and not self._is_named:
-                self.finish = "tool_calls"
-            pieces = self._calls.pieces()
-        self._num_chars += len(text)
-        if self.num_tokens == 1:
-            text = self._prefix + text
-        if self._is_kept:
-            self.token_ids.append(token.token)
-            self._texts.append(text)
-        is_first = self.num_tokens == 1
-        if told is not None and not self._is_kept:
-            self.logprobs = LogprobsJson(self._writer)
-        return Delta(self._index, text, token.token, self.finish, told, is_first, pieces, self._calls is not None)
+        if self._reader is None:
+            return Delta(self._index, text, token.token, self.finish)
+        is_thinking = self._reader.is_thinking
+        said = self._reader.push(text, is_end=self.finish is not None)
+        self.num_reasoning += is_thinking
+        if self.finish is not None:
+            self.calls = self._reader.calls()
+        # A function that the client has named is no choice of the model's: it ends with "stop", as OpenAI's do.
+        if self.calls and self.finish == "stop" and not self._is_named:
+            self.finish = "tool_calls"
+        pieces = self._reader.pieces()
+        return Delta(
+            self._index, said.text, token.token, self.finish, None, False, pieces, True, said.reasoning, is_thinking
+        )
 
     def _report(self, token: int, score: Logprobs | None) -> TokenReport:
         codec = self._codec

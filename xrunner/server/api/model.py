@@ -15,7 +15,7 @@ class ServedModel:
     """The model of an endpoint, with its tokenizer and grammars.
 
     Attributes:
-        name: the model's name, which requests must give.
+        names: the model's names, of which requests must give one.
         codec: the tokenizer; None: prompts are token ids only, and answers have no text.
         eos_token_ids: tokens that end an output.
         grammars: compiler of grammars for outputs; None: no tokenizer, or the engine supports none.
@@ -23,10 +23,15 @@ class ServedModel:
         path: the checkpoint's directory; empty: the weights are drawn from a seed.
     """
 
-    name: str
+    names: tuple[str, ...]
     spec: ModelSpec
     codec: TextCodec | None = None
     eos_token_ids: frozenset[int] = frozenset()
     grammars: Grammars | None = None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     path: str = ""
+
+    @property
+    def name(self) -> str:
+        """The first of the names, by which messages call the model."""
+        return self.names[0]

@@ -84,12 +84,12 @@ _ANSWERS: dict[str, Json] = {
 }
 
 
-def describe(model_name: str, spec: ModelSpec, *, has_keys: bool) -> Json:
-    """Return the OpenAPI document of a server of this model."""
+def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
+    """Return the OpenAPI document of a server of a model with these names."""
     bodies, components = msgspec.json.schema_components(
         (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest), ref_template="#/components/schemas/{name}"
     )
-    _say_what_types_do_not(components, model_name, spec)
+    _say_what_types_do_not(components, names, spec)
     generation = ("400", "401", "403", "404", "408", "413", "421", "429", "500", "503", "504")
     text: Json = {"text/plain": {"schema": _TEXT}}
     paths = {
@@ -136,7 +136,7 @@ def describe(model_name: str, spec: ModelSpec, *, has_keys: bool) -> Json:
     }
 
 
-def _say_what_types_do_not(components: Json, model_name: str, spec: ModelSpec) -> None:
+def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSpec) -> None:
     """Add to the schemas what this model's requests accept, and which tags may be left out."""
     token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
     tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
@@ -146,7 +146,7 @@ def _say_what_types_do_not(components: Json, model_name: str, spec: ModelSpec) -
     components["DetokenizeRequest"]["properties"]["tokens"] = tokens | {"minItems": 0}
     for request in (CompletionRequest, ChatRequest):
         properties = components[request.__name__]["properties"]
-        properties["model"] = {"type": "string", "const": model_name}
+        properties["model"] = {"type": "string", "enum": list(names)}
         properties["logit_bias"] |= {"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
         for name, (neutral, reason) in request.WITHOUT_EFFECT.items():
             accepted = [None] if neutral is None else [None, neutral]

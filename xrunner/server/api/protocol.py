@@ -18,7 +18,7 @@ In addition to OpenAI's fields a request may carry:
     continue_final_message (chat): go on with the last message, which is the beginning of the answer.
 
 If the checkpoint has a tokenizer, an output can be held to a JSON schema (`response_format`), or to the schemas of the
-functions that it may call (`tools`).
+functions that it may call (`tools`), or to either. A model that shows its reasoning does so first, freely.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ import msgspec
 from msgspec import Meta
 
 from xrunner.generation import SamplingParams
-from xrunner.grammar import json_grammar
-from xrunner.server.api.call_formats import HERMES, CallFormat
 from xrunner.server.api.errors import quoted, refuse
-from xrunner.server.api.tools import AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, grammar_of
+from xrunner.server.api.form import OutputForm, OutputReader
+from xrunner.server.api.tools import AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
 
 MAX_LOGPROBS = 20
 MAX_DEADLINE_S = 86400
@@ -122,6 +121,25 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an output's text goes on with the prompt's."""
+        return True
+
+    @property
+    def is_scored_only(self) -> bool:
+        """Whether the answer is the prompt and nothing else: its output of one token is not shown."""
+        return False
+
+    @property
+    def shown_tokens(self) -> frozenset[int]:
+        """Special tokens of outputs that are text to `reader`."""
+        return frozenset()
+
+    def reader(self) -> OutputReader | None:
+        """Return what takes an output apart; None: all of it is the answer."""
+        return None
 
     def kept_of(self, tokens: list[int], max_context: int) -> list[int]:
         """Return what `truncate_prompt_tokens` keeps of a prompt."""
@@ -246,6 +264,8 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     }
 
     prompt: str | list[int | str | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """0 with `echo`: the prompt only, with its log probabilities if they are asked for."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Count | None = None
     echo: bool | None = None
@@ -254,6 +274,19 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def is_scored_only(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def named_output(self) -> int | None:
+        return None if self.max_tokens is None else max(1, self.max_tokens)
+
+    def check(self) -> None:
+        super().check()
+        if self.is_scored_only and not self.echo:
+            refuse("max_tokens", "0 goes with echo: true; otherwise the answer would be empty")
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -329,8 +362,10 @@ class ChatMessage(msgspec.Struct):
         parts = self.content or self.refusal or ""
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         message: dict[str, Any] = {"role": self.role, "content": content}
-        shown = ("name", "tool_call_id", "reasoning_content", "reasoning")
+        shown = ("name", "tool_call_id")
         message |= {name: value for name in shown if (value := getattr(self, name)) is not None}
+        if reasoning := self.reasoning_content or self.reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
@@ -444,6 +479,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         self.messages, self.tools, self.response_format, self.chat_template_kwargs = [], None, None, None
 
     @property
+    def goes_on(self) -> bool:
+        return bool(self.continue_final_message)
+
+    @property
     def chosen_tools(self) -> ToolChoice:
         """Whether functions are called, where there are some."""
         if "kept_choice" in self.__dict__:
@@ -458,37 +497,43 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         if "kept_grammar" in self.__dict__:
             kept: str | None = self.__dict__["kept_grammar"]
             return kept
-        match self.response_format:
-            case JsonObjectFormat():
-                return json_grammar({"type": "object"})
-            case JsonSchemaFormat(json_schema):
-                return json_grammar(json_schema.schema)
         free: set[str] | None = self.__dict__.get("free", set())
-        if free is None:
-            return None
-        return grammar_of(self.tools or (), self.chosen_tools, self.call_format, free)
+        choice = "none" if free is None else self.chosen_tools
+        return self.form.grammar(self.tools or (), choice, self.answer_schema, free or ())
 
     @property
-    def is_free_to_call(self) -> bool:
-        """Whether the model may call functions, and need not."""
-        is_formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
-        return self.chosen_tools == "auto" and not is_formatted
+    def answer_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema of an answer that is no call; None: it is free."""
+        match self.response_format:
+            case JsonObjectFormat():
+                return {"type": "object"}
+            case JsonSchemaFormat(json_schema):
+                return json_schema.schema
+        return None
 
     def leave_free(self, name: str | None) -> None:
-        """Hold the arguments of a function to no schema; None: hold the output to nothing."""
+        """Hold the arguments of a function to no schema; None: hold calls to nothing."""
         if name is None:
             self.__dict__["free"] = None
         else:
             self.__dict__.setdefault("free", set()).add(name)
 
     @property
-    def call_format(self) -> CallFormat:
-        """How calls are written: as `write_calls_as` says."""
-        return self.__dict__.get("call_format_of_template", HERMES)
+    def form(self) -> OutputForm:
+        """How the output is written: as `take_form` says."""
+        form: OutputForm = self.__dict__.get("form_of_model", OutputForm())
+        return form
 
-    def write_calls_as(self, format_: CallFormat) -> None:
-        """Take the model's own format."""
-        self.__dict__["call_format_of_template"] = format_
+    def take_form(self, form: OutputForm) -> None:
+        """Take the model's own form."""
+        self.__dict__["form_of_model"] = form
+
+    @property
+    def shown_tokens(self) -> frozenset[int]:
+        return self.form.shown(self.chosen_tools)
+
+    def reader(self) -> OutputReader | None:
+        return self.form.reader(self.chosen_tools, 1 if self.parallel_tool_calls is False else None)
 
     def _allow_tools(self) -> None:
         """Keep the functions that `tool_choice` allows. Raises ApiError (400)."""
@@ -510,12 +555,8 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
             refuse("tool_choice", f"there is no function {quoted(choice.function.name)} among tools")
         if choice == "required" and not names:
             refuse("tool_choice", "there are no tools to call")
-        is_formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
-        if is_formatted and self.chosen_tools != "none":
-            refuse(
-                "response_format", "an output is formatted or calls functions; send tool_choice none, or leave one out"
-            )
-        if (is_formatted or self.chosen_tools != "none") and (self.ignore_eos or self.output_length):
+        is_held = self.answer_schema is not None or self.chosen_tools != "none"
+        if is_held and (self.ignore_eos or self.output_length):
             refuse(
                 "ignore_eos", "an output that keeps to a grammar ends with it; leave ignore_eos and output_length out"
             )

@@ -14,11 +14,14 @@ from xgpt.core.errors import InputError, cut
 from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.chat import ChatTemplate, load_chat_template
 from xrunner.server.api.directory import read_tokenizer, special_tokens
+from xrunner.server.api.form import OutputForm
 
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are no character, the first bytes of an unfinished one among them."""
 
 
+CONTEXT = 4
+"""Tokens before a text that decide how it begins; decoders look one back."""
 MAX_UNFINISHED = 3
 """Bytes, and so tokens, of a character whose last one is missing."""
 
@@ -27,7 +30,7 @@ class TextCodec:
     """A checkpoint's tokenizer, and its chat template where it has one.
 
     Attributes:
-        call_format: how its outputs write calls of functions.
+        form: how its outputs are written: reasoning, calls of functions.
         eos_token_id: the tokenizer's own end token, which may differ from the model's; None: it names none.
         added: ids of the tokens that are no pieces of text: a model may write each of them at any place.
         longest_token: characters of the longest token: a text of n tokens is at most n times as long.
@@ -40,9 +43,11 @@ class TextCodec:
         self.chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(id_ for id_, token in added.items() if token.special)
-        format_ = HERMES if chat_template is None else chat_template.call_format
-        special = {token.content: id_ for id_, token in added.items() if token.special}
-        self.call_format = format_.written_with(special, added)
+        self.form = OutputForm.of(
+            "" if chat_template is None else chat_template.source,
+            HERMES if chat_template is None else chat_template.call_format,
+            {token.content: id_ for id_, token in added.items()},
+        )
         self.eos_token_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
         self.added = frozenset(added)
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
@@ -132,13 +137,19 @@ class Detokenizer:
 
     Args:
         shown: special tokens that are text here, all the same.
+        context: tokens whose text comes before, and is out.
     """
 
-    def __init__(self, codec: TextCodec | None, shown: Collection[int] = ()) -> None:
+    def __init__(self, codec: TextCodec | None, shown: Collection[int] = (), context: Sequence[int] = ()) -> None:
         self._codec = codec
         self._shown = shown
         self._ids: list[int] = []
-        self._num_given = 0
+        if codec is not None:
+            self._ids = [token for token in context if codec.has_text(token)][-CONTEXT:]
+        before = "" if codec is None or not self._ids else self._decoded(codec)
+        if before.endswith(REPLACEMENT):
+            self._ids, before = [], ""  # a piece of a character, which the output may complete
+        self._num_given = len(before)
         """Characters of the window's text that are out."""
         self._num_pending = 0
         """Tokens since text was given."""
@@ -195,10 +206,10 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Return the text that may go out after `piece` has come, and whether it ends here."""
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """Return the text that may go out after `piece` has come, and the stop string with which it ends here."""
         if not self._stops:
-            return piece, False
+            return piece, None
         text = self._held + piece
         end, longest = len(piece), 0
         for number, (stop, borders) in enumerate(self._stops):
@@ -217,10 +228,10 @@ class StopStrings:
         if longest:
             end += len(self._held)
             self._held = ""
-            return text[: end if self._include else end - longest], True
+            return text[: end if self._include else end - longest], text[end - longest : end]
         num_held = max(self._matched)
         self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held], False
+        return text[: len(text) - num_held], None
 
     def flush(self) -> str:
         """Return what is still held back when the output ends."""

@@ -1,20 +1,17 @@
-"""Functions that a chat may call: tell a model of them, and hold its calls to their schemas.
+"""Functions that a chat may call, as requests declare them and messages report their calls.
 
 A model that is free to choose writes a call as its template teaches it (`call_formats`); its arguments keep to the
-function's schema. One that must call writes nothing but the call. `call_reader` reads both.
+function's schema. One that must call writes nothing but the call. `form` says what outputs keep to, and reads them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-
-from xrunner.grammar import any_of_grammar
-from xrunner.server.api.call_formats import HERMES, CallFormat
 
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -100,24 +97,3 @@ def told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def must_call(choice: ToolChoice) -> bool:
     """Whether the output is a call and nothing else."""
     return choice == "required" or isinstance(choice, NamedTool)
-
-
-def grammar_of(
-    tools: Sequence[Tool], choice: ToolChoice, format_: CallFormat = HERMES, free: Container[str] = ()
-) -> str | None:
-    """Return what the output keeps to; None: anything.
-
-    Args:
-        free: functions whose arguments may be any object.
-    """
-    if choice == "none":
-        return None
-    if isinstance(choice, NamedTool):
-        tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    schemas = {
-        tool.function.name: ANY_ARGUMENTS if tool.function.name in free else tool.function.parameters or NO_ARGUMENTS
-        for tool in tools
-    }
-    if must_call(choice):
-        return any_of_grammar({format_.begin(name): schema for name, schema in schemas.items()}, "}")
-    return format_.grammar(schemas)

@@ -1,6 +1,7 @@
 """Write answers as OpenAI's objects, whole or chunk by chunk.
 
 In addition to OpenAI's fields an answer carries:
+    reasoning_content: of each message, what the model has thought before its answer, if it shows that.
     token_ids: of each choice, its tokens (in a stream: of each chunk).
     xgpt: {queued_s, ttft_s, total_s}, the server's own times from taking the request in to the start of its
         first step, its first token and its last; of several choices, those of the slowest. A stream brings it
@@ -20,7 +21,6 @@ import msgspec
 if TYPE_CHECKING:
     from xrunner.server.api.call_reader import CallPiece
     from xrunner.server.api.choices import Choice
-    from xrunner.server.api.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,18 @@ class Delta:
 
     index: int
     text: str
-    token: int
+    token: int | None
+    """None: it is not shown."""
     finish: str | None
-    logprobs: LogprobsJson | None
-    is_first: bool
+    logprobs: LogprobsJson | None = None
+    is_first: bool = False
     calls: Sequence[CallPiece] = ()
     """What it adds to calls of functions."""
     may_wait: bool = False
     """Whether its token may come with the next chunk, if nothing else is to be said: a call may begin here."""
+    reasoning: str = ""
+    is_reasoning: bool = False
+    """Whether its token is one of reasoning."""
 
 
 class PromptTokens(NamedTuple):
@@ -82,6 +86,7 @@ class Writer(ABC):
         self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": "", "created": created, "model": model}
         self._include_usage = include_usage
         self._continuous = continuous
+        self._num_reasoning = 0
         self._silent: dict[int, list[int]] = {}
         """Tokens of choices that came without anything to say, and go out with the next one."""
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
@@ -93,7 +98,7 @@ class Writer(ABC):
         """Return the member of a chunk's choice that holds its text; `quoted`: the text as JSON."""
 
     @abstractmethod
-    def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    def text(self, choice: Choice) -> dict[str, Any]:
         """Return the member of a whole choice that holds its text, and the functions that it calls."""
 
     @abstractmethod
@@ -102,12 +107,14 @@ class Writer(ABC):
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
-        if delta.may_wait and not (delta.text or delta.calls or delta.finish or delta.logprobs or delta.is_first):
-            self._silent.setdefault(delta.index, []).append(delta.token)
+        self._num_reasoning += delta.is_reasoning
+        shows = delta.text or delta.reasoning or delta.calls or delta.finish or delta.logprobs or delta.is_first
+        if delta.may_wait and not shows:
+            self._silent.setdefault(delta.index, []).extend(_tokens(delta))
             return b""
         if delta.calls and delta.finish:
             # Clients take a call for complete when the finish comes, and look no further into that chunk.
-            last = replace(delta, text="", calls=(), logprobs=None, is_first=False)
+            last = replace(delta, text="", reasoning="", calls=(), logprobs=None, is_first=False)
             before = self._chunk(replace(delta, finish=None), None, prompt, num_tokens)
             return before + self._chunk(last, timings, prompt, num_tokens, tokens=())
         return self._chunk(delta, timings, prompt, num_tokens)
@@ -122,7 +129,7 @@ class Writer(ABC):
     ) -> bytes:
         """Return a chunk; `tokens`: None: that of the delta, after those of deltas that had nothing to say."""
         if tokens is None:
-            tokens = [*self._silent.pop(delta.index, ()), delta.token]
+            tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
         logprobs = "null"
         if delta.logprobs is not None:
@@ -130,7 +137,7 @@ class Writer(ABC):
         reason = f'"{delta.finish}"' if delta.finish else "null"
         tail = self._tail
         if self._continuous:
-            tail = f',"usage":{msgspec.json.encode(_usage(prompt, num_tokens)).decode()}'
+            tail = f',"usage":{msgspec.json.encode(_usage(prompt, num_tokens, self._num_reasoning)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
         return _event(
             f'{self._head}{delta.index},{self.piece(quoted, delta)},"token_ids":[{",".join(map(str, tokens))}],'
@@ -141,7 +148,11 @@ class Writer(ABC):
         """Return what follows the last chunk of a stream."""
         if not self._include_usage:
             return b"data: [DONE]\n\n"
-        last = {"object": self.chunk_object, "choices": [], "usage": _usage(prompt, completion_tokens)}
+        last = {
+            "object": self.chunk_object,
+            "choices": [],
+            "usage": _usage(prompt, completion_tokens, self._num_reasoning),
+        }
         return b"data: " + msgspec.json.encode(self._envelope | last) + b"\n\ndata: [DONE]\n\n"
 
     def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
@@ -152,13 +163,13 @@ class Writer(ABC):
             num_tokens += choice.num_tokens
             rendered = {
                 "index": index,
-                **self.text(choice.text, choice.calls),
+                **self.text(choice),
                 "token_ids": choice.token_ids,
                 "logprobs": choice.logprobs and msgspec.Raw(choice.logprobs.render()),
                 "finish_reason": choice.finish,
             }
             yield (b"," if index else b"") + msgspec.json.encode(rendered)
-        usage = msgspec.json.encode(_usage(prompt, num_tokens))
+        usage = msgspec.json.encode(_usage(prompt, num_tokens, sum(choice.num_reasoning for choice in choices)))
         yield b'],"usage":' + usage + b',"xgpt":' + msgspec.json.encode(timings) + b"}"
 
 
@@ -188,8 +199,8 @@ class CompletionWriter(Writer):
     def piece(self, quoted: str, delta: Delta) -> str:
         return f'"text":{quoted}'
 
-    def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        return {"text": text}
+    def text(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
         return {
@@ -211,14 +222,18 @@ class ChatWriter(Writer):
         members = ['"role":"assistant"'] if delta.is_first else []
         if delta.text or not (delta.calls or delta.may_wait) or (delta.is_first and not delta.calls):
             members.append(f'"content":{quoted}')
+        if delta.reasoning:
+            members.append(f'"reasoning_content":{msgspec.json.encode(delta.reasoning).decode()}')
         if delta.calls:
             members.append(f'"tool_calls":{msgspec.json.encode([*map(_call, delta.calls)]).decode()}')
         return f'"delta":{{{",".join(members)}}}'
 
-    def text(self, text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if calls:
-            message |= {"content": text or None, "tool_calls": calls}
+    def text(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": choice.calls}
         return {"message": message}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
@@ -258,10 +273,17 @@ def _entry(text: str, logprob: float, raw: bytes) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
-def _usage(prompt: PromptTokens, completion_tokens: int) -> dict[str, Any]:
-    return {
+def _tokens(delta: Delta) -> Sequence[int]:
+    return () if delta.token is None else (delta.token,)
+
+
+def _usage(prompt: PromptTokens, completion_tokens: int, reasoning_tokens: int) -> dict[str, Any]:
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt.total,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt.total + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": prompt.cached},
     }
+    if reasoning_tokens:
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return usage

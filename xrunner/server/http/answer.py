@@ -140,7 +140,7 @@ class Answer(Response):
                 prompt = outputs.prompt_tokens()
                 for delta in deltas:
                     timings = None if outputs.num_running else outputs.timings()
-                    num_tokens += 1
+                    num_tokens += delta.token is not None
                     chunks.append(self._writer.chunk(delta, timings, prompt, num_tokens))
             if not chunks:
                 break

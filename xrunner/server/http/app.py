@@ -133,9 +133,10 @@ def _warning(engine: EngineClient) -> str | None:
 def _state_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
     """Yield the routes about the server's state, whatever it serves."""
     warning = _warning(engine)
-    card = {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "xgpt"}
+    card = {"object": "model", "created": int(time.time()), "owned_by": "xgpt"}
     card |= {"max_model_len": model.spec.max_context} | ({"warning": warning} if warning else {})
-    description = describe(model.name, model.spec, has_keys=has_keys)
+    cards = [{"id": name} | card for name in model.names]
+    description = describe(model.names, model.spec, has_keys=has_keys)
 
     def health(_: Request) -> dict[str, str]:
         if engine.failure is not None:
@@ -152,11 +153,12 @@ def _state_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
     yield _route("/openapi.json", lambda _: description)
 
     def retrieve(http: Request) -> dict[str, Any]:
-        if http.path_params["name"] != model.name:
-            raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
-        return card
+        for found in cards:
+            if found["id"] == http.path_params["name"]:
+                return found
+        raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
 
-    yield _route("/v1/models", lambda _: {"object": "list", "data": [card]})
+    yield _route("/v1/models", lambda _: {"object": "list", "data": cards})
     yield _route("/v1/models/{name:path}", retrieve)
     yield _route("/health", health)
     yield _route("/ready", ready)

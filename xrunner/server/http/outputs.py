@@ -17,6 +17,7 @@ from xrunner.server.api.errors import ApiError
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
+from xrunner.server.api.text import CONTEXT
 from xrunner.server.api.writers import Delta, PromptTokens, Writer
 from xrunner.server.engine_client import EngineClient, Inbox, Promise, Stream, Submission
 from xrunner.server.http.limits import Limits
@@ -127,6 +128,7 @@ class Outputs:
                     self._writer,
                     prompt.echo,
                     scored,
+                    prompt.tokens[-CONTEXT:] if self._request.goes_on else (),
                 )
         self.num_running = len(self._choices)
 

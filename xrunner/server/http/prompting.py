@@ -62,8 +62,8 @@ class Prompts:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
-    ) -> list[int]:
-        """Return the tokens of a chat by the checkpoint's template; raise ApiError (400) if it has none."""
+    ) -> tuple[str, list[int]]:
+        """Return a chat by the checkpoint's template, and its tokens; raise ApiError (400) if there is none."""
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
             raise ApiError(
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"
@@ -89,7 +89,7 @@ class Prompts:
             text = await self.tokenising.by_turns(info.key.name, characters, render)
         except ValueError as error:
             refuse("messages", f"the chat template refuses them: {cut(str(error))}")
-        return await self.encode(info, text, "messages", add_special_tokens=add_special_tokens)
+        return text, await self.encode(info, text, "messages", add_special_tokens=add_special_tokens)
 
     def check_length(self, characters: int, field: str) -> None:
         """Refuse a text that is too long to be tokenised."""

@@ -26,6 +26,7 @@ from xrunner.server.api.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
+from xrunner.server.api.tools import must_call
 from xrunner.server.api.writers import ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import Answer
@@ -90,7 +91,7 @@ class Service:
         return info
 
     async def _complete(self, http: Request, request: CompletionRequest, memory: Memory) -> Answer:
-        await self._check(http, request)
+        self._check(request)
         info: RequestInfo = http.scope["xgpt"]
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
         prompts = request.prompts(max(limit, self._spec.max_context))
@@ -117,12 +118,10 @@ class Service:
         return self._answer(http, request, checked, CompletionWriter, memory)
 
     async def _chat(self, http: Request, request: ChatRequest, memory: Memory) -> Answer:
-        if self._codec is not None:
-            request.write_calls_as(self._codec.call_format.within(self._spec.vocab_size))
-        await self._check(http, request)
+        self._check(request)
         info: RequestInfo = http.scope["xgpt"]
         tools = request.tools if request.chosen_tools != "none" else None
-        tokens = await self._prompts.render(
+        text, tokens = await self._prompts.render(
             info,
             request.messages,
             tools or [],
@@ -131,6 +130,9 @@ class Service:
             continue_final_message=bool(request.continue_final_message),
             add_special_tokens=bool(request.add_special_tokens),
         )
+        if self._codec is not None:
+            request.take_form(self._codec.form.within(self._spec.vocab_size).after(text))
+        await self._check_grammar(info, request)
         tokens = request.kept_of(tokens, self._spec.max_context)
         return self._answer(http, request, self._checked(request, [tokens]), ChatWriter, memory)
 
@@ -142,7 +144,7 @@ class Service:
             request = parse_tokenize(await self._bodies.read(http, memory))
             memory.set(request.num_text_bytes)
             if request.messages is not None:
-                tokens = await self._prompts.render(
+                _, tokens = await self._prompts.render(
                     info,
                     request.messages,
                     request.tools or [],
@@ -173,9 +175,9 @@ class Service:
             refuse("tokens", f"they must be below {self._spec.vocab_size}, and at most {self._spec.max_context}")
         return _json({"prompt": self._codec.tokenizer.decode(tokens, skip_special_tokens=False)})
 
-    async def _check(self, http: Request, request: GenerationRequest) -> None:
+    def _check(self, request: GenerationRequest) -> None:
         request.fill(self._model.sampling_defaults)
-        if request.model != self._model.name:
+        if request.model not in self._model.names:
             raise ApiError(
                 404,
                 f"model: {quoted(request.model)} is not served here; ask for {self._model.name!r}",
@@ -191,48 +193,36 @@ class Service:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
         if request.num_prompt_logprobs is not None and not self._engine.scores_prompts:
             refuse("echo", "log probabilities of prompts are not given by vLLM, in rows or by an encoder; leave it out")
-        await self._check_grammar(http, request)
 
-    async def _check_grammar(self, http: Request, request: GenerationRequest) -> None:
-        field = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
+    async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
+        """Refuse what outputs cannot be held to; leave calls free that a model may make, and need not."""
+        field = "tools" if must_call(request.chosen_tools) else "response_format"
         try:
             grammar = request.grammar
         except RecursionError:
-            refuse(field, "it nests too deeply")
-        if grammar is None:
+            refuse("tools" if request.chosen_tools != "none" else field, "it nests too deeply")
+        if grammar is None or (reason := await self._why_not(info, grammar)) is None:
             return
-        if isinstance(request, ChatRequest) and request.is_free_to_call:
-            await self._free_what_cannot_be_held(http, request)
-            return
-        if self._model.grammars is None or self._prompts.tokenising is None:
-            refuse(
-                field, "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
-            )
-        if (reason := await self._why_not(http, grammar)) is not None:
-            refuse(field, f"it is not accepted: {cut(reason)}")
+        if request.chosen_tools == "auto":
+            for tool in request.tools or () if self._model.grammars is not None else ():
+                if await self._why_not(info, json_grammar(tool.function.parameters or {})) is not None:
+                    request.leave_free(tool.function.name)
+            if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
+                return
+            request.leave_free(None)
+            if request.grammar is None or (reason := await self._why_not(info, request.grammar)) is None:
+                return
+        refuse(field, f"it is not accepted: {cut(reason)}")
 
-    async def _why_not(self, http: Request, grammar: str) -> str | None:
+    async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
         """Return why outputs cannot be held to a grammar; None: they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
-            return "no output keeps to a grammar here"
-        account = http.scope["xgpt"].key.name
+            return "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
         why_not = partial(self._model.grammars.why_not, grammar)
         try:
-            return await self._prompts.tokenising.by_turns(account, len(grammar), why_not)
+            return await self._prompts.tokenising.by_turns(info.key.name, len(grammar), why_not)
         except MachineError as error:
             return str(error)
-
-    async def _free_what_cannot_be_held(self, http: Request, request: ChatRequest) -> None:
-        """Leave arguments free whose schema cannot be enforced: the model may call, and need not."""
-        if request.grammar is None or await self._why_not(http, request.grammar) is None:
-            return
-        if self._model.grammars is not None:
-            for tool in request.tools or ():
-                if await self._why_not(http, json_grammar(tool.function.parameters or {})) is not None:
-                    request.leave_free(tool.function.name)
-            if request.grammar is not None and await self._why_not(http, request.grammar) is None:
-                return
-        request.leave_free(None)
 
     def _checked(self, request: GenerationRequest, prompts: list[list[int]]) -> list[CheckedPrompt]:
         """Return the prompts with the bounds of their outputs; raise ApiError (400) if one cannot be answered."""

@@ -29,7 +29,7 @@ async def service(
     """Run the service; yields its stub, its engine's thread and its channel."""
     plan = fake_plan()
     engine = EngineClient(fake_engine(executor or FakeExecutor(), max_batch=2), watch=Watch(plan))
-    model = ServedModel("fake", spec, eos_token_ids=frozenset(spec.eos_token_ids))
+    model = ServedModel(("fake",), spec, eos_token_ids=frozenset(spec.eos_token_ids))
     stopping, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     running = asyncio.create_task(
         serve(

@@ -31,9 +31,10 @@ from xrunner.server.api.call_formats import (
 from xrunner.server.api.call_reader import Calls
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.choices import Choice
+from xrunner.server.api.form import OutputForm
 from xrunner.server.api.parsing import parse_chat
 from xrunner.server.api.text import Detokenizer, TextCodec
-from xrunner.server.api.tools import NamedFunction, NamedTool, Tool, ToolCall, grammar_of
+from xrunner.server.api.tools import NamedFunction, NamedTool, Tool, ToolCall
 from xrunner.server.api.writers import ChatWriter
 
 PLACE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}}, "required": ["place"]}
@@ -44,8 +45,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"place":"Rome"}}\n</tool_
 def read(pieces: list[str], choice: str = "auto") -> tuple[str, list[ToolCall]]:
     calls = Calls(choice)  # type: ignore[arg-type]
     text = "".join(calls.push(piece) for piece in pieces)
-    rest, found = calls.end()
-    return text + rest, found
+    return text + calls.end(), calls.calls
 
 
 @given(
@@ -71,7 +71,7 @@ def test_llamas_calls_are_read(cuts: list[int], text: str) -> None:
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     calls = Calls("auto", format_=LLAMA)
     out = "".join(calls.push(text[start:end]) for start, end in itertools.pairwise(edges))
-    rest, found = calls.end()
+    rest, found = calls.end(), calls.calls
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
         ("weather", {"place": "Rome"})
     ] * text.count("Rome")
@@ -112,7 +112,7 @@ def test_mistrals_calls_are_read(cuts: list[int], written: str) -> None:
     edges = sorted({0, len(written), *(cut for cut in cuts if cut < len(written))})
     calls = Calls("auto", format_=format_)
     out = "".join(calls.push(written[start:end]) for start, end in itertools.pairwise(edges))
-    rest, found = calls.end()
+    rest, found = calls.end(), calls.calls
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == [
         ("weather", {"place": "Rome"})
     ] * num
@@ -146,8 +146,8 @@ def test_a_free_output_writes_text_or_right_calls_of_mistrals(
         tokenizer.save(str(path))
     grammars = Grammars(path, 2048, {2})
     codec = TextCodec(tokenizer, ChatTemplate("".join(format_.marks)))
-    assert set(codec.call_format.special) == (set(format_.marks) if is_special else set())
-    grammar = grammar_of(TOOLS, "auto", codec.call_format)
+    assert set(codec.form.calls.special) == (set(format_.marks) if is_special else set())
+    grammar = codec.form.grammar(TOOLS, "auto")
     assert grammar is not None and grammars.why_not(grammar) is None
     ids = tokenizer.encode(written).ids
     state, allowed = grammars.state(grammar), []
@@ -160,10 +160,10 @@ def test_a_free_output_writes_text_or_right_calls_of_mistrals(
     assert end is not None and end[2]
     place = next(index for index in range(len(ids)) if tokenizer.decode(ids[index:]).startswith("Rome"))
     assert {tokenizer.id_to_token(token) for token in allowed[place]} == {"R", "O"}
-    detokenizer = Detokenizer(codec, frozenset(codec.call_format.special.values()))
-    calls = Calls("auto", format_=codec.call_format)
+    detokenizer = Detokenizer(codec, frozenset(codec.form.calls.special.values()))
+    calls = Calls("auto", format_=codec.form.calls)
     text = "".join(calls.push(detokenizer.push(token)) for token in ids)
-    rest, found = calls.end()
+    rest, found = calls.end(), calls.calls
     assert text + rest == ("a" if written.startswith("a") else "") and len(found) == written.count("weather")
 
 
@@ -172,14 +172,14 @@ def test_one_that_must_call_keeps_to_the_key_of_its_format() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": tools, "tool_choice": "required"}
     request = parse_chat(json.dumps(body).encode())
     assert request.grammar is not None and "arguments" in request.grammar
-    request.write_calls_as(LLAMA)
+    request.take_form(OutputForm(LLAMA))
     assert "parameters" in request.grammar
 
 
 def test_a_free_output_writes_text_or_right_calls_of_llamas(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "small")
     grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
-    grammar = grammar_of(TOOLS, "auto", LLAMA)
+    grammar = OutputForm(LLAMA).grammar(TOOLS, "auto")
     assert grammar is not None and grammars.why_not(grammar) is None
     of = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
 
@@ -209,8 +209,8 @@ def test_calls_come_alone_where_they_may_not_be_parallel(parallel: bool | None, 
     }
     writer = ChatWriter("m", 0, include_usage=False, continuous=False)
     choice = Choice(0, parse_chat(json.dumps(body).encode()), None, frozenset(), writer)
-    assert choice._calls is not None
-    choice._calls.push(f"{CALL}\n{CALL}")
+    assert choice._reader is not None
+    choice._reader.push(f"{CALL}\n{CALL}")
     pieces = choice.push(Token(0, 2, "stop")).calls
     assert (
         [piece.name for piece in pieces if piece.name] == ["weather"] * num == [c.function.name for c in choice.calls]
@@ -228,7 +228,8 @@ def test_pieces_of_a_call_make_the_call(cuts: list[int], written: tuple[str, str
     for start, end in itertools.pairwise(edges):
         calls.push(text[start:end])
         pieces += calls.pieces()
-    _, (call,) = calls.end()
+    calls.end()
+    (call,) = calls.calls
     pieces += calls.pieces()
     first, *others = pieces
     assert (first.number, first.id, first.name) == (0, call.id, "weather")
@@ -272,7 +273,7 @@ def test_a_models_own_tokens_are_never_masked(tmp_path: Path, is_special: bool) 
     (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(ADDED)
     tokenizer.save(str(path))
     codec = TextCodec(tokenizer, ChatTemplate("<tool_call>"))
-    grammars, grammar = Grammars(path, 2048, {2}), grammar_of(TOOLS, "auto", codec.call_format)
+    grammars, grammar = Grammars(path, 2048, {2}), codec.form.grammar(TOOLS, "auto")
     assert grammar is not None and grammars.why_not(grammar) is None
     for text in (CALL, f"<think>Rome?</think>{CALL}", "<think></think>", "<tool_call>x", f"{CALL}\n{CALL}"):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -281,10 +282,12 @@ def test_a_models_own_tokens_are_never_masked(tmp_path: Path, is_special: bool) 
             mask = state.allowed()
             assert mask is not None and mask[token], (text, position)
             state.take(token)
-    calls, detokenizer = Calls("auto"), Detokenizer(codec, frozenset(codec.call_format.special.values()))
+    calls, detokenizer = Calls("auto"), Detokenizer(codec, frozenset(codec.form.calls.special.values()))
     ids = tokenizer.encode(f"<think>a</think>{CALL}", add_special_tokens=False).ids
     text = "".join(calls.push(detokenizer.push(token)) for token in ids)
-    assert text == ("a" if is_special else "<think>a</think>") and len(calls.end()[1]) == 1
+    assert text == ("a" if is_special else "<think>a</think>")
+    calls.end()
+    assert len(calls.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,7 @@ def test_one_that_must_call_is_read_whole(written: str, num: int) -> None:
 def test_a_free_output_writes_text_or_right_calls(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "small")
     grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
-    grammar = grammar_of(TOOLS, "auto")
+    grammar = OutputForm().grammar(TOOLS, "auto")
     assert grammar is not None and grammars.why_not(grammar) is None
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
     of = {character: tokenizer[character] for character in tokenizer if len(character) == 1}
@@ -312,9 +315,9 @@ def test_a_free_output_writes_text_or_right_calls(tmp_path: Path) -> None:
     assert allowed(opened, "R") and allowed(opened, "O")
     assert not allowed(opened, "P") and not allowed(opened, "end")
     assert allowed(CALL, "end")
-    named = grammar_of(TOOLS, NamedTool(NamedFunction("weather")))
+    named = OutputForm().grammar(TOOLS, NamedTool(NamedFunction("weather")))
     assert named is not None and grammars.why_not(named) is None
-    assert grammar_of(TOOLS, "none") is None
+    assert OutputForm().grammar(TOOLS, "none") is None
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -330,7 +333,7 @@ def test_what_a_schema_refers_to_lies_in_it(tmp_path: Path, choice: str) -> None
         "$defs": {"To": {"enum": ["Rome"]}},
     }
     tools = msgspec.convert([{"type": "function", "function": {"name": "go", "parameters": schema}}], list[Tool])
-    grammar = grammar_of([*tools, *TOOLS], choice)  # type: ignore[arg-type]
+    grammar = OutputForm().grammar([*tools, *TOOLS], choice)  # type: ignore[arg-type]
     assert grammar is not None and grammars.why_not(grammar) is None
     opening, end = ("<tool_call>\n", "\n</tool_call>") if choice == "auto" else ("", "")
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
@@ -370,7 +373,7 @@ def test_an_output_that_cannot_be_followed_fails_alone(tmp_path: Path) -> None:
     assert grammars.why_not(wide) is None
     sampler = Sampler(2048, torch.device("cpu"), grammars)
     sampler.start(0, SamplingParams(temperature=0, grammar=wide))
-    sampler.start(1, SamplingParams(temperature=0, grammar=grammar_of(TOOLS, "required")))
+    sampler.start(1, SamplingParams(temperature=0, grammar=OutputForm().grammar(TOOLS, "required")))
     logits, rows = torch.zeros(2, 2048), np.arange(2)
     for position in range(3):
         tokens, _ = sampler(logits, rows, np.full(2, position, dtype=np.int32))

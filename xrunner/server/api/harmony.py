@@ -1,0 +1,181 @@
+"""The format of gpt-oss: messages on channels, of which one is reasoning, one the answer, and one has calls.
+
+    <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>
+    <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>
+
+Source: openai-cookbook, articles/openai-harmony.md. OpenAI's own parser reads token ids of its own vocabulary, which it
+downloads; this one reads text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xrunner.grammar import json_rule, ranges
+from xrunner.server.api.call_formats import Call, CallFormat, Schemas
+from xrunner.server.api.call_reader import CallPiece, merged, overlap
+from xrunner.server.api.reasoning import Said
+from xrunner.server.api.tools import FunctionCall, ToolCall
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>", START)
+"""What ends a message; the tokens that end an output are among them."""
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS[:3])
+OPENINGS = (START, CHANNEL, MESSAGE, " to=", "assistant")
+"""What the head of a message may begin with; all else is a text without one."""
+MAX_HEAD = 256
+"""Longest head, in characters."""
+RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Harmony(CallFormat):
+    """Outputs are messages on channels; calls of functions are among them."""
+
+    def _mark(self, text: str) -> str:
+        return f"<[{self.special[text]}]>"
+
+    def read(self, text: str) -> tuple[list[Call], int] | None:
+        """Calls are read by `HarmonyReader`."""
+        raise NotImplementedError
+
+    def grammar(self, schemas: Schemas) -> str:
+        return (
+            "%llguidance {}\nstart: (tag | other)* TEXT\n"
+            f"other: TEXT <[{ranges(self.free)}]>\ntag: to_function name\n"
+            'to_function[lazy]: TEXT "to=functions."\nTEXT: /(.|\\n)*/\n' + self._names(schemas)
+        )
+
+    def call(self, schemas: Schemas) -> str:
+        return self._answer(schemas, None)
+
+    def answer(self, schemas: Schemas | None, formatted: dict[str, Any]) -> str:
+        return self._answer(schemas, formatted)
+
+    def _answer(self, schemas: Schemas | None, formatted: dict[str, Any] | None) -> str:
+        """Return the rule of messages of reasoning, and then a call or a formatted answer."""
+        ways = []
+        if schemas:
+            ways.append(f'{self._mark(CHANNEL)} "commentary to=functions." name')
+        if formatted is not None:
+            constrained = f'(" "? {self._mark(CONSTRAIN)} "json")?'
+            shown = f'{self._mark(CHANNEL)} "final" {constrained} {self._mark(MESSAGE)} {json_rule(formatted)}'
+            ways.append(shown)
+        analysis = f'analysis: {self._mark(CHANNEL)} "analysis" {self._mark(MESSAGE)} TEXT {self._mark(END)}'
+        analysis += f' {self._mark(START)} "assistant"'
+        rules = f"answer: analysis* ({' | '.join(ways)})\n{analysis}\nTEXT: /(.|\\n)*/\n"
+        return rules + (self._names(schemas) if schemas else "")
+
+    def _names(self, schemas: Schemas) -> str:
+        """Return the rule `name`: of a function, with the rest of the head and the arguments."""
+        head = f'head: ({self._mark(CHANNEL)} "commentary")? (" "? {self._mark(CONSTRAIN)} "json" | " json")? '
+        called = [f"{json.dumps(name)} head {json_rule(schema)}" for name, schema in schemas.items()]
+        return f"name: {' | '.join(called)}\n{head}{self._mark(MESSAGE)}\n"
+
+
+def harmony_of(special: Mapping[str, int]) -> Harmony | None:
+    """Return the format if a tokenizer has its tokens; None: it has not."""
+    if not {*MARKS} <= special.keys():
+        return None
+    return Harmony("", MARKS)
+
+
+class HarmonyReader:
+    """Reads the messages of an output. A text without the head of a message is an answer.
+
+    Args:
+        calls: whether calls of functions are taken out of it.
+        most: calls of an output; further ones are left out. None: all.
+    """
+
+    def __init__(self, format_: Harmony, *, calls: bool, most: int | None = None) -> None:
+        self._new_id = format_.new_id
+        self._takes_calls = calls
+        self._most = most
+        self._held = ""
+        self._in_head = True
+        self._shows: str = "text"
+        self._calls: list[ToolCall] = []
+        self._written: list[list[str]] = []
+        """Arguments of each call, piece by piece."""
+        self._pieces: list[CallPiece] = []
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the output stands within reasoning."""
+        return not self._in_head and self._shows == "reasoning"
+
+    def push(self, piece: str, *, is_end: bool = False) -> Said:
+        """Return what may go out after a piece of the output; with `is_end`, all of it."""
+        self._held += piece
+        said: dict[str, list[str]] = {"reasoning": [], "text": [], "call": []}
+        while self._held:
+            before = len(self._held), self._in_head
+            if self._in_head:
+                self._read_head(is_end=is_end)
+            else:
+                said[self._shows].append(self._body(is_end=is_end))
+            if (len(self._held), self._in_head) == before:
+                break
+        return Said("".join(said["reasoning"]), "".join(said["text"]))
+
+    def calls(self) -> list[ToolCall]:
+        """Return the calls of an output that has ended."""
+        for call, written in zip(self._calls, self._written, strict=True):
+            call.function.arguments = "".join(written)
+        return self._calls[: self._most]
+
+    def pieces(self) -> list[CallPiece]:
+        """Return what has been added to calls since the last time, at most one piece for each call."""
+        pieces, self._pieces = self._pieces, []
+        return merged(pieces)
+
+    def _read_head(self, *, is_end: bool) -> None:
+        head, found, rest = self._held.partition(MESSAGE)
+        if found:
+            self._held = rest
+            self._begin(head)
+        elif (
+            is_end
+            or len(head) > MAX_HEAD
+            or not any(head.startswith(opening) or opening.startswith(head) for opening in OPENINGS)
+        ):
+            self._in_head, self._shows = False, "text"
+
+    def _begin(self, head: str) -> None:
+        self._in_head = False
+        function = RECIPIENT.search(head)
+        channel = head.rpartition(CHANNEL)[2]
+        if function is not None and self._takes_calls:
+            self._shows = "call"
+            id_ = self._new_id()
+            self._calls.append(ToolCall(FunctionCall(function[1], ""), id_))
+            self._written.append([])
+            self._add(CallPiece(len(self._calls) - 1, id_, function[1], ""))
+        else:
+            self._shows = "reasoning" if channel.startswith("analysis") else "text"
+
+    def _body(self, *, is_end: bool) -> str:
+        """Read the content of a message up to its end, if that has come; return what it shows."""
+        found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            text, self._held = self._held[:at], self._held[at + (0 if mark == START else len(mark)) :]
+            self._in_head = True
+        else:
+            keep = 0 if is_end else max(overlap(self._held, mark) for mark in ENDS)
+            at = len(self._held) - keep
+            text, self._held = self._held[:at], self._held[at:]
+        if self._shows == "call" and text:
+            self._written[-1].append(text)
+            self._add(CallPiece(len(self._calls) - 1, None, None, text))
+        return text
+
+    def _add(self, piece: CallPiece) -> None:
+        if self._most is None or len(self._calls) <= self._most:
+            self._pieces.append(piece)

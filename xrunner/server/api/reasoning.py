@@ -1,0 +1,116 @@
+"""Tell a model's reasoning from its answer, as it is written.
+
+A family of models writes its reasoning between two marks. Which ones, the chat template says, since it takes the
+reasoning out of earlier messages, or else the tokenizer, which has tokens for them. Whether an output begins within the
+reasoning, the prompt says: templates open it there, or close it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Literal, NamedTuple
+
+from xrunner.server.api.call_reader import overlap
+
+
+class Marks(NamedTuple):
+    """What stands around a model's reasoning."""
+
+    begin: str
+    end: str
+
+
+FAMILIES = (
+    Marks("<think>", "</think>"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<seed:think>", "</seed:think>"),
+    Marks("<|START_THINKING|>", "<|END_THINKING|>"),
+    Marks("<|channel>thought\n", "<channel|>"),
+)
+"""DeepSeek, Qwen, GLM, Kimi, MiniMax, Nemotron, OLMo and most others; Mistral; Seed-OSS; Command A; Gemma 4."""
+MAX_SPACE = 64
+"""White space that is held back until it is known whether more than that follows."""
+
+
+def marks_of(template: str, tokens: Container[str]) -> Marks | None:
+    """Return the marks around a model's reasoning, by its chat template and its added tokens; None: it has none."""
+    return next((m for m in FAMILIES if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
+
+
+class Thought(NamedTuple):
+    """How an output may begin.
+
+    Attributes:
+        is_open: the prompt ends within reasoning, so that the output goes on with it.
+    """
+
+    marks: Marks
+    is_open: bool
+
+
+def thought_after(prompt: str, marks: Marks | None) -> Thought | None:
+    """Return how the output after a prompt may begin; None: not with reasoning, which the prompt has closed."""
+    if marks is None or (end := prompt.rstrip()).endswith(marks.end):
+        return None
+    return Thought(marks, end.endswith(marks.begin.rstrip()))
+
+
+class Said(NamedTuple):
+    """What a piece of an output adds: to the model's reasoning, and to its answer."""
+
+    reasoning: str
+    text: str
+
+
+class ThoughtReader:
+    """Takes reasoning out of the beginning of an output, and white space beside its marks."""
+
+    def __init__(self, thought: Thought) -> None:
+        self._begin, self._end = thought.marks
+        self._held = ""
+        self._state: Literal["before", "begun", "thinking", "after", "text"] = "begun" if thought.is_open else "before"
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the output stands within reasoning."""
+        return self._state in ("begun", "thinking")
+
+    def push(self, piece: str, *, is_end: bool = False) -> Said:
+        """Return what may go out after a piece of the output; with `is_end`, all of it."""
+        if self._state == "text":
+            return Said("", piece)
+        self._held += piece
+        reasoning = ""
+        if self._state == "before":
+            rest = self._held.lstrip()
+            if rest.startswith(self._begin):
+                self._held, self._state = rest[len(self._begin) :], "begun"
+            elif is_end or not self._begin.startswith(rest) or len(self._held) > MAX_SPACE:
+                self._state = "text"
+        if self._state == "begun":
+            self._held = self._held.lstrip()
+            if self._held:
+                self._state = "thinking"
+        if self._state == "thinking":
+            reasoning = self._thinking(is_end=is_end)
+        if self._state == "after":
+            self._held = self._held.lstrip()
+            if self._held:
+                self._state = "text"
+        text = ""
+        if self._state == "text":
+            text, self._held = self._held, ""
+        return Said(reasoning, text)
+
+    def _thinking(self, *, is_end: bool) -> str:
+        if (at := self._held.find(self._end)) >= 0:
+            reasoning, self._held, self._state = self._held[:at], self._held[at + len(self._end) :], "after"
+            return reasoning.rstrip()
+        if is_end:
+            reasoning, self._held = self._held, ""
+            return reasoning.rstrip()
+        out = self._held[: len(self._held) - overlap(self._held, self._end)]
+        if len(shown := out.rstrip()) < len(out) - MAX_SPACE:
+            shown = out
+        self._held = self._held[len(shown) :]
+        return shown
