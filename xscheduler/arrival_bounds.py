@@ -28,14 +28,17 @@ more; `xscheduler.box_bounds.breach` draws boxes and points inside them.
 
 from __future__ import annotations
 
-from typing import Any
+from heapq import heapreplace
+from math import inf
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr
+from scipy.special import gammaln, ndtr
 
 from xgpt.core.schema import Constraint
 from xgpt.core.workload import gamma_arrivals
+from xsimulator.costs.step_cost import LaneCost
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -53,8 +56,9 @@ NUM_ARRIVALS = 12_000
 """Drawn arrivals, from an empty engine on."""
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
 """Shares of requests, each of which waits for the shortest time of its group."""
-LEAST_LEFT = 0.02
-"""Least share of a bound that is left."""
+LOAD_STEP, MOST_LOAD = 0.01, 1.2
+"""Loads at which waits are computed are multiples of this one, the next lower one each, up to the highest."""
+SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
@@ -92,39 +96,177 @@ class Waits:
     """
 
     def __init__(self, constraint: Constraint, lengths: Lengths) -> None:
-        self._bound_s, self._quantile = constraint.latency_bound_s, constraint.quantile
-        self._lengths, self._longest = lengths, float(lengths.decodes_at(constraint.quantile))
+        self._constraint, self._lengths = constraint, lengths
+        bound_s, loose_s = constraint.latency_bound_s, loosened(constraint, lengths).latency_bound_s
+        self._bound_s = inf if bound_s is None else bound_s / (1 + constraint.headroom)
+        self._loose_s = inf if loose_s is None else loose_s / (1 + constraint.headroom)
+        self._longest = float(lengths.decodes_at(constraint.quantile))
         rng = np.random.default_rng(0)
         shares = lengths.input_probabilities / lengths.input_probabilities.sum()
         self._prompts = rng.choice(lengths.inputs, NUM_ARRIVALS, p=shares) / lengths.mean_input
-        self._gaps = np.diff(gamma_arrivals(1.0, NUM_ARRIVALS, constraint.burstiness, rng), prepend=0.0)
-        self._decodes, self._shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, self._quantile)
+        self._arrivals = gamma_arrivals(1.0, NUM_ARRIVALS, constraint.burstiness, rng)
+        self._decodes, self._shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, constraint.quantile)
+        self._known: dict[tuple[int, int], _Queue] = {}
 
     def left(self, prompt_s: float, rate: float) -> float:
-        """Return the share of the latency bound that waiting leaves at most.
+        """Return the share of the latency bound that waiting leaves at most if prompts pass one after the other.
 
         Args:
-            prompt_s: least seconds of a prompt of the mean length on the slowest stage.
+            prompt_s: least seconds of a prompt of the mean length.
             rate: requests a second of one replica.
         """
-        if self._bound_s is None:
-            return 1.0
-        steps = self._prompts * prompt_s - np.append(self._gaps[1:], 0.0) / rate
-        total = np.concatenate([[0.0], np.cumsum(steps)])[:-1]
-        wait: Array = np.quantile(total - np.minimum.accumulate(total), WAIT_SHARES)
-        return max((self._bound_s - self._shift(wait)) / self._bound_s, LEAST_LEFT)
+        queue = self._queue(1, prompt_s * rate)
+        if queue is None or not self._keep_first(queue.first * prompt_s):
+            return 0.0
+        return self._left(queue.waits * prompt_s)
 
-    def _shift(self, wait: Array) -> float:
-        """Return by how many seconds less than the bound decoding takes, for the quantile of requests to keep it."""
-        assert self._bound_s is not None
+    def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
+        """Return the same if prompts pass in steps, by their token budget; 0: the bounds cannot be kept."""
+        at = steps.at(rate)
+        left = np.zeros(len(at.prompt_s))
+        for i, (prompt_s, step_s, prompts) in enumerate(zip(at.prompt_s, at.step_s, at.steps_a_prompt, strict=True)):
+            queue = self._queue(steps.microbatches, rate * prompt_s / steps.microbatches)
+            if queue is None:
+                continue
+            full = rate / steps.microbatches * max(prompts - queue.free, 0.0)  # steps a second
+            pace_s = 1 / (full + max(1 - full * step_s, 0.0) / at.alone_s)
+            if self._keep_first(queue.first * prompt_s) and self._keep(queue.first * prompt_s, max(pace_s, at.alone_s)):
+                left[i] = self._left(queue.waits * prompt_s)
+        return left
+
+    def _keep_first(self, first: Array) -> bool:
+        """Return whether the quantile of requests keeps a bound on times to first token."""
+        bounds = self._constraint
+        if bounds.ttft_s is None:
+            return True
+        share = np.searchsorted(first, bounds.ttft_s / (1 + bounds.headroom), side="right") / len(first)
+        return bool(share >= (bounds.ttft_quantile or bounds.quantile))
+
+    def _keep(self, first: Array, pace_s: float) -> bool:
+        """Return whether the quantile of requests keeps the latency bound, given first tokens and a mean iteration."""
+        return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
+
+    def _late(self, before: Array, pace_s: float, bound_s: float) -> float:
+        """Return the share of requests that end after the bound, if shares of them begin to decode at these times."""
+        kept = np.searchsorted(before, bound_s - self._decodes * pace_s, side="right") / len(before)
+        return float(1 - kept @ self._shares)
+
+    def _left(self, waits: Array) -> float:
+        """Return the share of the bound that decoding may take, for the quantile of requests to keep it."""
+        if self._bound_s == inf:
+            return 1.0
         if not self._longest:
-            return float(np.quantile(wait, self._quantile))
+            return max(1 - float(np.quantile(waits, self._constraint.quantile)) / self._bound_s, 0.0)
         low, high = 0.0, self._bound_s / self._longest
-        for _ in range(BISECTIONS):
+        for _ in range(SHIFT_BISECTIONS):
             middle = (low + high) / 2
-            late = (wait[:, None] + self._decodes * middle > self._bound_s).mean(axis=0) @ self._shares
-            low, high = (low, middle) if late > 1 - self._quantile else (middle, high)
-        return self._bound_s - high * self._longest
+            is_late = self._late(waits, middle, self._bound_s) > 1 - self._constraint.quantile
+            low, high = (low, middle) if is_late else (middle, high)
+        return high * self._longest / self._bound_s
+
+    def _queue(self, servers: int, load: float) -> _Queue | None:
+        """Return a queue at the next lower load that is a multiple of `LOAD_STEP`; None: it is overloaded."""
+        number = int(load / LOAD_STEP)
+        if number >= MOST_LOAD / LOAD_STEP:
+            return None
+        if (servers, number) not in self._known:
+            arrivals = self._arrivals / max(number * LOAD_STEP * servers, 1e-9)
+            if servers == 1:
+                ahead = np.cumsum(self._prompts) - self._prompts - arrivals
+                waits = ahead - np.minimum.accumulate(ahead)
+            else:
+                waits = np.asarray(_waits_for_one_of(servers, arrivals.tolist(), self._prompts.tolist()))
+            shares = (np.quantile(times, WAIT_SHARES) for times in (waits, waits + self._prompts))
+            self._known[servers, number] = _Queue(*shares, free=float((waits <= 0).mean()))
+        return self._known[servers, number]
+
+
+class _Queue(NamedTuple):
+    """Prompts at servers that take one after the other; times are in those of a mean prompt.
+
+    Attributes:
+        waits, first: times until a prompt begins and until it ends, for shares of all requests (`WAIT_SHARES`).
+        free: share of requests that find a server free.
+    """
+
+    waits: Array
+    first: Array
+    free: float
+
+
+def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float]) -> list[float]:
+    """Return the waits of requests that the server takes which is free first (Kiefer and Wolfowitz's recursion)."""
+    free, waits = [0.0] * servers, []
+    for arrival, needed in zip(arrivals, service, strict=True):
+        start = max(arrival, free[0])
+        heapreplace(free, start + needed)
+        waits.append(start - arrival)
+    return waits
+
+
+class PromptSteps:
+    """The least time of prompts that pass all stages in steps of a token budget, one step after the other.
+
+    A step of n tokens takes the more for each of them the smaller it is, so full steps take the least for a prompt. They
+    also decode: by Little's law at least `rate E[D] t` requests, with t an iteration that decodes one. Requests in
+    decode are taken to be no more clumped than independent ones (Poisson): since their prompts end one by one, they are
+    less so. Where f rises and f(n) / n falls, E[f(b)] >= f(c) E[min(1, b / c)] for any c; c is 1 and the mean.
+
+    Args:
+        lane: on tables whose cost of a unit never rises (`xscheduler.lower_tables`).
+        budgets: largest number of tokens of a step of one micro-batch. # [n]
+    """
+
+    def __init__(self, lane: LaneCost, lengths: Lengths, budgets: npt.ArrayLike, microbatches: int) -> None:
+        self.microbatches = microbatches
+        self._budgets, self._lengths, self._lane = np.asarray(budgets, float), lengths, lane
+        prompts, one = lane.prompts(lengths), np.ones(1)
+        # A step of few tokens has the end of a prompt and the begin of the next; their attention costs less together.
+        together = np.minimum(self._budgets / lengths.mean_input + 2, prompts.points[-1])
+        self._beside = lane.counts @ prompts(together) / together
+        self._step: Array = lane.counts @ (lane.tokens(self._budgets) + lane.hop(self._budgets) + lane.overhead(one))
+        context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
+        self._attention = lane.decode_attention(context, lengths.mean_input)
+        alone = lane.counts @ (lane.tokens(one) + lane.hop(one) + lane.overhead(one))
+        self._alone_s = float((alone + self._decodes(one))[0])
+
+    def at(self, rate: float) -> StepsAtRate:
+        """Return what prompts take at a rate of arrivals, in requests a second of one replica."""
+        if self._lane.has_encoder:
+            return StepsAtRate(self._beside, self._beside, np.zeros_like(self._beside), self._alone_s)
+        batch = rate / self.microbatches * self._lengths.mean_decodes * self._alone_s
+        of_decodes = 0.0
+        if self._lane.apart:  # the step does not decode
+            batch = 0.0
+        if batch > 0:
+            whole = np.floor(batch)
+            of_mean = 1 - np.exp(whole * np.log(batch) - batch - gammaln(whole + 1))
+            shares = np.asarray([-np.expm1(-batch), of_mean])
+            of_decodes = float((self._decodes(np.asarray([1.0, max(batch, 1.0)])) * shares).max())
+        step_s = self._step + of_decodes
+        number = self._lengths.mean_input / np.maximum(self._budgets - batch, 1e-3)
+        return StepsAtRate(number * step_s + self._beside, step_s, number, self._alone_s)
+
+    def _decodes(self, batch: Array) -> Array:
+        """Return the seconds of decodes beyond their tokens."""
+        found: Array = self._lane.counts @ (self._attention(batch) + self._lane.samples(batch))
+        return found
+
+
+class StepsAtRate(NamedTuple):
+    """Least times at one rate, by token budget. # [n] each
+
+    Attributes:
+        prompt_s: a prompt of the mean length.
+        step_s: a full step.
+        steps_a_prompt: full steps that the tokens of a mean prompt fill.
+        alone_s: a step that only decodes one request.
+    """
+
+    prompt_s: Array
+    step_s: Array
+    steps_a_prompt: Array
+    alone_s: float
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:

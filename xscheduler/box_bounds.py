@@ -54,12 +54,19 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
         return floor.excess[slow::corners]
     micro = float(space.placement.microbatches)
     least = space.forecast.box_latencies(space.models.floor, floor.performance, corners, micro)
-    return floor.excess[slow::corners] if least is None else excess_of(space.constraint, *least)
+    if least is None:
+        return floor.excess[slow::corners]
+    return excess_of(space.constraint, *least, floor.left[slow::corners])
 
 
-def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array) -> Array:
-    """Return the share by which the worst of them exceeds its bound, headroom included; at most 0 if all are kept."""
-    excess = np.full(len(latency), -1.0)
+def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array, left: Array) -> Array:
+    """Return the share by which the worst of them exceeds its bound, headroom included; at most 0 if all are kept.
+
+    Args:
+        left: share of the latency bound that may be used; infinite excess where it is 0.
+    """
+    excess = np.where(left > 0, -1.0, np.inf)
+    latency = latency / np.maximum(left, 1e-9)
     for bound, value in ((constraint.latency_bound_s, latency), (constraint.ttft_s, ttft), (constraint.tpot_s, tpot)):
         if bound is not None:
             excess = np.maximum(excess, value * (1 + constraint.headroom) / bound - 1)

@@ -119,17 +119,28 @@ class Space:
         self._looked_at: list[Ints] = []
         """Numbers of the predicted points, call by call."""
         self.between = False
+        self.left: dict[int, float] | None = None
 
-    def under(self, constraint: Constraint, bound: float, *, between: bool = False) -> Space:
+    def under(
+        self,
+        constraint: Constraint,
+        bound: float,
+        *,
+        between: bool = False,
+        left: dict[int, float] | None = None,
+    ) -> Space:
         """Return a new space of the same settings under another constraint.
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
             between: a point stands for all real batches from one less than its own on: its throughput is the
                 largest one's, and its times are the smallest one's.
+            left: share of the latency bound that settings may use, by their token budget; 0: they are not allowed;
+                None: all of it.
         """
         other = copy(self)
-        other.constraint, other.bound, other._looked_at, other.between = constraint, bound, [], between
+        other.constraint, other.bound, other._looked_at = constraint, bound, []
+        other.between, other.left = between, left
         return other
 
     @cached_property
@@ -309,7 +320,8 @@ class Space:
             of = self.forecast.evaluate(model, **{**columns, **less}, **fixed)
             times = {name: getattr(of, name) for name in ("latency", "ttft", "tpot", "encode_batch", "decode_batch")}
             found = replace(found, **times)
-        return Evaluation(found, self)
+        left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
+        return Evaluation(found, self, left)
 
     def _least(self, name: str) -> int:
         return next(int(axis.values[0]) for axis in self.axes if axis.variable.name == name)
@@ -329,8 +341,10 @@ def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromis
 class Evaluation:
     """Predictions of some points, and which of them are allowed."""
 
-    def __init__(self, performance: Performance, space: Space) -> None:
+    def __init__(self, performance: Performance, space: Space, left: Array | None = None) -> None:
         self.performance = performance
+        self.left: Array = np.ones(len(performance.throughput)) if left is None else left
+        """Share of the latency bound that each point may use."""
         self._constraint = space.constraint
         self._space = space
 
@@ -391,7 +405,7 @@ class Evaluation:
     def excess(self) -> Array:
         """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all are kept."""
         of = self.performance
-        return excess_of(self._constraint, of.latency, of.ttft, of.tpot)
+        return excess_of(self._constraint, of.latency, of.ttft, of.tpot, self.left)
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:

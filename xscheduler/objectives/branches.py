@@ -12,11 +12,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from xgpt.core.schema import Constraint
-from xscheduler.arrival_bounds import Waits, loosened, shortened
+from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import upper_bound
@@ -29,6 +30,8 @@ NUM_BOXES = 12
 """Boxes drawn to attack the bounds within the best branch."""
 WAIT_STEPS = 5
 """Bisections of the rate at which waits leave too little time."""
+MANY = 10**9
+"""More tokens than any step has."""
 FAR_BELOW = 0.9
 """Share of a simulated rate below which its bound is not looked for."""
 
@@ -41,13 +44,15 @@ class Branch:
         space: its settings, under the constraint of arriving requests.
         relaxed: the same settings, under the constraint of an engine that is never idle.
         bound: requests a second that no settings keep; it shrinks as the search goes on.
-        prompt_s: least seconds of a prompt of the mean length on the slowest stage, where prompts pass one by one.
+        in_steps: whether steps of a micro-batch take prompts at any time, and pass all stages one after the other.
+        prompt_s: else, where prompts pass each stage one by one, least seconds of the mean one on the slowest stage.
     """
 
     kind: str
     space: Space
     relaxed: Space
     bound: float
+    in_steps: bool = False
     prompt_s: float | None = None
     is_refined: bool = False
 
@@ -65,28 +70,47 @@ class Branch:
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
+    @cached_property
+    def _steps(self) -> PromptSteps:
+        """Of prompts in steps that take them at any time."""
+        budgets = self._budgets or (MANY,)
+        micro = self.space.placement.microbatches
+        return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
+
+    @cached_property
+    def _budgets(self) -> list[int]:
+        """The token budgets of its settings, if they have one."""
+        return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
+
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         """Return what is served at most in the time that waits at a rate leave, or `at_least` if that is higher."""
-        relaxed, left = self.relaxed, 1.0
-        if waits is not None and self.prompt_s is not None:
-            left = waits.left(self.prompt_s, rate / self.space.placement.replicas)
-        if left <= 1 - CLOSE:
-            relaxed = relaxed.under(shortened(relaxed.constraint, left), relaxed.bound, between=True)
+        relaxed, of_one = self.relaxed, rate / self.space.placement.replicas
+        left = np.ones(1)
+        if waits is not None and self.in_steps:
+            left = waits.left_by_budget(self._steps, of_one)
+        elif waits is not None and self.prompt_s is not None:
+            left = np.asarray([waits.left(self.prompt_s, of_one)])
+        most = float(left.max())
+        if most <= 0:
+            return at_least
+        if left.min() <= 1 - CLOSE:
+            by_budget = dict(zip(self._budgets, (left / most).tolist(), strict=True)) if self._budgets else None
+            relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_budget)
         return upper_bound([relaxed], at_least)
 
     def _most(self, at_least: float, waits: Waits | None) -> float:
-        """Return the rate that no settings keep, or `at_least` if that is higher: the higher a rate, the longer the
-        waits that leave less time for decoding; from where that serves less than the rate on, no settings keep it.
+        """Return the rate that no settings keep, or `at_least` if that is higher.
+
+        The higher a rate, the longer the waits, and the less time they leave for decoding. What is served in that time
+        bounds all rates from this one on, so if it is no more than the rate itself, no settings keep that.
         """
-        most = upper_bound([self.relaxed], at_least)
-        if waits is None or self.prompt_s is None:
-            return most
-        low, rate = at_least, most
+        low, most = at_least, self._served(at_least, at_least, waits)
         for _ in range(WAIT_STEPS):
-            if most <= (1 + CLOSE) * low:
+            if most <= (1 + CLOSE) * low or waits is None or not (self.in_steps or self.prompt_s):
                 break
-            low, most = (low, rate) if self._served(rate, rate, waits) <= rate else (rate, most)
             rate = (low + most) / 2
+            served = self._served(rate, rate, waits)
+            low, most = (low, rate) if served <= rate else (rate, min(most, served))
         return most
 
 
@@ -107,7 +131,7 @@ class Branches:
         self._constraint, self._lengths = constraint, candidates.lengths
         self._waits: Waits | None = None
         self.all = [
-            Branch(kind, space, other, other.bound, candidates.least_prompt(space) if _is_in_turn(space) else None)
+            _branch(candidates, kind, space, other)
             for kind in kinds
             for space, other in zip(candidates.spaces(kind), under.spaces(kind, between=True), strict=True)
         ]
@@ -154,7 +178,8 @@ class Branches:
         return upper_bound([branch.relaxed for branch in self.all if branch.kind == kind], rate)
 
 
-def _is_in_turn(space: Space) -> bool:
-    """Return whether prompts pass each stage one after the other, in the order in which they entered."""
-    placement = space.placement
-    return len(placement.layouts) == 2 or (placement.microbatches == 1 and space.least_requests == 1)
+def _branch(candidates: Candidates, kind: str, space: Space, relaxed: Space) -> Branch:
+    placement, in_steps = space.placement, space.forecast.stations.admits_each_step
+    one_by_one = len(placement.layouts) == 2 or (placement.microbatches == 1 and space.least_requests == 1)
+    prompt_s = candidates.least_prompt(space) if one_by_one and not in_steps else None
+    return Branch(kind, space, relaxed, relaxed.bound, in_steps, prompt_s)
