@@ -12,10 +12,15 @@ numbers included, whose mean iteration is as long; and that is bounded on the lo
   the bound, those with short prompts, or at quiet times, may be the ones that keep it. `loosened` therefore takes the
   least quantile of `first(i) / t + d` times a normal factor, over all ratios of prompt to iteration time and all
   deviations up to `SPREAD`, and loosens the bound by as much: by nothing if the distribution has a smooth tail.
-- Where prompts pass a stage one after the other in the order of their arrival (one micro-batch, order fcfs), a request
-  also waits for those before it, each of which takes the slowest stage no less than its share of the least time
-  (Lindley's recursion, on drawn prompts and Poisson arrivals). `Waits.left` says how much of the bound is left, by how
-  far this shifts the quantile of all requests.
+- Where prompts pass one after the other in the order of their arrival, a request also waits for those before it
+  (Lindley's recursion, for several micro-batches Kiefer and Wolfowitz's, on drawn prompts and Poisson arrivals). One
+  prompt takes no less than its share of the least time: of the slowest stage, or, where steps take prompts at any time
+  (orca, chunked), of full steps through all stages (`PromptSteps`). `Waits` says how much of the bound is left, by how
+  far waits shift the quantile of all requests.
+- Full steps are also counted. Prompts fill steps of a token budget one after the other; only a prompt that finds no
+  other can leave its last step unfilled. So a second has at least `rate (steps a prompt - share that finds none)` full
+  steps, the others take no less than a step of one decode, and their mean is no less than the mean iteration that a
+  decoding request meets. With waits and the prompts themselves it tells which token budgets cannot keep the bound.
 - The mean time to the first token, and the mean gap, of a saturated engine must keep `ttft_s` and `tpot_s`: a quantile
   from `LEAST_QUANTILE` on is not below the mean. Prompts whose quantile is below their mean loosen the former.
 
