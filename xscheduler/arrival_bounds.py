@@ -17,10 +17,10 @@ numbers included, whose mean iteration is as long; and that is bounded on the lo
   prompt takes no less than its share of the least time: of the slowest stage, or, where steps take prompts at any time
   (orca, chunked), of full steps through all stages (`PromptSteps`). `Waits` says how much of the bound is left, by how
   far waits shift the quantile of all requests.
-- Full steps are also counted. Prompts fill steps of a token budget one after the other; only a prompt that finds no
-  other can leave its last step unfilled. So a second has at least `rate (steps a prompt - share that finds none)` full
-  steps, the others take no less than a step of one decode, and their mean is no less than the mean iteration that a
-  decoding request meets. With waits and the prompts themselves it tells which token budgets cannot keep the bound.
+- Full steps are also counted. A prompt of i tokens fills at least floor(i / budget) steps, whatever follows it, so a
+  second has at least `rate E[floor(i / budget)]` full steps. The others take no less than a step of one decode. So the
+  mean iteration is known from below without closed forms, and with waits and the prompts themselves it tells which
+  token budgets cannot keep the bound.
 - The mean time to the first token, and the mean gap, of a saturated engine must keep `ttft_s` and `tpot_s`: a quantile
   from `LEAST_QUANTILE` on is not below the mean. Prompts whose quantile is below their mean loosen the former.
 
@@ -133,7 +133,7 @@ class Waits:
             queue = self._queue(steps.microbatches, rate * prompt_s / steps.microbatches)
             if queue is None:
                 continue
-            full = rate / steps.microbatches * max(prompts - queue.free, 0.0)  # steps a second
+            full = rate / steps.microbatches * prompts  # steps a second
             pace_s = 1 / (full + max(1 - full * step_s, 0.0) / at.alone_s)
             if self._keep_first(queue.first * prompt_s) and self._keep(queue.first * prompt_s, max(pace_s, at.alone_s)):
                 left[i] = self._left(queue.waits * prompt_s)
@@ -182,7 +182,7 @@ class Waits:
             else:
                 waits = np.asarray(_waits_for_one_of(servers, arrivals.tolist(), self._prompts.tolist()))
             shares = (np.quantile(times, WAIT_SHARES) for times in (waits, waits + self._prompts))
-            self._known[servers, number] = _Queue(*shares, free=float((waits <= 0).mean()))
+            self._known[servers, number] = _Queue(*shares)
         return self._known[servers, number]
 
 
@@ -191,12 +191,10 @@ class _Queue(NamedTuple):
 
     Attributes:
         waits, first: times until a prompt begins and until it ends, for shares of all requests (`WAIT_SHARES`).
-        free: share of requests that find a server free.
     """
 
     waits: Array
     first: Array
-    free: float
 
 
 def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float]) -> list[float]:
@@ -212,8 +210,8 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
 class PromptSteps:
     """The least time of prompts that pass all stages in steps of a token budget, one step after the other.
 
-    A step of n tokens takes the more for each of them the smaller it is, so full steps take the least for a prompt. They
-    also decode: by Little's law at least `rate E[D] t` requests, with t an iteration that decodes one. Requests in
+    A step of n tokens takes the more for each of them the smaller it is, so full steps take the least for a prompt.
+    They also decode: by Little's law at least `rate E[D] t` requests, with t an iteration that decodes one. Requests in
     decode are taken to be no more clumped than independent ones (Poisson): since their prompts end one by one, they are
     less so. Where f rises and f(n) / n falls, E[f(b)] >= f(c) E[min(1, b / c)] for any c; c is 1 and the mean.
 
@@ -249,8 +247,9 @@ class PromptSteps:
             shares = np.asarray([-np.expm1(-batch), of_mean])
             of_decodes = float((self._decodes(np.asarray([1.0, max(batch, 1.0)])) * shares).max())
         step_s = self._step + of_decodes
-        number = self._lengths.mean_input / np.maximum(self._budgets - batch, 1e-3)
-        return StepsAtRate(number * step_s + self._beside, step_s, number, self._alone_s)
+        lengths, room = self._lengths, np.maximum(self._budgets - batch, 1e-3)
+        filled = np.floor(lengths.inputs / room[:, None]) @ lengths.input_probabilities
+        return StepsAtRate(lengths.mean_input / room * step_s + self._beside, step_s, filled, self._alone_s)
 
     def _decodes(self, batch: Array) -> Array:
         """Return the seconds of decodes beyond their tokens."""
@@ -264,7 +263,7 @@ class StepsAtRate(NamedTuple):
     Attributes:
         prompt_s: a prompt of the mean length.
         step_s: a full step.
-        steps_a_prompt: full steps that the tokens of a mean prompt fill.
+        steps_a_prompt: mean number of steps that a prompt fills.
         alone_s: a step that only decodes one request.
     """
 
