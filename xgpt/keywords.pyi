@@ -8,6 +8,14 @@ from typing import Literal, TypedDict
 from xgpt.core.schema import ClusterSpec, EngineSpec, ModelSpec, Profile, Workload
 
 class PlanKeywords(TypedDict, total=False):
+    speculative: Literal["eagle3", "eagle", "mtp", "ngram"] | None
+    """Draft that runs ahead of the model. eagle, eagle3: a trained head; mtp: the model's own layer for multi-token prediction; ngram: a search in the text so far. The tokens ahead are chosen with the schedule; none, if they do not gain."""
+    speculative_tokens: int | None
+    """Tokens ahead in a step, with `speculative`."""
+    acceptance: float | Sequence[float] | str | PathLike[str] | None
+    """What is accepted of a draft, with `speculative`: the share of steps in which the first token ahead is accepted, the first two, and so on; or one share, that of tokens that are accepted if all before them are; or a server's metrics page (vLLM, SGLang), saved to a file."""
+    draft_model: str | PathLike[str] | None
+    """Checkpoint of the draft, for the engine's command."""
     burstiness: float | None
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None

@@ -11,6 +11,7 @@ from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Pro
 from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
+from xgpt.speculation import speculation_of
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem
 
@@ -48,6 +49,7 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         kv=request.kv,
         fixed=request.fix,
         max_devices=most,
+        speculation=speculation_of(request, spec),
     )
 
 

@@ -44,6 +44,7 @@ from xgpt.core.schema import (
 )
 from xgpt.core.schema.constraint import Sla
 from xgpt.core.schema.policy import PolicyChoice
+from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xscheduler.expression import names_in
 
 R = TypeVar("R", bound="Request")
@@ -212,7 +213,29 @@ class Arrivals(Request):
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
 
 
-class PlanRequest(ProblemRequest, Policy, Arrivals):
+class Speculated(Request):
+    """Speculative decoding, if the engine does it."""
+
+    group: ClassVar[str] = "Speculative decoding"
+    speculative: SpeculativeMethod | None = None
+    """Draft that runs ahead of the model. eagle, eagle3: a trained head; mtp: the model's own layer for multi-token
+    prediction; ngram: a search in the text so far. The tokens ahead are chosen with the schedule; none, if they do not
+    gain."""
+    speculative_tokens: Annotated[
+        Annotated[int, Field(ge=1, le=MOST_AHEAD)] | None, Option(metavar="N", unset="as many as serve the most")
+    ] = None
+    """Tokens ahead in a step, with `speculative`."""
+    acceptance: Annotated[
+        float | tuple[float, ...] | Name | None, Option(metavar="SHARE|SHARE,…|FILE", kind="acceptance")
+    ] = None
+    """What is accepted of a draft, with `speculative`: the share of steps in which the first token ahead is accepted,
+    the first two, and so on; or one share, that of tokens that are accepted if all before them are; or a server's
+    metrics page (vLLM, SGLang), saved to a file."""
+    draft_model: Annotated[Name | None, Option(metavar="NAME", unset="none for mtp and ngram")] = None
+    """Checkpoint of the draft, for the engine's command."""
+
+
+class PlanRequest(ProblemRequest, Policy, Arrivals, Speculated):
     """A plan. Names are looked up later, by `xgpt.problems.resolve`."""
 
     group: ClassVar[str] = "Search"

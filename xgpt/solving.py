@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
@@ -14,6 +14,7 @@ from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
+from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import Task, check_held, is_uniform, plan_uniform
 from xscheduler.objectives.mixing import with_mixing_edge
 from xscheduler.objectives.rates import predicted_rate, with_capacities
@@ -32,6 +33,7 @@ class Planned:
         plans: each policy's best plan, the best of all first.
         choices: the clusters that were compared, the cheapest first.
         planning_s: seconds that planning took on the chosen cluster.
+        ahead: what the objective maximises with each number of tokens ahead that was planned; 0: without a draft.
     """
 
     request: PlanRequest
@@ -39,6 +41,7 @@ class Planned:
     plans: dict[str, Plan]
     choices: tuple[ClusterChoice, ...]
     planning_s: float
+    ahead: dict[int, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Plan:
@@ -69,12 +72,46 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     """
     problem, choices = _resolve(request, progress)
     started = time.perf_counter()
-    task = Task(problem, request.policy, request.search, request.order)
+    problem, plans, ahead = _settle(request, problem, progress)
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
-    plans = with_reuse(task, trace, task.settle(progress))
+    plans = with_reuse(_task(request, problem), trace, plans)
     plans = _annotate(plans, problem, trace)
     _check(plans, problem)
-    return Planned(request, problem, plans, choices, time.perf_counter() - started)
+    return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead)
+
+
+def _task(request: PlanRequest, problem: Problem) -> Task:
+    return Task(problem, request.policy, request.search, request.order)
+
+
+def _settle(
+    request: PlanRequest, problem: Problem, progress: Progress | None
+) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
+    """Return each policy's best plan, with the draft that serves the most; see `Planned.ahead`.
+
+    Tokens ahead are tried from none on, until two more in a row have not gained.
+    """
+    most = problem.speculation
+    if most is None or request.speculative_tokens is not None:
+        return problem, _task(request, problem).settle(progress), {}
+    best, found, failed = 0, dict[int, tuple[Problem, dict[str, Plan]]](), None
+    ahead: dict[int, float] = {}
+    for tokens in range(most.tokens + 1):
+        tried = replace(problem, speculation=most.ahead(tokens) if tokens else None)
+        try:
+            found[tokens] = tried, _task(request, tried).settle(progress)
+        except InfeasibleError as error:
+            failed = error
+            continue
+        ahead[tokens] = maximised(next(iter(found[tokens][1].values())))
+        if best not in ahead or ahead[tokens] > ahead[best]:
+            best = tokens
+        elif tokens >= best + 2:
+            break
+    if best not in found:
+        assert failed is not None
+        raise failed
+    return *found[best], ahead
 
 
 def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:

@@ -40,10 +40,10 @@ class Candidates:
         self._models = _Predictors(problem, self.lengths)
         engine = problem.engine
         self._placements = Placements(
-            problem.model, problem.cluster, problem.profile, self.lengths, problem.max_devices, engine
+            problem.model, problem.cluster, problem.step_profile, self.lengths, problem.max_devices, engine
         )
         self._block_size = BLOCK_SIZE if engine is None else engine.block_size
-        self._max_batch = problem.profile.layers[0].decode_attention.batches[-1]
+        self._max_batch = problem.step_profile.layers[0].decode_attention.batches[-1]
         if engine is not None and engine.max_batch is not None and "max_batch" not in problem.fixed:
             self._max_batch = min(self._max_batch, engine.max_batch)
         quantile = problem.constraint.planned_quantile
@@ -127,6 +127,8 @@ class Candidates:
     def _standing(self, kind: str) -> Iterator[Space]:
         problem = self.problem
         for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
+            if problem.speculation is not None and len(placement.decode_lane) > 1:
+                continue
             if problem.uniform and not placement.is_uniform:
                 continue
             if problem.replicas not in (None, placement.replicas) or not placement.has(problem.fixed):
@@ -218,6 +220,7 @@ class Candidates:
                 engine,
                 kept_blocks=problem.reused.kept_blocks(self._block_size) if problem.reused and keeps else 0,
                 context=self.lengths.mean_whole_input + self.lengths.mean_output,
+                speculation=problem.speculation,
             )
             try:
                 found = memory()
@@ -258,16 +261,17 @@ class _Predictors:
     """
 
     def __init__(self, problem: Problem, lengths: Lengths) -> None:
-        self.floor = lowered(problem.profile)
+        self._profile = problem.step_profile
+        self.floor = lowered(self._profile)
         self._problem, self._lengths = problem, lengths
-        self._degrees, self._floor_degrees = Degrees(problem.profile), Degrees(self.floor)
+        self._degrees, self._floor_degrees = Degrees(self._profile), Degrees(self.floor)
         self._made: dict[tuple[Callable[..., Any], tuple[Lane, ...]], Models] = {}
 
     def __call__(self, kind: str, *lanes: Lane) -> Models:
         make = CHOICES[kind].model
         found = self._made.get((make, lanes))
         if found is None:
-            profile, engine = self._problem.profile, self._problem.engine
+            profile, engine = self._profile, self._problem.engine
             model = floor = self._model(make, lanes, profile, self._degrees)
             if self.floor is not profile or (engine is not None and engine.mixing):
                 floor = self._model(make, lanes, self.floor, self._floor_degrees, is_floor=True)

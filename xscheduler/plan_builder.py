@@ -50,6 +50,7 @@ def plan_of(
         workload=problem.workload,
         constraint=problem.constraint,
         policy=settings,
+        speculation=problem.speculation,
         admission=Admission(kv=space.kv, max_running=most),
         replicas=space.placement.replicas,
         block_size=limits.block_size,

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, KvPromise, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema import (
+    ClusterSpec,
+    Constraint,
+    EngineSpec,
+    KvPromise,
+    ModelSpec,
+    Plan,
+    Profile,
+    Speculation,
+    Workload,
+)
 from xscheduler.placement import Placement
+from xsimulator.costs.speculating import speculating
 from xsimulator.lengths import Reused
 
 
@@ -23,6 +34,7 @@ class Problem:
         fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even one that would not be listed; None: any.
         reused: what requests find cached of their prompts; None: nothing.
+        speculation: how a draft runs ahead; None: not at all.
     """
 
     model: ModelSpec
@@ -40,6 +52,12 @@ class Problem:
     fixed: Mapping[str, int] = field(default_factory=dict)
     placement: Placement | None = None
     reused: Reused | None = None
+    speculation: Speculation | None = None
+
+    @property
+    def step_profile(self) -> Profile:
+        """The profile of steps in which a request gets one token each, on average."""
+        return speculating(self.profile, self.model, self.speculation)
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Problem:
@@ -54,6 +72,7 @@ class Problem:
             plan.admission.kv,
             plan.engine,
             reused=reused_by(plan, plan.workload),
+            speculation=plan.speculation,
         )
 
     def under(self, constraint: Constraint) -> Problem:

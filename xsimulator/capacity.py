@@ -21,6 +21,7 @@ from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
 from xsimulator.counts.arrivals import Array, GoalNs, Limits, Run, Stream
 from xsimulator.counts.counted_run import counted_run
+from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedEngine, SimulatedRequest
 from xsimulator.measures import RequestTimes
 
@@ -79,6 +80,8 @@ class Trial:
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
         self._inputs, self._outputs = inputs, outputs
+        self._decoded = decoded(outputs, plan.speculation, rng)
+        self._longest = np.maximum(self._decoded, plan.workload.output.lengths[-1])
         share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._cached = np.minimum(share * inputs, inputs - 1).astype(int) if share else ()
         # Conditioned on the number of arrivals: chance in the mean rate would be an error of the result.
@@ -108,14 +111,15 @@ class Trial:
     def stream(self, rate: float) -> Stream:
         """Return the arrivals of one replica, where requests arrive at this rate in all."""
         arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
-        longest = self.plan.workload.output.lengths[-1]
-        return Stream(self._inputs, self._outputs, longest, arrivals_ns, self._cached)
+        return Stream(self._inputs, self._decoded, self._longest, arrivals_ns, self._cached, self._outputs)
 
     def saturated(self) -> float:
         """Requests a second of all replicas while requests are always waiting, in the order of their arrival."""
         # Behind those that are measured as many wait again: an engine that runs empty serves less.
-        inputs, outputs, cached = (np.tile(of, 2) for of in (self._inputs, self._outputs, self._cached))
-        stream = Stream(inputs, outputs, self.plan.workload.output.lengths[-1], np.zeros_like(inputs), cached)
+        inputs, outputs, longest, cached = (
+            np.tile(of, 2) for of in (self._inputs, self._decoded, self._longest, self._cached)
+        )
+        stream = Stream(inputs, outputs, longest, np.zeros_like(inputs), cached)
         run = run_of(in_order_of_arrival(self.plan), self.lanes, stream, by_request=self._by_request)
         count = self.num_warm_up + self.num_requests
         run.run(Limits((), 0, count))
@@ -322,6 +326,7 @@ class EngineRun:
         columns = np.broadcast_arrays(stream.inputs, stream.max_output, stream.outputs, stream.arrivals_ns)
         lengths = zip(*(column.tolist() for column in columns), strict=True)
         self._requests = [SimulatedRequest(i, *of) for i, of in enumerate(lengths)]
+        self._tokens = stream.tokens if len(stream.tokens) else stream.outputs
         self._engine = SimulatedEngine(schedule, clock, self._requests)
         self._emits = schedule.pool.encode_emits
         self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))
@@ -354,6 +359,6 @@ class EngineRun:
 
     def _breaks(self, id_: int, goal: GoalNs) -> bool:
         request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]
-        gaps = goal.gap_ns * (request.output_length - 1)
+        gaps = goal.gap_ns * (self._tokens[id_] - 1)
         whole_ns, waited_ns = end_ns - request.arrival_ns, first_ns - request.arrival_ns
         return whole_ns > goal.whole_ns or waited_ns > goal.first_ns or end_ns - first_ns > gaps

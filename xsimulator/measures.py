@@ -216,7 +216,12 @@ class RequestTimes:
 
 
 def request_times(
-    log: Sequence[StepRecord], num_requests: int | None = None, *, encode_emits: bool, of_class: str | None = None
+    log: Sequence[StepRecord],
+    num_requests: int | None = None,
+    *,
+    encode_emits: bool,
+    of_class: str | None = None,
+    tokens: npt.NDArray[np.int_] | None = None,
 ) -> RequestTimes:
     """Return what the first requests of a log took from their arrival on.
 
@@ -224,6 +229,7 @@ def request_times(
         num_requests: of the requests in the order of their arrival; None: all.
         encode_emits: see `measure`.
         of_class: of these requests, those of this class; None: all.
+        tokens: output tokens by id; None: as many as the log has.
     """
     steps = _Steps(log, encode_emits=encode_emits)
     arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}
@@ -236,7 +242,8 @@ def request_times(
     arrival = np.asarray([arrivals[id_].arrival_ns for id_ in ended], float)
     first = steps.end[[steps.first_token[id_] for id_ in ended]]
     last = steps.end[[steps.last_token[id_] for id_ in ended]]
-    gaps = np.maximum(np.asarray([steps.num_tokens[id_] for id_ in ended], float) - 1, 1)
+    made = [steps.num_tokens[id_] for id_ in ended] if tokens is None else tokens[ended]
+    gaps = np.maximum(np.asarray(made, float) - 1, 1)
     ttft, tpot, whole = (first - arrival) / 1e9, (last - first) / gaps / 1e9, (last - arrival) / 1e9
     return RequestTimes(ttft, tpot, whole, len(counted) - len(ended))
 

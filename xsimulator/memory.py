@@ -17,8 +17,10 @@ from xgpt.core.schema import (
     KvPromise,
     ModelSpec,
     Precision,
+    Speculation,
 )
 from xsimulator.costs.curves import Array
+from xsimulator.costs.speculating import Draft
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape
 
@@ -111,6 +113,7 @@ class LaneMemory:
         precision: types of what lies in memory.
         keeps: what is known of the engine: the memory that it keeps for itself.
         slots: requests that its batches are made for.
+        speculation: the draft, whose weights and keys and values lie beside the model's; None: there is none.
         kept_blocks: blocks that hold prompts, of requests that run and of earlier ones, for later ones to find.
 
     Raises:
@@ -128,6 +131,7 @@ class LaneMemory:
         kept_blocks: int = 0,
         slots: int = 0,
         context: float | None = None,
+        speculation: Speculation | None = None,
         *,
         must_fit: bool = True,
     ) -> None:
@@ -174,7 +178,12 @@ class LaneMemory:
             _kept(spec, precision.kv, stage, int(end), context if keeps is not None and keeps.drops_windows else None)
             for stage, end in zip(lane, last, strict=True)
         ]
-        self._block_bytes: Array = block_size * np.asarray([grows for grows, _ in kept])
+        drafted = 0.0
+        if speculation is not None:
+            draft = Draft(spec, speculation)
+            self.weight_bytes += draft.bytes(precision.weights) / tp
+            drafted = draft.kept_bytes(precision.kv, lane[-1].tp)
+        self._block_bytes: Array = block_size * (np.asarray([grows for grows, _ in kept]) + drafted)
         self.request_bytes: Array = np.asarray([constant for _, constant in kept])
         """What a request keeps on a device of each stage whatever its length: states, and K/V within windows."""
         if not decoder.any():

@@ -24,6 +24,7 @@ from xgpt.resolve import load_trace, workload_of
 from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
 from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import Run, Stream
+from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured, RequestTimes, measure, request_times
@@ -158,6 +159,7 @@ def run_simulation(
     """
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
     spans: list[Span] = []
+    tokens: Ints | None = None
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
             raise InputError("own_times", own_times, "it takes a trace as `workload`, and no `arrival_rate_per_s`")
@@ -168,12 +170,13 @@ def run_simulation(
         own = load_trace(workload) if isinstance(workload, str) and shares_prompts(plan) else None
         if own is not None and own.prefixes is not None:
             requests = _first_of(own, plan, num_requests, rng, arrivals)
-            measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append)
         else:
-            measured, steps = simulate(plan, profile, lengths, num_requests, rng, arrivals, spans.append)
+            requests = _drawn(plan, lengths, num_requests, rng, arrivals)
+        measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append)
+        tokens = requests.output
     times = None
     if own_times or arrivals is not None:
-        times = times_of(plan, steps, num_requests).later(plan.request_path_s)
+        times = times_of(plan, steps, num_requests, tokens).later(plan.request_path_s)
     kept = {} if times is None else kept_by_class(plan, steps, num_requests)
     return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
 
@@ -194,10 +197,18 @@ def simulate(
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
+    requests = _drawn(plan, workload, num_requests, rng, arrivals)
+    return run_replica(plan, profile, workload, requests, num_requests, on_span)
+
+
+def _drawn(
+    plan: Plan, workload: Workload, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
+) -> TraceLengths:
+    """Return the requests of one replica, drawn from a workload."""
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
     inputs, outputs = sample(workload, total, rng)
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
-    return run_replica(plan, profile, workload, TraceLengths(inputs, outputs, times), num_requests, on_span)
+    return TraceLengths(inputs, outputs, times)
 
 
 def _first_of(
@@ -377,11 +388,10 @@ def run_requests(
     """
     schedule = policies.build(plan)
     size = plan.block_size
-    most = np.broadcast_to(max_output, len(trace.input))
+    outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
+    most = np.maximum(max_output, outputs) if plan.speculation else np.broadcast_to(max_output, len(trace.input))
     arrivals_s = np.zeros(len(most)) if trace.timestamp_s is None else trace.timestamp_s
-    columns = zip(
-        *(of.tolist() for of in (trace.input, most, trace.output, (1e9 * arrivals_s).astype(int))), strict=True
-    )
+    columns = zip(*(of.tolist() for of in (trace.input, most, outputs, (1e9 * arrivals_s).astype(int))), strict=True)
     requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
     if plan.constraint.classes and trace.timestamp_s is not None:
         accounts = accounts_of(plan, len(requests))
@@ -460,9 +470,14 @@ def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
     return len({record.replica for record in log}) * warm_up_requests(plan)
 
 
-def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> RequestTimes:
-    """Return the times, from arrival, of the first requests in a log of this plan."""
-    return request_times(log, num_requests, encode_emits=encode_emits(plan))
+def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: Ints | None = None) -> RequestTimes:
+    """Return the times, from arrival, of the first requests in a log of this plan.
+
+    Args:
+        tokens: output tokens by the request's id, if a draft makes them differ from decode steps; None: the same.
+    """
+    tokens = None if plan.speculation is None else tokens
+    return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)
 
 
 def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:

@@ -158,7 +158,23 @@ class Held(click.ParamType):
         return name, number
 
 
+class Acceptance(click.ParamType):
+    """Shares of draft tokens that are accepted, SHARE or SHARE,SHARE; anything else is a file."""
+
+    name = "acceptance"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from xgpt.core.numbers import decimal
+
+        try:
+            shares = [decimal(part) for part in str(value).split(",")]
+        except ValueError:
+            return str(value)
+        return shares[0] if len(shares) == 1 else tuple(shares)
+
+
 KINDS: dict[str, click.ParamType] = {
+    "acceptance": Acceptance(),
     "bound": Seconds(allow_inf=True),
     "counts": DevicesOfEach(),
     "devices": Devices(),

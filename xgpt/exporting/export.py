@@ -18,10 +18,11 @@ from xgpt.core.version import __version__
 from xgpt.exporting.kubernetes import RENDEZVOUS_PORT, kubernetes_files
 from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm, pinned
 from xgpt.exporting.platforms import dynamo_files, llmd_files
+from xgpt.reporting.engine_command import engine_command
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
 
-Target = Literal["vllm", "k8s", "dynamo", "llm-d", "script"]
+Target = Literal["vllm", "sglang", "k8s", "dynamo", "llm-d", "script"]
 
 WEIGHTS = "weights"
 """Directory next to a script, into which it fetches weights."""
@@ -36,7 +37,8 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
     """
     check_memory(plan)
     writers = {
-        "vllm": _vllm,
+        "vllm": _vllm if plan.speculation is None else _engine_itself,
+        "sglang": _engine_itself,
         "k8s": kubernetes_files,
         "dynamo": dynamo_files,
         "llm-d": llmd_files,
@@ -65,7 +67,7 @@ def check_memory(plan: Plan) -> None:
 
 def start_command(target: Target) -> str:
     """Return the command that starts exported files, from within their directory."""
-    return {"vllm": "sh serve.sh", "script": "sh start.sh"}.get(target, "kubectl apply -k .")
+    return {"vllm": "sh serve.sh", "sglang": "sh serve.sh", "script": "sh start.sh"}.get(target, "kubectl apply -k .")
 
 
 def _vllm(plan: Plan) -> dict[str, str]:
@@ -89,6 +91,22 @@ def _vllm(plan: Plan) -> dict[str, str]:
         "requirements.txt": "".join(f"{name}\n" for name in names) + own,
         "serve.sh": _script(head, command, fetched=hub.id_of(plan.checkpoint)),
     }
+
+
+def _engine_itself(plan: Plan) -> dict[str, str]:
+    """Return a script that starts one replica of a plan in its engine, under the engine's own scheduler.
+
+    Raises:
+        InputError: no command of the engine runs the plan.
+    """
+    command = engine_command(plan)
+    if command is None:
+        accepted = (
+            "an engine by itself runs plans of chunked on equal stages of GPUs; vLLM and SGLang also with a draft"
+        )
+        raise InputError("plan.policy", plan.policy.kind, accepted)
+    head = f"# One of {plan.replicas} replicas, by the engine's own scheduler.\n"
+    return {"serve.sh": f'#!/bin/sh\n{head}set -eu\nexec {command} "$@"\n'}
 
 
 def _start_script(plan: Plan) -> dict[str, str]:

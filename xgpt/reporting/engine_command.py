@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 from xgpt.checkpoints import hub
-from xgpt.core.schema import ChunkedSettings, Plan
+from xgpt.core.schema import ChunkedSettings, Plan, Speculation
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
+
+
+SPECULATES = ("vllm", "sglang")
+"""Engines whose options for a draft are written."""
 
 
 def engine_command(plan: Plan) -> str | None:
@@ -24,7 +29,9 @@ def engine_command(plan: Plan) -> str | None:
     framework = "vllm" if plan.engine is None else plan.engine.framework
     if framework not in ENGINES:
         return None
-    tokens = policy.token_budget // policy.microbatches
+    tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
+    if plan.speculation is not None and framework not in SPECULATES:
+        return None
     tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
     model = hub.id_of(plan.checkpoint) or plan.checkpoint or hub.id_of_shipped(plan.model.name) or plan.model.name
     share = plan.cluster.device.usable_memory
@@ -36,16 +43,41 @@ def engine_command(plan: Plan) -> str | None:
         words += ["--gpu-memory-utilization", f"{share:g}"]
         words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
+        words += _vllm_draft(plan.speculation)
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp)]
         words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens)]
         words += ["--max-running-requests", str(policy.max_batch), "--mem-fraction-static", f"{share:g}"]
         words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
         words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
+        words += _sglang_draft(plan.speculation)
     else:
         words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
     return shlex.join(words)
+
+
+def _vllm_draft(speculation: Speculation | None) -> list[str]:
+    """Return vLLM's option for a draft."""
+    if speculation is None:
+        return []
+    config: dict[str, object] = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
+    if speculation.draft is not None:
+        config["model"] = speculation.draft
+    if speculation.method == "ngram":
+        config |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    return ["--speculative-config", json.dumps(config)]
+
+
+def _sglang_draft(speculation: Speculation | None) -> list[str]:
+    """Return SGLang's options for a draft without branches; it drafts with a model's own layer as EAGLE."""
+    if speculation is None:
+        return []
+    name = {"mtp": "EAGLE"}.get(speculation.method, speculation.method.upper())
+    words = ["--speculative-algorithm", name, "--speculative-num-draft-tokens", str(speculation.verified)]
+    if speculation.method != "ngram":
+        words += ["--speculative-num-steps", str(speculation.tokens), "--speculative-eagle-topk", "1"]
+    return words if speculation.draft is None else [*words, "--speculative-draft-model-path", speculation.draft]
 
 
 def command_in_words(plans: dict[str, Plan]) -> list[str]:

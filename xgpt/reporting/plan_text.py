@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from xgpt.core.schema import Constraint, Plan
+from xgpt.core.schema import ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.resolve import load_trace
 from xscheduler.expression import maximised, objective_value
@@ -340,3 +340,24 @@ def proof_in_words(plan: Plan) -> str:
         rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
         proof += f"; simulated, not in closed form: {', '.join((*plan.estimate.simulated, *rate))}"
     return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"
+
+
+def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
+    """Yield how a draft runs ahead, and what each number of tokens ahead would serve; nothing without a draft.
+
+    Args:
+        ahead: see `Planned.ahead`.
+    """
+    tried = ", ".join(f"{tokens}: {value:.4g}" for tokens, value in sorted(ahead.items()))
+    others = f" (by tokens ahead, {tried} requests/s)" if ahead else ""
+    if plan.speculation is None:
+        if ahead:
+            yield f"speculative decoding: off, it does not gain{others}"
+        return
+    of = plan.speculation
+    yield (
+        f"speculative decoding: {of.method}, {of.tokens} tokens ahead, of which {of.tokens_per_step - 1:.2f} are "
+        f"accepted{others}"
+    )
+    if isinstance(plan.policy, ChunkedSettings):
+        yield f"a whole step holds {plan.step_tokens(plan.policy.token_budget)} tokens"

@@ -148,6 +148,7 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         InputError: the plan is for another engine, or the model does not run in the plan's dtype.
     """
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
+    check_no_draft(plan)
     check_engine(plan, engine)
     check_devices(plan, num_nodes)
     offered = detect(plan.num_devices // num_nodes).device.memory_bytes
@@ -156,6 +157,17 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         raise MachineError(
             f"the plan needs {needed / 2**30:.1f} GiB a device, this machine has {offered / 2**30:.1f} GiB: plan for it"
         )
+
+
+def check_no_draft(plan: Plan) -> None:
+    """Refuse a plan with a draft: xgpt's own engine, and its scheduler in vLLM, make one token a step.
+
+    Raises:
+        InputError: the plan has a draft.
+    """
+    if plan.speculation is not None:
+        accepted = "xgpt's own schedule makes one token a step: run the engine's command that `xgpt plan` prints"
+        raise InputError("plan.speculation", plan.speculation.method, accepted)
 
 
 def check_plan_for_vllm(plan: Plan) -> str:
@@ -191,6 +203,7 @@ def check_vllm_runs(plan: Plan) -> None:
     from xrunner.vllm.command import launch
     from xrunner.vllm.waa import check_waa
 
+    check_no_draft(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):
         accepted = "vLLM pages the states of recurrent layers by itself; run it under vLLM's own scheduler"
         raise InputError("plan.model", plan.model.name, accepted)

@@ -9,6 +9,7 @@ from functools import partial
 from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
 from xgpt.core.schema import AdmissionOrder, Pinned, Plan, Profile, SearchMethod
+from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.expression import names_in
 from xscheduler.objectives.arrivals import Arrivals
@@ -132,6 +133,11 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
         kinds = tuple(kind for kind in kinds if kind != "static")
     if policy in ("auto", "exegpt") and problem.profile.kv_transfer is None:
         kinds = tuple(kind for kind in kinds if kind not in POLICY_GROUPS["waa"])
+    if problem.speculation is not None:
+        kinds = tuple(kind for kind in kinds if kind in SPECULATIVE_POLICIES)
+        if not kinds:
+            accepted = f"speculative decoding goes with {' and '.join(SPECULATIVE_POLICIES)}"
+            raise InputError("policy", policy, accepted)
     found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
     if not found:
         others = ", ".join(runnable(POLICY_GROUPS["auto"], problem.model))

@@ -107,7 +107,10 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
     """
     rate = profile.load_bytes_per_s or LOAD_BYTES_PER_S[plan.cluster.device.type]
     lanes = [layout.lane for layout in Placement.of(plan).layouts]
-    memories = [LaneMemory(plan.model, plan.cluster, plan.precision, lane, plan.block_size) for lane in lanes]
+    memories = [
+        LaneMemory(plan.model, plan.cluster, plan.precision, lane, plan.block_size, speculation=plan.speculation)
+        for lane in lanes
+    ]
     return max(float(memory.weight_bytes.max()) for memory in memories) / rate
 
 

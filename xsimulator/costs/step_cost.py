@@ -26,6 +26,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import EngineSpec, ModelSpec, Plan, Profile, StageLane
 from xsimulator.costs.curves import MOST_KNOWN, Array, Grid, Line, Table
 from xsimulator.costs.group_tables import Degrees, GroupTables
+from xsimulator.costs.speculating import speculating
 from xsimulator.costs.step_counts import StepCounts, StepParts
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape, lane_of
@@ -330,7 +331,7 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
         InputError: the profile lacks a degree, or the hop between stages.
     """
     found = {}
-    profile = profile.slowed(plan.profile.slowdown)
+    profile = speculating(profile.slowed(plan.profile.slowdown), plan.model, plan.speculation)
     for name in dict.fromkeys(stage.lane for stage in plan.stages):
         stages = [stage for stage in plan.stages if stage.lane == name]
         heads = name != "encode" or not plan.model.is_encoder_decoder

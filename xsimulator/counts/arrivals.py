@@ -31,12 +31,12 @@ def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
 
 
 REQUEST = np.dtype(
-    _fields("input output most cached arrival_ns first_ns end_ns encoded after ends_with")
+    _fields("input output tokens most cached arrival_ns first_ns end_ns encoded after ends_with")
     + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step")
 )
 """A request.
 
-input, output, most, cached: tokens; `most` are set aside for its output.
+input, output, most, cached: tokens; `most` are set aside for its output. tokens: see `Stream`.
 arrival_ns, first_ns, end_ns: when it arrives, and has its first and its last token; NONE: not yet.
 encoded: tokens of its prompt that are.
 after: the next one in its micro-batch whose prompt is not encoded.
@@ -103,6 +103,7 @@ class Stream(NamedTuple):
         max_output: what is set aside for each, or for all.
         arrivals_ns: when each arrives.
         cached: tokens of each prompt whose K/V is there already; empty: none of any.
+        tokens: output tokens of each, where `outputs` counts the schedule's steps of a draft; empty: the same.
     """
 
     inputs: Ints
@@ -110,6 +111,7 @@ class Stream(NamedTuple):
     max_output: int | Ints
     arrivals_ns: Ints
     cached: Ints = ()
+    tokens: Ints = ()
 
 
 class GoalNs(NamedTuple):
@@ -196,6 +198,7 @@ class Run(ABC):
         count = len(stream.inputs)
         requests = np.zeros(count, REQUEST)
         requests["input"], requests["output"], requests["most"] = stream.inputs, stream.outputs, stream.max_output
+        requests["tokens"] = stream.tokens if len(stream.tokens) else stream.outputs
         requests["arrival_ns"], requests["cached"] = stream.arrivals_ns, stream.cached if len(stream.cached) else 0
         for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
             requests[name] = NONE

@@ -57,7 +57,7 @@ def end(s, lane, id_):
         return
     lane.num_left -= 1
     whole_ns, waited_ns = now_ns - request.arrival_ns, request.first_ns - request.arrival_ns
-    gaps_ns, gaps = now_ns - request.first_ns, request.output - 1
+    gaps_ns, gaps = now_ns - request.first_ns, request.tokens - 1
     for i in range(len(s.goals)):
         if whole_ns > s.goals[i, 0] or waited_ns > s.goals[i, 1] or gaps_ns > s.goals[i, 2] * gaps:
             s.broken[i] += 1

@@ -19,6 +19,10 @@ ACTIVATIONS = {
 """What Hugging Face calls an activation, and what `ModelSpec` does."""
 
 
+MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
+"""What families call the number of layers for multi-token prediction."""
+
+
 def count(config: dict[str, Any], field: str) -> int:
     """Return a whole number of at least one.
 
@@ -66,6 +70,8 @@ def common(
         if dtype not in get_args(StoredDType):
             raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
         fields["default_dtype"] = dtype
+    if ahead := next((config[name] for name in MTP if type(config.get(name)) is int and config[name] > 0), 0):
+        fields["mtp_layers"] = ahead
     if (stored := quantization(config, side)) is not None:
         fields["quantization"] = stored
     return fields

@@ -63,6 +63,7 @@ from xgpt.core.schema.profile import (
 )
 from xgpt.core.schema.replan import Decision, Observation, ObservedReuse, Outcome, Planner, Proposal
 from xgpt.core.schema.report import BenchReport, Calibration, Comparison, CoreWaits, UrlReport
+from xgpt.core.schema.speculation import Speculation, SpeculativeMethod
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, LaneName, StepRecord
 from xgpt.core.schema.step_times import StepTimes
 from xgpt.core.schema.workload import (
@@ -151,6 +152,8 @@ __all__ = [
     "SearchMethod",
     "SingleLaneSettings",
     "SlackBudget",
+    "Speculation",
+    "SpeculativeMethod",
     "Stage",
     "StageLane",
     "StaticSettings",

@@ -205,6 +205,8 @@ class ModelSpec(ModelShape):
     """First token of a decoder."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
+    mtp_layers: NonNegativeInt = Field(default=0, exclude_if=lambda number: not number)
+    """Layers for multi-token prediction, which `speculation` may draft with; no step passes them otherwise."""
     default_dtype: DType = "float16"
     """Type to plan for where none is named."""
     tower_params: NonNegativeInt = 0

@@ -15,6 +15,7 @@ from xgpt.core.schema.engine import EngineSpec
 from xgpt.core.schema.estimate import Estimate, SearchCertificate
 from xgpt.core.schema.model import DType, ModelSpec, Precision
 from xgpt.core.schema.policy import ChunkedSettings, Pinned, PolicySettings, StageLane
+from xgpt.core.schema.speculation import Speculation
 from xgpt.core.schema.step_log import Account
 from xgpt.core.schema.workload import RequestClass, Workload
 
@@ -29,6 +30,8 @@ NEVER_NS = 10**15
 """The bound of requests without one, for the rule: eleven days."""
 
 EngineKind = Literal["native", "vllm"]
+SPECULATIVE_POLICIES = ("chunked", "orca")
+"""Policies that speculative decoding goes with: every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]
 """How a whole batch is laid out: flat, without padding; one request a row; concatenated in rows; in slots of rows."""
 
@@ -115,6 +118,9 @@ class Plan(Frozen):
     """The schedule and its control variables."""
     pinned: Pinned = Pinned()
     """What the user asked of the schedule."""
+    speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
+    """Speculative decoding; None: off. A step of the schedule is then the part of a whole one in which each request
+    gets one token on average: `step_tokens` is what a whole one holds."""
     admission: Admission = Admission()
     """Which request enters next, and how K/V memory is promised."""
     replicas: PositiveInt = 1
@@ -130,6 +136,13 @@ class Plan(Frozen):
     profile: ProfileRef
     """The profile from which the figures were predicted."""
 
+    def step_tokens(self, budget: int) -> int:
+        """Return the largest number of tokens of a whole step, from that of a step of the schedule."""
+        if self.speculation is None:
+            return budget
+        each, most = self.speculation.tokens_per_step, getattr(self.policy, "max_batch", 0)
+        return round(each * (budget - most) + self.speculation.verified * most)
+
     @property
     def request_path_s(self) -> float:
         """Seconds that a request of the mean prompt spends outside of waiting and steps, from its engine's figures."""
@@ -139,6 +152,11 @@ class Plan(Frozen):
     def _check(self) -> Plan:
         if (self.checkpoint or "").startswith(HUB) and not is_hub_id(str(self.checkpoint).removeprefix(HUB)):
             raise ValueError(f"checkpoint: behind {HUB} there must be an id as Hugging Face has it, ORGANISATION/MODEL")
+        if self.speculation is not None and (len(self.stages) > 1 or self.policy.kind not in SPECULATIVE_POLICIES):
+            raise ValueError(
+                f"speculation: it goes with one stage and {' or '.join(SPECULATIVE_POLICIES)}, not with "
+                f"{len(self.stages)} stages of {self.policy.kind}"
+            )
         lanes = set(self.policy.lanes)
         if {stage.lane for stage in self.stages} != lanes:
             raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")

@@ -1,0 +1,114 @@
+"""Read what a request says of speculative decoding, and the acceptance that a server's metrics tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from xgpt.core.errors import InputError
+from xgpt.core.schema import ModelSpec, Speculation
+from xgpt.requests import PlanRequest
+
+FEW_AHEAD = 8
+"""Positions of an acceptance that is given as one share."""
+SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
+"""A sample of a metrics page: name, labels, value."""
+VLLM = "vllm:spec_decode_num_"
+SGLANG = "sglang:spec_accept_length"
+
+
+def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None:
+    """Return the draft of a request, with as many tokens ahead as its acceptance has positions; None: there is none.
+
+    Raises:
+        InputError: fields are missing or do not go together, or the model has no layer for multi-token prediction.
+    """
+    method = request.speculative
+    if method is None:
+        for name in ("speculative_tokens", "acceptance", "draft_model"):
+            if getattr(request, name) is not None:
+                raise InputError(name, getattr(request, name), "it goes with `speculative`")
+        return None
+    if request.acceptance is None:
+        raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
+    if method in ("mtp", "ngram") and request.draft_model is not None:
+        raise InputError("draft_model", request.draft_model, f"{method} has none")
+    if method == "mtp" and not model.mtp_layers:
+        raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
+    if model.is_encoder_decoder:
+        raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
+    if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
+        raise InputError("speculative", method, f"{model.name} keeps states that cannot be searched; take mtp")
+    for name in ("among", "maximise"):
+        if getattr(request, name) is not None:
+            raise InputError(name, getattr(request, name), "it does not go with `speculative`")
+    if request.devices == "auto":
+        raise InputError("devices", "auto", "with `speculative` give a number")
+    shares = _shares(request.acceptance, request.speculative_tokens)
+    tokens = request.speculative_tokens or len(shares)
+    if tokens > len(shares):
+        accepted = f"acceptance has {len(shares)} positions: give more, or fewer tokens ahead"
+        raise InputError("speculative_tokens", tokens, accepted)
+    try:
+        return Speculation(method=method, tokens=tokens, acceptance=shares, draft=request.draft_model)
+    except ValueError:
+        raise InputError("acceptance", list(shares), "give shares from 0 to 1 that do not rise") from None
+
+
+def _shares(given: float | tuple[float, ...] | str, tokens: int | None) -> tuple[float, ...]:
+    """Return the share of steps in which each position is accepted."""
+    if isinstance(given, tuple):
+        return given
+    if isinstance(given, str):
+        return from_metrics(Path(given))
+    if not 0 <= given <= 1:
+        raise InputError("acceptance", given, "a share is from 0 to 1")
+    return _constant(given, tokens or FEW_AHEAD)
+
+
+def _constant(share: float, positions: int) -> tuple[float, ...]:
+    return tuple(share**position for position in range(1, positions + 1))
+
+
+def from_metrics(path: Path) -> tuple[float, ...]:
+    """Return the acceptance by position that a metrics page of vLLM or SGLang tells.
+
+    vLLM counts drafts, and accepted tokens by position. SGLang states the mean tokens of a step only, which is taken as
+    one share for all positions.
+
+    Raises:
+        InputError: there is no such file, or it counts no drafts.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError("acceptance", str(path), f"it cannot be read: {error.strerror}") from None
+    drafts, accepted, steps = 0.0, dict[int, float](), list[float]()
+    for name, labels, value in _samples(text):
+        position = re.search(r'position="(\d+)"', labels)
+        if name in (f"{VLLM}drafts_total", f"{VLLM}drafts"):
+            drafts += value
+        elif name.startswith(f"{VLLM}accepted_tokens_per_pos") and not name.endswith("_created") and position:
+            accepted[int(position[1])] = accepted.get(int(position[1]), 0.0) + value
+        elif name == SGLANG:
+            steps.append(value)
+    if drafts and accepted:
+        shares = [accepted.get(position, 0.0) / drafts for position in range(max(accepted) + 1)]
+        return tuple(min(1.0, *shares[: position + 1]) for position in range(len(shares)))
+    if steps:
+        return _constant(_share_of(sum(steps) / len(steps)), FEW_AHEAD)
+    raise InputError("acceptance", str(path), f"it holds no {VLLM}drafts_total and no {SGLANG}")
+
+
+def _samples(text: str) -> Iterator[tuple[str, str, float]]:
+    for name, labels, value in SAMPLE.findall(text):
+        try:
+            yield name, labels, float(value)
+        except ValueError:
+            continue
+
+
+def _share_of(tokens_per_step: float) -> float:
+    """Return the share p with 1 + p + p^2 + ... equal to the mean tokens of a step."""
+    return max(0.0, 1 - 1 / max(tokens_per_step, 1.0))

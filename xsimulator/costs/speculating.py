@@ -1,0 +1,185 @@
+"""The step times of speculative decoding, by the token that a request gets.
+
+A decode step of b requests, k tokens ahead, passes (1 + k) b tokens through the model, and k times b through the draft;
+each request gets T = `Speculation.tokens_per_step` tokens in it, on average. Everything else here counts one token a
+request and step. So a profile is changed: its steps last 1 / T of a whole one, and take 1 / T of what prompts enter a
+whole one. With f(n) the seconds of n tokens, that is f((1 + k) b + T p) / T for b requests and p prompt tokens. Tables
+of tokens become F(n) = f(T n) / T, which is exact for prompts; what decodes take beyond it, F((1 + k) b / T) - F(b),
+goes to the table of decode attention, as do the draft's passes.
+
+Attention reads keys and values once for all tokens of a request that are verified together.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from xgpt.core.schema import (
+    BYTES_PER_ELEMENT,
+    Attention,
+    Curve,
+    DType,
+    LayerTimes,
+    ModelSpec,
+    Profile,
+    Speculation,
+    Surface,
+)
+from xsimulator.costs.curves import Array, Line
+
+EAGLE3_VOCAB = 32000
+"""Tokens that a head of EAGLE-3 chooses from (arXiv 2503.01840, published checkpoints)."""
+PASS_S = 0.15e-3
+"""Seconds of the engine's loop for each pass of a draft."""
+
+
+class Draft:
+    """What drafts for a model: its weights, and how its passes compare with the model's.
+
+    Attributes:
+        layers: layers that keep keys and values of their own.
+        params: weights of a layer, with what joins the model's hidden states to it.
+        head_share: its output head over the model's.
+    """
+
+    def __init__(self, spec: ModelSpec, speculation: Speculation) -> None:
+        kind, hidden, method = spec.kinds[-1], spec.hidden_size, speculation.method
+        self.layers = 0 if method == "ngram" else 1
+        self.head_share = {"ngram": 0.0, "eagle3": min(1.0, EAGLE3_VOCAB / spec.vocab_size)}.get(method, 1.0)
+        attention = next((kind.attention for kind in reversed(spec.kinds) if kind.attention is not None), None)
+        if method == "mtp":
+            self.params = 2.0 * hidden * hidden + spec.sizes.whole(kind)
+        elif method == "ngram" or attention is None:
+            self.params = 0.0
+        else:
+            self.params = _eagle_params(spec, attention, states=3 if method == "eagle3" else 1)
+        self._spec, self._is_own = spec, method == "mtp"
+
+    def bytes(self, dtype: DType) -> float:
+        """Return the bytes of its weights, an EAGLE-3 head's own output head included; others share the model's."""
+        spec = self._spec
+        size = spec.bytes_per_weight(dtype, "experts") if self._is_own else max(2, BYTES_PER_ELEMENT[dtype])
+        own_head = EAGLE3_VOCAB * spec.hidden_size * 2 if 0 < self.head_share < 1 else 0
+        return self.params * size + own_head
+
+    def kept_bytes(self, dtype: DType, group: int) -> float:
+        """Return the bytes that it keeps of a token on a device of a group: as a layer of the model."""
+        kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
+        return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
+
+    def share(self, dtype: DType, tokens: Array) -> Array:
+        """Return the bytes that a pass of the draft reads over those of a layer of the model, by tokens."""
+        spec = self._spec
+        kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
+        read = sizes.mixer(kind) * spec.bytes_per_weight(dtype, "attention") + np.zeros_like(tokens)
+        read += sizes.dense(kind) * spec.bytes_per_weight(dtype, "dense")
+        read += sizes.beside_experts(kind) * spec.bytes_per_weight(dtype, "shared")
+        if (experts := kind.experts) is not None:
+            met = 1 - (1 - experts.active / experts.number) ** np.maximum(tokens, 1.0)
+            read += met * experts.number * sizes.expert(kind) * spec.bytes_per_weight(dtype, "experts")
+        if self._is_own:
+            return np.ones_like(tokens)
+        return self.params * max(2, BYTES_PER_ELEMENT[dtype]) / read
+
+
+def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
+    """Return the weights of a dense layer whose attention reads the embedding beside the model's hidden states."""
+    hidden, dim = spec.hidden_size, attention.head_dim
+    heads = attention.num_heads * dim + 2 * attention.num_kv_heads * dim
+    width = max((kind.ffn_size for kind in spec.kinds), default=0) or 4 * hidden
+    read = 2 * hidden if states > 1 else hidden
+    joins = states * hidden * hidden if states > 1 else 2 * hidden * hidden
+    return float(read * heads + attention.num_heads * dim * hidden + 3 * hidden * width + joins)
+
+
+def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | None) -> Profile:
+    """Return the profile of steps in which requests get one token each, on average; the same without speculation."""
+    return profile if speculation is None else _speculating(_Same(profile), _Same(spec), speculation)
+
+
+class _Same:
+    """An object as a key: what is equal is not compared, which takes long for profiles."""
+
+    def __init__(self, of: Profile | ModelSpec) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.of is self.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+
+@lru_cache(maxsize=64)
+def _speculating(profile_: _Same, spec_: _Same, speculation: Speculation) -> Profile:
+    profile, spec = profile_.of, spec_.of
+    assert isinstance(profile, Profile) and isinstance(spec, ModelSpec)
+    each, draft = speculation.tokens_per_step, Draft(spec, speculation)
+    passes = speculation.tokens * bool(draft.layers)
+    loop = Line.of(profile.overhead)
+    return profile.model_copy(
+        update={
+            "layers": tuple(_layer(layer, profile, spec, speculation, draft) for layer in profile.layers),
+            "embedding": _shortened(profile.embedding, each),
+            "head": _shortened(profile.head, each),
+            "overhead": _curve(
+                profile.overhead.points, (loop(np.asarray(profile.overhead.points)) + passes * PASS_S) / each
+            ),
+        }
+    )
+
+
+def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Speculation, draft: Draft) -> LayerTimes:
+    """Return the tables of a layer on one kind of group."""
+    each, ahead, number = speculation.tokens_per_step, speculation.tokens, spec.num_layers
+    rest, last = Line.of(layer.rest), Line.of(layer.last or layer.rest)
+    head = Line.of(layer.head or profile.head)
+    verified = speculation.verified
+
+    def model(tokens: Array) -> Array:
+        """Return the seconds of tokens in all layers and in the head."""
+        return (number - 1) * rest(tokens) + last(tokens) + head(tokens)
+
+    def drafted(requests: Array) -> Array:
+        """Return the seconds of all passes of the draft: the first reads what the last step has accepted."""
+        if not draft.layers:
+            return np.zeros_like(requests)
+        share = draft.share(profile.dtype, requests)
+        first, others = rest(verified * requests), (ahead - 1) * rest(requests)
+        return share * (first + others) + ahead * draft.head_share * head(requests)
+
+    decode = layer.decode_attention
+    batches = np.unique(np.concatenate([decode.batches, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]])).astype(float)
+    batches = batches[batches <= decode.batches[-1]]
+    table = np.asarray(decode.seconds)
+    attention = np.asarray([np.interp(batches, [0, *decode.batches], [0, *column]) for column in table.T]).T
+    more = model(verified * batches) / each - model(each * batches) / each + drafted(batches) / each
+    seconds = attention * (1 + ahead * draft.layers / number) / each + np.maximum(more, 0.0)[:, None] / number
+    encode = layer.encode_attention
+    return layer.model_copy(
+        update={
+            "rest": _shortened(layer.rest, each),
+            "last": None if layer.last is None else _shortened(layer.last, each),
+            "head": None if layer.head is None else _shortened(layer.head, each),
+            "encode_attention": encode.times(1 + draft.layers / number),
+            "decode_attention": Surface(
+                batches=tuple(batches.astype(int).tolist()),
+                lengths=decode.lengths,
+                seconds=tuple(map(tuple, seconds.tolist())),
+            ),
+        }
+    )
+
+
+def _shortened(curve: Curve, each: float) -> Curve:
+    """Return F(n) = f(each n) / each, at whole numbers on both sides of the points of f."""
+    points = np.asarray(curve.points) / each
+    whole = np.unique(np.concatenate([np.floor(points), np.ceil(points)])).astype(int)
+    whole = whole[whole >= (0 if curve.points[0] == 0 else 1)]
+    return _curve(tuple(whole.tolist()), Line.of(curve)(each * whole) / each)
+
+
+def _curve(points: tuple[int, ...], seconds: Array) -> Curve:
+    return Curve(points=points, seconds=tuple(np.maximum(seconds, 0.0).tolist()))
