@@ -1,4 +1,4 @@
-"""Compile the kernels for CPUs once for all test processes: each compiles what no other one is compiling."""
+"""Compile what numba compiles once for all test processes: each compiles what no other one is compiling."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from xgpt.core.schema import DType
 
 
 def compile_all(cache: Path) -> None:
-    """Fill numba's cache, which the processes share, and return when all kernels are in it."""
+    """Fill numba's cache, which the processes share, and return when all kernels and simulations are in it."""
+    import xsimulator
     from xrunner import cpu
 
-    if not cpu.BACKENDS:
-        return
     # Numba compiles a file anew when it has been written since.
-    newest = max(file.stat().st_mtime_ns for file in Path(cpu.__file__).parent.glob("*.py"))
+    rooms = Path(cpu.__file__).parent, Path(xsimulator.__file__).parent
+    newest = max(file.stat().st_mtime_ns for room in rooms for file in room.rglob("*.py"))
     shared = cache / f"tests-{newest}"
     shared.mkdir(parents=True, exist_ok=True)
     for wait in (False, True):  # what another process compiles is waited for in the end
-        for name, compile_kernel in kernels().items():
+        for name, compile_kernel in (kernels() | simulations()).items():
             done = shared / f"{name}.done"
             if done.exists():
                 continue
@@ -39,7 +39,11 @@ def kernels() -> dict[str, Callable[[], object]]:
     """Return what compiles each group of kernels, those that take longest first."""
     import torch
 
+    from xrunner import cpu
     from xrunner.packing.choice import layouts_of, pack
+
+    if not cpu.BACKENDS:
+        return {}
 
     def attend(kept: torch.dtype) -> None:
         import numpy as np
@@ -61,3 +65,16 @@ def kernels() -> dict[str, Callable[[], object]]:
     }
     dtypes: list[DType] = [dtype for dtype in ("float32", "bfloat16", "int8") if layouts_of(dtype)]
     return found | {f"products-{dtype}": partial(multiply, dtype) for dtype in dtypes}
+
+
+def simulations() -> dict[str, Callable[[], object]]:
+    """Return what compiles the simulations by counts."""
+    from tests.contract.scenarios import problem
+    from xscheduler.schedule import scheduler
+    from xsimulator.capacity import capacity
+
+    def count(kind: str, cluster: str) -> None:
+        of = problem("opt-125m", cluster, "chat-short", latency_bound_s=20.0)
+        capacity(scheduler(of).best([kind]), of.profile, edges=False)
+
+    return {"counts-one-lane": partial(count, "orca", "v100x1"), "counts-two-lanes": partial(count, "waa", "a40x4")}

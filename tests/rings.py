@@ -6,11 +6,13 @@ What takes long is marked `long`. A test over many cases or random draws runs a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import pytest
+from hypothesis import example
 
+T = TypeVar("T", bound=Callable[..., Any])
 ALL = os.environ.get("XGPT_TESTS") == "all"
 
 
@@ -28,6 +30,17 @@ def few(cases: Iterable[Any], count: int = 1, *, whole: bool = False) -> list[An
 def examples(many: int, some: int) -> int:
     """Return the number of random examples: `some` in the first ring, `many` in all."""
     return many if ALL else some
+
+
+def known(cases: Iterable[Any], some: int) -> Callable[[T], T]:
+    """Return a decorator that adds known cases to a property's random ones: `some` in the first ring, else all."""
+
+    def add(test: T) -> T:
+        for case in list(cases)[: None if ALL else some]:
+            test = example(case)(test)
+        return test
+
+    return add
 
 
 def _values(case: Any) -> tuple[Any, ...]:

@@ -9,11 +9,11 @@ from math import ceil
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.scenarios import random_profile
-from tests.rings import examples
+from tests.rings import ALL, examples, known
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
@@ -41,7 +41,7 @@ CHANCE = 0.25
 """By which share a few requests may take another time than many of the same lengths."""
 LEAST_OF_ALL = 2000
 """Single requests, without which the slowest hundredth is not told."""
-ARRIVAL_SHARES = (0.7, 1.1, 2.5)
+ARRIVAL_SHARES = (0.7, 1.1, 2.5) if ALL else (1.1, 2.5)
 """The same, with waiting counted."""
 
 
@@ -232,49 +232,55 @@ def rate_is_confirmed(case: Case, plan: Plan) -> None:
         assert any(trial.at(rate, slack) is None for rate in between), "a higher rate keeps it, too"
 
 
-@in_ci(examples(300, 40))
+KNOWN = (
+    # Steps that take longer by the request in larger batches: a lane that chance has taken there does not come back.
+    Case(3153535141, 4, "waa", "length", monotone=False, quantile=0.9),
+    # Of the requests that waa's cap lets in fewer than half decode: more than those wait in a saturated loop.
+    Case(2837500832, 4, "waa", "length", monotone=False, quantile=0.5),
+    # Outputs of one length: a larger batch promises more, and serves less.
+    Case(2491266330, 2, "orca", "request", monotone=False, quantile=0.5),
+    # Tails that few admissions do not tell: requests that wait in a pipeline of waa's; batches of which a few are slow.
+    Case(2055536846, 1, "static", "request", monotone=True, quantile=0.99),
+    Case(284712975, 3, "waa", "request", monotone=True, quantile=0.99),
+    # All prompts and outputs alike: the steps repeat for ever what the start has made of them.
+    Case(2509471469, 1, "chunked", "request", monotone=True, quantile=0.9),
+    # A static batch in parts whose outputs end with the first decode round.
+    Case(486237138, 2, "auto", "length", monotone=False, quantile=0.99),
+    # Outputs of 3 tokens or 37: few requests tell the mean only after the long ones of the first batch have ended.
+    Case(2789746108, 1, "chunked", "length", monotone=False, quantile=0.9),
+    # Outputs that end together keep whole batches of waa inside: nearly all after nine tokens; all with the first one.
+    Case(3678212432, 2, "waa", "length", monotone=False, quantile=0.99),
+    Case(3596733950, 3, "waa", "length", monotone=False, quantile=0.9),
+    # Outputs of one or two tokens: the encode lane alone limits waa, with next to nothing in decode.
+    Case(3782129256, 3, "waa", "length", monotone=True, quantile=0.9),
+    Case(4100690267, 2, "waa", "length", monotone=False, quantile=0.5),
+    # Outputs of one token: a batch's latency is that of its prompts, and few batches do not tell the slowest hundredth.
+    Case(4100226323, 2, "orca", "request", monotone=False, quantile=0.99),
+    # Of few requests, those that the start has kept waiting are the slowest hundredth.
+    Case(2781628323, 4, "waa", "request", monotone=True, quantile=0.99),
+    # Of the quantile's length there are few: the simulation that tells its latency needs more than others.
+    Case(2241879313, 4, "waa", "length", monotone=False, quantile=0.99),
+    # Nearly all outputs of one length: requests leave together, and those that stay meet fewer prompts than steps hold.
+    Case(3980523140, 1, "orca", "request", monotone=False, quantile=0.9),
+    # Batches that end with their prompts between others: what decodes next says nothing of their requests.
+    Case(8619240, 1, "static", "length", monotone=True, quantile=0.9),
+    # Outputs of one token, which say nothing of the time of longer ones: in waa's decode lane; in a batch that ended.
+    Case(1813625218, 3, "waa", "request", monotone=True, quantile=0.9),
+    Case(3689056080, 3, "static", "request", monotone=False, quantile=0.99),
+    # Outputs of one length, or of two of which one is rare: requests that began together stay together.
+    Case(1247510167, 1, "orca", "length", monotone=False, quantile=0.99),
+    Case(1966559322, 4, "waa", "length", monotone=False, quantile=0.9),
+    # One output in 22 is long: an empty engine ends many short ones before its share of long ones is there.
+    Case(400527, 1, "auto", "length", monotone=True, quantile=0.5),
+    # One in 300,000 is long: in a static batch none is, as a rule, and there is nothing to wait for.
+    Case(682355403, 1, "static", "length", monotone=False, quantile=0.5),
+)
+"""Problems for which a claim once failed; the first ones, of every policy, are in the first ring."""
+
+
+@in_ci(examples(300, 4))
 @given(cases)
-# Steps that take longer by the request in larger batches: a lane that chance has taken there does not come back.
-@example(Case(3153535141, 4, "waa", "length", monotone=False, quantile=0.9))
-# Outputs of 3 tokens or 37: few requests tell the mean only after the long ones of the first batch have ended.
-@example(Case(2789746108, 1, "chunked", "length", monotone=False, quantile=0.9))
-# Outputs that end together keep whole batches of waa inside: nearly all after nine tokens; all with the first one.
-@example(Case(3678212432, 2, "waa", "length", monotone=False, quantile=0.99))
-@example(Case(3596733950, 3, "waa", "length", monotone=False, quantile=0.9))
-# Outputs of one or two tokens: the encode lane alone limits waa, with next to nothing in decode.
-@example(Case(3782129256, 3, "waa", "length", monotone=True, quantile=0.9))
-@example(Case(4100690267, 2, "waa", "length", monotone=False, quantile=0.5))
-# A static batch in parts whose outputs end with the first decode round.
-@example(Case(486237138, 2, "auto", "length", monotone=False, quantile=0.99))
-# Outputs of one token: a batch's latency is that of its prompts, and few batches do not tell the slowest hundredth.
-@example(Case(4100226323, 2, "orca", "request", monotone=False, quantile=0.99))
-# Of the requests that waa's cap lets in fewer than half decode: more than those must wait for a loop to be saturated.
-@example(Case(2837500832, 4, "waa", "length", monotone=False, quantile=0.5))
-# All prompts and outputs alike: the steps repeat for ever what the start has made of them.
-@example(Case(2509471469, 1, "chunked", "request", monotone=True, quantile=0.9))
-# Tails that few admissions do not tell: requests that wait in a pipeline of waa's; batches of which a few are slow.
-@example(Case(284712975, 3, "waa", "request", monotone=True, quantile=0.99))
-@example(Case(2055536846, 1, "static", "request", monotone=True, quantile=0.99))
-# Outputs of one length: a larger batch promises more, and serves less.
-@example(Case(2491266330, 2, "orca", "request", monotone=False, quantile=0.5))
-# Of few requests, those that the start has kept waiting are the slowest hundredth.
-@example(Case(2781628323, 4, "waa", "request", monotone=True, quantile=0.99))
-# Of the quantile's length there are few: the simulation that tells its latency needs more than others.
-@example(Case(2241879313, 4, "waa", "length", monotone=False, quantile=0.99))
-# Nearly all outputs of one length: requests leave together, and those that stay meet fewer prompts than steps hold.
-@example(Case(3980523140, 1, "orca", "request", monotone=False, quantile=0.9))
-# Batches that end with their prompts between others: what decodes next says nothing of their requests.
-@example(Case(8619240, 1, "static", "length", monotone=True, quantile=0.9))
-# Outputs of one token, which say nothing of the time of longer ones: of waa's decode lane; of a batch that has ended.
-@example(Case(1813625218, 3, "waa", "request", monotone=True, quantile=0.9))
-@example(Case(3689056080, 3, "static", "request", monotone=False, quantile=0.99))
-# Outputs of one length, or of two of which one is rare: requests that began together stay together.
-@example(Case(1247510167, 1, "orca", "length", monotone=False, quantile=0.99))
-@example(Case(1966559322, 4, "waa", "length", monotone=False, quantile=0.9))
-# One output in 22 is long: an empty engine ends many short ones before as many long ones are there as there will be.
-@example(Case(400527, 1, "auto", "length", monotone=True, quantile=0.5))
-# One in 300,000 is long: in a static batch none is, as a rule, and there is nothing to wait for.
-@example(Case(682355403, 1, "static", "length", monotone=False, quantile=0.5))
+@known(KNOWN, 7)
 def test_claims_hold(case: Case) -> None:
     claims_hold(case, (SHARES[case.seed % 2],))  # each bound is a third of the time; the long run tries both
 
@@ -290,16 +296,22 @@ rated = st.builds(
 )
 
 
-@in_ci(examples(12, 2))
+KNOWN_RATES = (
+    # Smaller batches that closed forms put level with the best setting, or 12% behind it, keep 3 and 6% more.
+    Case(2271760180, 1, "rra", "length", monotone=False, quantile=0.9),
+    # Rates between saturation in simulation and in closed form keep a bound until the run ends, and its queue grows.
+    Case(2675342405, 3, "waa", "length", monotone=False, quantile=0.99),
+    Case(1641650881, 3, "waa", "length", monotone=True, quantile=0.5),
+    # A simulation shows another throughput than the closed form, and so calls for another number of requests.
+    Case(3503122931, 4, "waa", "length", monotone=True, quantile=0.5),
+    Case(2494333050, 2, "waa", "length", monotone=False, quantile=0.5),
+)
+"""Problems for which a stated rate was once wrong."""
+
+
+@in_ci(examples(12, 1))
 @given(rated)
-# Rates between saturation in simulation and in closed form keep a bound until the run ends, and its queue grows.
-@example(Case(2675342405, 3, "waa", "length", monotone=False, quantile=0.99))
-@example(Case(1641650881, 3, "waa", "length", monotone=True, quantile=0.5))
-# A simulation shows another throughput than the closed form: the rate is that of as many requests as this calls for.
-@example(Case(3503122931, 4, "waa", "length", monotone=True, quantile=0.5))
-# Smaller batches that closed forms put level with the best setting, or 12% behind it, keep 3 and 6% more.
-@example(Case(2271760180, 1, "rra", "length", monotone=False, quantile=0.9))
-@example(Case(2494333050, 2, "waa", "length", monotone=False, quantile=0.5))
+@known(KNOWN_RATES, 1)
 def test_rates_hold(case: Case) -> None:
     rates_hold(case)
 

@@ -372,7 +372,7 @@ def test_a_template_sees_no_tools_and_no_documents_as_none() -> None:
 )
 def test_a_hostile_template_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first was computed while the checkpoint was loaded: ten gigabytes."""
-    monkeypatch.setattr("xrunner.server.api.rendering.RENDER_S", 2.0)
+    monkeypatch.setattr("xrunner.server.api.rendering.RENDER_S", 0.5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((ValueError, InputError)):  # an expression of constants is computed when it is compiled
         ChatTemplate(source).render([])

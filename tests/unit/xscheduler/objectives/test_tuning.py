@@ -42,8 +42,13 @@ def planned(**changes: object) -> Planned:
     return solve(plan_request(**(ASKED | changes)))
 
 
-def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays() -> None:
-    fixed = planned(policy="chunked").best
+@pytest.fixture(scope="module")
+def fixed() -> Plan:
+    """The best plan with a fixed budget of tokens a step."""
+    return planned(policy="chunked").best
+
+
+def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays(fixed: Plan) -> None:
     found = planned(policy="slack")
     plan = found.best
     assert plan.policy.kind == "chunked"
@@ -102,8 +107,8 @@ def test_shares_of_lengths_that_a_file_rounds_are_planned(tmp_path: Path) -> Non
     assert plan.estimate.step_times is not None
 
 
-def test_a_plan_with_slack_needs_its_bound_and_times() -> None:
-    plan = planned(policy="chunked").best
-    slack = plan.policy.model_copy(update={"slack": SlackBudget(least_tokens=1, most_tokens=2)})
+def test_a_plan_with_slack_needs_its_bound_and_times(fixed: Plan) -> None:
+    plan = fixed
+    slack = fixed.policy.model_copy(update={"slack": SlackBudget(least_tokens=1, most_tokens=2)})
     with pytest.raises(ValueError, match="slack: it needs"):
         Plan.model_validate(plan.model_dump() | {"policy": slack.model_dump()})
