@@ -14,10 +14,14 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
+from xgpt.core.io import load_json, parse_arguments
 from xgpt.core.schema import EngineKind, Pinned, Plan, Profile
+from xgpt.core.schema.fleet import FleetPlan
 from xgpt.requests import (
     REQUESTS,
     AutoscaleRequest,
@@ -429,7 +433,6 @@ def export(plan: Plan | FleetPlan | PathLike, to: Target) -> dict[str, str]:
     Raises:
         InputError: the plan does not fit its devices, is for another engine, or the target cannot run it.
     """
-    from xgpt.core.schema.fleet import FleetPlan
     from xgpt.exporting.export import export
     from xgpt.exporting.fleet import fleet_files
 
@@ -458,7 +461,6 @@ def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -
     """
     import numpy as np
 
-    from xgpt.core.schema.fleet import FleetPlan
     from xgpt.reporting.fleet import fleet_report
     from xgpt.reporting.report import report
     from xprofiler.store import profile_of
@@ -522,7 +524,6 @@ def serve(
         InputError: the plan or an argument is not accepted.
         MachineError: devices, memory or a port are missing, or the engine does not start.
     """
-    from xgpt.core.io import parse_arguments
     from xgpt.serving import serve as serving
 
     serving.serve(_plan(plan), parse_arguments(dict(asked), serving.ServeRequest), on_note)
@@ -545,8 +546,6 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
     Raises:
         MachineError: the server does not start, or dies.
     """
-    from tempfile import TemporaryDirectory
-
     from xgpt import benchmark as benches
 
     with (
@@ -558,8 +557,6 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
 
 def _arrivals(load: Load, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
     """Return the arrivals of a load (None: saturated), and the number of requests to measure."""
-    from xgpt.core.arrival_process import ArrivalProcess
-
     rates = load.arrival_rate_per_s
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests
@@ -570,15 +567,11 @@ def _arrivals(load: Load, default: int, burstiness: float = 1.0) -> tuple[Arriva
 
 
 def _plan(given: Plan | PathLike) -> Plan:
-    from xgpt.core.io import load_json
-
     return given if isinstance(given, Plan) else load_json(Path(given), Plan, "plan")
 
 
 def _is_fleet(path: PathLike) -> bool:
     """Return whether a file has the fields of a fleet; False if it cannot be read."""
-    import json
-
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -587,7 +580,4 @@ def _is_fleet(path: PathLike) -> bool:
 
 
 def _fleet(given: FleetPlan | PathLike) -> FleetPlan:
-    from xgpt.core.io import load_json
-    from xgpt.core.schema.fleet import FleetPlan
-
     return given if isinstance(given, FleetPlan) else load_json(Path(given), FleetPlan, "fleet")

@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from xgpt.checkpoints import hub
+from xgpt.checkpoints.files import read_config, read_spec, weight_files
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names, find_config, load_cluster_yaml, load_yaml, parse
 from xgpt.core.machine import detect
@@ -47,15 +48,11 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
         raise InputError("config", config, f"it goes with a Hugging Face id: {name} is none")
     path = find_config("models", name)
     if path.is_dir():
-        from xgpt.checkpoints.files import read_spec
-
         return read_spec(path), Path(os.path.abspath(path))  # a plan is served from elsewhere, too
     return parse(load_yaml(path, "model"), ModelSpec, "model"), None
 
 
 def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | None]:
-    from xgpt.checkpoints.files import read_config, read_spec, weight_files
-
     cached = hub.cached(model_id)
     if config is not None:
         spec = read_config(Path(config))

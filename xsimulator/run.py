@@ -26,6 +26,7 @@ from xsimulator.costs.step_cost import lanes_of
 from xsimulator.counts.arrivals import Run, Stream
 from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
+from xsimulator.forecast import FORECASTS
 from xsimulator.lengths import Lengths
 from xsimulator.measures import Measured, RequestTimes, measure, request_times
 from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law, request_law
@@ -67,8 +68,6 @@ def outstanding_requests(plan: Plan) -> int:
 
 
 def _most_running(plan: Plan) -> int:
-    from xsimulator.forecast import FORECASTS
-
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return most
 
@@ -267,8 +266,6 @@ def request_latencies(
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
-    from xsimulator.forecast import FORECASTS
-
     check_fits(plan, workload)
     lengths = Lengths(workload)
     skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
@@ -316,8 +313,6 @@ def _counted_at_once(
 
 def is_drawn(plan: Plan) -> bool:
     """Whether the latencies of all requests are those of requests whose lengths are drawn: see `request_law`."""
-    from xsimulator.forecast import FORECASTS
-
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from xgpt.cli.render import table
+from xgpt.reporting.plan_text import settings_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +39,6 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
 
 def kinds_table(fleet: FleetPlan) -> Table:
     """Return a table of the kinds of replicas."""
-    from xgpt.reporting.plan_text import settings_text
-
     rows = [
         [
             kind.name,

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xgpt import api
+from xgpt.checkpoints import hub
 from xgpt.cli import options, render
 from xgpt.cli.outputs import output_file, write
 from xgpt.core.io import dump_json
+from xgpt.reporting import plan_text
+from xgpt.reporting.engine_command import command_in_words
 
 if TYPE_CHECKING:
     from xgpt.core.schema import Plan
@@ -37,11 +40,6 @@ def _next(best: Plan, output: str) -> list[str]:
 
 def _summary(planned: Planned) -> Iterator[object]:
     """Yield what was planned, each policy's plan, and the evidence for the chosen one."""
-    from xgpt.checkpoints import hub
-    from xgpt.cli import render
-    from xgpt.reporting import plan_text
-    from xgpt.reporting.engine_command import command_in_words
-
     problem, best = planned.problem, planned.best
     bound_s = best.constraint.latency_bound_s
     bound = "no latency bound" if bound_s is None else f"latency bound {bound_s:g} s"

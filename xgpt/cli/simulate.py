@@ -10,6 +10,7 @@ from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.outputs import output_file, write
 from xgpt.core.schema.outputs import SimulateOutput
+from xgpt.resolve import load_trace
 
 
 def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **asked: Any) -> None:
@@ -30,8 +31,6 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
 
 def _tell_share(asked: dict[str, Any]) -> None:
     """Say on standard error how much of the trace was replayed, unless all of it."""
-    from xgpt.resolve import load_trace
-
     trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
     if trace is not None and len(trace.input) > num_requests:
         share = f"the first {num_requests} of {len(trace.input)} requests"

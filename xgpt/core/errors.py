@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 MAX_SHOWN = 200
 """Characters of a stranger's text that an error or a line of log shows at most."""
@@ -76,8 +77,6 @@ def not_installed(error: ModuleNotFoundError) -> MachineError | None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """ ": did you mean X?" where one of the known names is near, or nothing: the end of an error message."""
-    from difflib import get_close_matches
-
     found = get_close_matches(name, list(known), n=1)
     return f": did you mean {found[0]}?" if found else ""
 

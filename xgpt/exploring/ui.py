@@ -21,6 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.io import config_names
@@ -128,12 +134,6 @@ def build_app(token: str) -> Starlette:
     Args:
         token: what the query of the page's address, or the header X-Token of its requests, must hold.
     """
-    from starlette.applications import Starlette
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
-    from starlette.routing import Route
-
     worker = Worker()
 
     @asynccontextmanager
@@ -195,9 +195,6 @@ class _WithToken:
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.requests import Request
-        from starlette.responses import PlainTextResponse
-
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -229,7 +226,6 @@ def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request]
 
     Only the server's own page can send JSON without a preflight request.
     """
-    from starlette.responses import JSONResponse
 
     async def checked(request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":

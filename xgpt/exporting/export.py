@@ -21,6 +21,7 @@ from xgpt.exporting.platforms import dynamo_files, llmd_files
 from xgpt.reporting.engine_command import engine_command
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
+from xrunner.vllm import TESTED_VERSION
 
 Target = Literal["vllm", "sglang", "k8s", "dynamo", "llm-d", "script"]
 
@@ -71,8 +72,6 @@ def start_command(target: Target) -> str:
 
 
 def _vllm(plan: Plan) -> dict[str, str]:
-    from xrunner.vllm import TESTED_VERSION
-
     check_engine(plan, "vllm")
     check_vllm_runs(plan)
     num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node

@@ -32,6 +32,7 @@ from xgpt.exporting.pods import (
 )
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
+from xrunner.vllm import TESTED_VERSION
 
 RENDEZVOUS_PORT = 29400
 SECRET_VARIABLE = "XGPT_CLUSTER_SECRET"
@@ -87,8 +88,6 @@ def num_nodes(plan: Plan) -> int:
 
 def _deployment(plan: Plan, names: Names) -> dict[str, str]:
     """Return a Deployment with a pod for each replica."""
-    from xrunner.vllm import TESTED_VERSION
-
     in_vllm = plan.profile.engine != "native"
     check_engine(plan, "vllm" if in_vllm else "native")
     if in_vllm:

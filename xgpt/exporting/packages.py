@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
+from xrunner.vllm import TESTED_VERSION
 
 WHEEL = f"xgpt_serve-{__version__}-py3-none-any.whl"
 MAKE_WHEEL = "# (pip wheel --no-deps . makes it in xgpt's repository)\n"
@@ -28,8 +29,6 @@ def vllm_dockerfile(plan: Plan, image: str, user: int, base: str | None = None) 
     Args:
         base: the image that has vLLM; None: vLLM's own. The version of vLLM in any other is checked during the build.
     """
-    from xrunner.vllm import TESTED_VERSION
-
     check = (
         f"RUN python3 -c \"import vllm; assert vllm.__version__.startswith('{TESTED_VERSION}'), vllm.__version__\"\n"
     )

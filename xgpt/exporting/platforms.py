@@ -20,6 +20,8 @@ from xgpt.exporting.packages import vllm_dockerfile
 from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, Work, of_pod, of_secret
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
+from xrunner.vllm import TESTED_VERSION
+from xrunner.vllm.command import SCHEDULER, launch, launch_lane
 
 DYNAMO = "1.5.0"
 DYNAMO_IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime"
@@ -41,8 +43,6 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
     """
-    from xrunner.vllm import TESTED_VERSION
-
     names = _checked(plan, "dynamo")
     image = f"xgpt-dynamo:{__version__}-{DYNAMO}"
     command = ["python3", "-m", "dynamo.frontend", "--http-port", str(FRONT_PORT)]
@@ -110,8 +110,6 @@ def llmd_files(plan: Plan) -> dict[str, str]:
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
     """
-    from xrunner.vllm import TESTED_VERSION
-
     names = _checked(plan, "llm-d")
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
     objects = [pods.config_map(plan, names)]
@@ -188,8 +186,6 @@ def _model(plan: Plan) -> str:
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
     """vLLM's engine arguments for a lane of one replica."""
-    from xrunner.vllm.command import SCHEDULER, launch, launch_lane
-
     one = plan.model_copy(update={"replicas": 1})
     if lane != "both":
         return list(launch_lane(one, lane, _nixl("kv_both")).sizes)

@@ -6,9 +6,14 @@ into a template is escaped. May be imported by xgpt, xgpt.cli and xrunner.server
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -16,8 +21,6 @@ if TYPE_CHECKING:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     return Environment(
         loader=PackageLoader("xgpt", "pages"),
         autoescape=True,
@@ -29,8 +32,6 @@ def _environment() -> Environment:
 
 def render(template: str, **values: object) -> str:
     """Return a whole page: `template` (a file of this directory that extends frame.html) with its values, escaped."""
-    from markupsafe import Markup
-
     style = Markup(files(__name__).joinpath("style.css").read_text(encoding="utf-8"))
     return _environment().get_template(template).render(style=style, **values) + "\n"
 
@@ -51,11 +52,6 @@ def render_ui() -> str:
 
 def _render_alive(name: str, **values: object) -> str:
     """Return a page with the script of its name, behind what all scripts draw with."""
-    import base64
-    import hashlib
-
-    from markupsafe import Markup
-
     script = "".join(files(__name__).joinpath(f"{part}.js").read_text(encoding="utf-8") for part in ("draw", name))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render(f"{name}.html", script=Markup(script), script_hash=f"sha256-{digest}", **values)

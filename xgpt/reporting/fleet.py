@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xgpt.core.schema.fleet import FleetFigures, FleetPlan
-from xgpt.pages import render
+from xgpt.pages import charts, render
 from xgpt.reporting.plan_text import settings_text
 
 if TYPE_CHECKING:
@@ -66,8 +66,6 @@ def _counted(fleet: FleetPlan) -> str:
 
 
 def _day(fleet: FleetPlan) -> Chart:
-    from xgpt.pages import charts
-
     hours = [i * fleet.interval_s / 3600 for i in range(len(fleet.intervals) + 1)]
     of = fleet.intervals
 

@@ -12,7 +12,7 @@ from xgpt.core.io import sha256
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Profile
 from xgpt.core.version import __version__
-from xgpt.pages import render
+from xgpt.pages import charts, render
 from xgpt.reporting import figures
 from xgpt.reporting.plan_text import (
     arrivals_in_words,
@@ -27,6 +27,7 @@ from xscheduler.objectives.rates import predicted_rate, with_capacity
 from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 from xscheduler.space import POLICIES
+from xsimulator.capacity import Trial
 from xsimulator.clock import Span as StageSpan
 from xsimulator.measures import Measured
 from xsimulator.run import run_simulation, simulate
@@ -153,8 +154,6 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
     """What requests take from their arrival on at the highest rate that keeps the bounds, without bounds at a share of
     saturation; None where the bounds are kept at none."""
-    from xsimulator.capacity import Trial
-
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
     times = Trial(plan, profile).at(rate) if rate else None
@@ -209,8 +208,6 @@ def _charts(plan: Plan, profile: Profile, spans: list[StageSpan]) -> dict[str, C
 
 
 def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
-    from xgpt.pages import charts
-
     shown = figures.timeline(plan, spans)
     times, sizes = zip(*shown.decoding, strict=True) if shown.decoding else ((), ())
     return charts.timeline(
@@ -226,8 +223,6 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
-    from xgpt.pages import charts
-
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
     of = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
@@ -254,8 +249,6 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
 
 
 def _memory(plan: Plan) -> Chart:
-    from xgpt.pages import charts
-
     of = figures.memory(plan)
     return charts.memory(
         [f"device {device}" for device in range(len(of.kv))],
@@ -267,8 +260,6 @@ def _memory(plan: Plan) -> Chart:
 
 
 def _histogram(lengths: Histogram, label: str) -> Chart:
-    from xgpt.pages import charts
-
     values, weights = np.asarray(lengths.lengths, float), np.asarray(lengths.probabilities)
     longest = lengths.lengths[-1]
     edges = np.linspace(0.5, longest + 0.5, min(HISTOGRAM_BINS, longest) + 1)
