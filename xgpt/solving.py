@@ -23,6 +23,9 @@ from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem
 from xsimulator.run import with_joint_lengths
 
+AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
+"""The way out of a plan from a busy machine's profile."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -72,9 +75,14 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     """
     problem, choices = _resolve(request, progress)
     started = time.perf_counter()
-    problem, plans, ahead = _settle(request, problem, progress)
     trace = load_trace(request.workload) if isinstance(request.workload, str) else None
-    plans = with_reuse(_task(request, problem), trace, plans)
+    try:
+        problem, plans, ahead = _settle(request, problem, progress)
+        plans = with_reuse(_task(request, problem), trace, plans)
+    except InfeasibleError as error:
+        if problem.profile.is_restless:
+            error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
+        raise
     plans = _annotate(plans, problem, trace)
     _check(plans, problem)
     return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead)
@@ -141,11 +149,7 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     The warning says how much of the arrival rate the headroom for that costs, in closed form.
     """
     profile, constraint = problem.profile, plan.constraint
-    text = (
-        f"the profile was measured on a busy machine: slow stretches took {100 * profile.spread:.0f}% longer than "
-        f"the mean, and the bounds allow for {100 * constraint.headroom:.0f}%; measure again with `xgpt profile` when "
-        "the machine is idle, or set --headroom"
-    )
+    text = f"{profile.unrest}; the bounds allow for {100 * constraint.headroom:.0f}%; {AGAIN}"
     usual = KNOWN_ERROR[profile.source]
     if constraint.headroom > usual and constraint.maximises_arrivals:
         loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,6 +63,8 @@ STEPS_A_STRETCH = 3
 """Consecutive typical steps: together they vary about as much as the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
 """If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six times more."""
+BRIEF_PASSES, BRIEF_TOKENS = 2, 1024
+"""Passes, and the tokens of the largest step, that are measured on a busy machine."""
 STALL = 3.0
 """A call that takes this multiple of the median was stalled by the machine, and says nothing of the point."""
 MAX_STEP_TOKENS = 2048
@@ -164,12 +166,58 @@ def mean_without_stalls(values: Sequence[float]) -> float:
     return statistics.mean(value for value in values if value <= most)
 
 
+def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
+    """Return the points that are measured on a busy machine: counts that are powers of two, every second length.
+
+    Of large steps none is: `filled` extends the line of smaller ones. Attention is no line, so that its longest single
+    prompts stay.
+    """
+    lengths: dict[str | int, list[int]] = {}
+    for name, *sizes in keys:
+        lengths.setdefault(name, []).extend(int(size) for size in sizes[1:])
+    ranks = {name: {n: i for i, n in enumerate(sorted(set(of), reverse=True))} for name, of in lengths.items()}
+
+    def is_kept(name: str | int, first: int, *length: int) -> bool:
+        is_large = first * math.prod(length) > BRIEF_TOKENS and (first > 1 or not length) and name != "decode attention"
+        return not is_large and first & (first - 1) == 0 and all(ranks[name][n] % 2 == 0 for n in length)
+
+    return [key for key in keys if is_kept(key[0], *map(int, key[1:]))]
+
+
+def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
+    """Return the times of all points: as measured, or on the line through the nearest two that differ in one size."""
+    times, missing = dict(measured), [key for key in wanted if key not in measured]
+    while missing:
+        found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
+        if not found:
+            raise ValueError(f"no points tell those of {missing[0]}")
+        times |= found
+        missing = [key for key in missing if key not in found]
+    return times
+
+
+def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
+    """Return a point's time on the line through its nearest two neighbours in one size; None: there are no two."""
+    for place in reversed(range(1, len(key))):
+        at = int(key[place])
+        others = {int(of[place]): time for of, time in times.items() if _with(of, place, key[place]) == key}
+        if len(others) > 1:
+            low, high = sorted(sorted(others, key=lambda size: abs(size - at))[:2])
+            return max(0.0, others[low] + (at - low) / (high - low) * (others[high] - others[low]))
+    return None
+
+
+def _with(key: tuple[str | int, ...], place: int, size: str | int) -> tuple[str | int, ...]:
+    return (*key[:place], size, *key[place + 1 :])
+
+
 class Bench:
     """Measures the points of a profile on one worker, which may be one of several that measure together.
 
     Args:
         meet: waits for all workers that measure together, which must make the same calls; None: there is one worker.
         in_group: whether they compute one model together, so that a call of one waits for the others.
+        is_brief: the machine is busy: measure few points, twice, and interpolate the others.
         clock: returns the time in seconds.
     """
 
@@ -183,12 +231,13 @@ class Bench:
         meet: Callable[[], object] | None = None,
         *,
         in_group: bool = False,
+        is_brief: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker = worker
         self.spec = worker.model.spec
         self.progress = progress
-        self._meet, self._in_group, self._clock = meet, in_group, clock
+        self._meet, self._in_group, self._is_brief, self._clock = meet, in_group, is_brief, clock
         self._capture = CudaCapture()
         self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
         """By what it is: what was captured, whose tensors must live on, and what runs it again."""
@@ -225,10 +274,14 @@ class Bench:
                     short_steps.extend(self.short_step() for _ in range(SHORT_STEPS))
                 times[key].append(jobs[key]())
 
-        call(in_passes(jobs, _prompt_tokens), "profiling")
-        if self._meet is None and spread(steps[1:]) > RESTLESS:
-            call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
-        means = {key: mean_without_stalls(values[1:]) for key, values in times.items()}
+        if self._is_brief:
+            call(in_passes(brief(jobs), _prompt_tokens, BRIEF_PASSES), "profiling a busy machine")
+        else:
+            call(in_passes(jobs, _prompt_tokens), "profiling")
+            if self._meet is None and spread(steps[1:]) > RESTLESS:
+                call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
+        means = {key: mean_without_stalls(values[1:] or values) for key, values in times.items() if values}
+        means = filled(means, jobs)
         return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])
 
     def jobs(self) -> Jobs:

@@ -46,6 +46,7 @@ from xprofiler.bench import (
     seconds_by_threads,
 )
 from xprofiler.encoder_decoder import bench_of, layers_of
+from xprofiler.others import BUSY, Others, cores_taken
 from xrunner import memory
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cores import own_cores
@@ -74,12 +75,29 @@ def profile(
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or (lambda done, total, what: None)
-    if cluster.num_devices > 1:
-        return _together(spec, cluster, dtype, kv_dtype, checkpoint, device, progress)
+    is_brief = device == "cpu" and cores_taken() > BUSY * num_cores()
+    others = Others()
+    measure = _together if cluster.num_devices > 1 else _one_device
+    found = measure(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, is_brief=is_brief)
+    return found.model_copy(update={"others": others.cores(), "is_brief": is_brief})
+
+
+def _one_device(
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    dtype: DType,
+    kv_dtype: DType | None,
+    checkpoint: Path | None,
+    device: str,
+    progress: Progress,
+    *,
+    is_brief: bool,
+) -> Profile:
     layouts: dict[str, str] = {}
     if device == "cpu":
+        progress(0, 1, "choosing layouts of weights")
         with own_cores():
-            layouts = fastest_layouts(spec, dtype, (1,), kv_dtype)
+            layouts = fastest_layouts(spec, dtype, (1,), is_brief=is_brief)
     worker = build_worker(
         WorkerSettings(
             spec=spec,
@@ -93,7 +111,7 @@ def profile(
         )
     )
     with torch.inference_mode():
-        bench = bench_of(worker)(worker, progress)
+        bench = bench_of(worker)(worker, progress, is_brief=is_brief)
         if device == "cpu":
             seconds = seconds_by_threads(bench)
             torch.set_num_threads(min(seconds, key=seconds.__getitem__))
@@ -133,9 +151,7 @@ def loading_rate(
     return num_bytes / statistics.fmean(seconds[1:])
 
 
-def fastest_layouts(
-    spec: ModelSpec, dtype: DType, degrees: Sequence[int], kv_dtype: DType | None = None
-) -> dict[str, str]:
+def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
     """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree, and the
     fastest numbers of keys for its attention.
     """
@@ -146,9 +162,10 @@ def fastest_layouts(
         for rank in range(degree)
     ]
     weights = [projection.weight for part in parts for projection in build(part).projections()]
-    layouts = fastest([(len(weight), weight.shape[1]) for weight in weights if weight is not None], dtype)
+    shapes = [(len(weight), weight.shape[1]) for weight in weights if weight is not None]
+    layouts = fastest(shapes, dtype, is_brief=is_brief)
     if dtype == "float32" and spec.tie_embeddings:  # the head's weight stays in memory as it is
-        layouts |= fastest_head((spec.vocab_size, spec.hidden_size), layouts)
+        layouts |= fastest_head((spec.vocab_size, spec.hidden_size), layouts, is_brief=is_brief)
     return layouts
 
 
@@ -160,6 +177,8 @@ def _together(
     checkpoint: Path | None,
     device: str,
     progress: Progress,
+    *,
+    is_brief: bool,
 ) -> Profile:
     """Measure each tensor-parallel degree, hops and transfers, with a process for each device."""
     threads: int | None = None
@@ -167,7 +186,7 @@ def _together(
     if device == "cpu":
         threads = max(1, num_cores() // cluster.num_devices)
         torch.set_num_threads(threads)
-        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices), kv_dtype)
+        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices), is_brief=is_brief)
     settings = WorkerSettings(
         spec=spec,
         dtype=dtype,
@@ -179,7 +198,7 @@ def _together(
         threads=threads,
         layouts=layouts,
     )
-    found = ranks.measure(settings, cluster.num_devices, progress)
+    found = ranks.measure(settings, cluster.num_devices, progress, is_brief=is_brief)
     profile = assembled(spec, cluster, dtype, found.threads, layouts, found.by_group, kv_dtype)
     profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
     return _with_loading(profile, spec, dtype, checkpoint, device)

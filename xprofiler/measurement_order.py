@@ -13,7 +13,7 @@ LONG_TOKENS, LONG_EVERY = 1024, 2
 Point = TypeVar("Point")
 
 
-def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int]) -> list[Point]:
+def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int], passes: int = PASSES) -> list[Point]:
     """Return the points of all passes, one pass after the other.
 
     Args:
@@ -22,7 +22,7 @@ def in_passes(points: Iterable[Point], prompt_tokens: Callable[[Point], int]) ->
     once = list(points)
     return [
         point
-        for number in range(PASSES)
+        for number in range(passes)
         for point in once
         if number % LONG_EVERY == 0 or prompt_tokens(point) < LONG_TOKENS
     ]

@@ -56,6 +56,7 @@ class Task:
     num_devices: int
     groups: tuple[tuple[int, int], ...]
     store: str
+    is_brief: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
     return tuple((t, ep) for t in degrees(spec, num_devices) for ep in dict.fromkeys((1, t)) if number % ep == 0)
 
 
-def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> Together:
+def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, is_brief: bool = False) -> Together:
     """Measure with a process for each device.
 
     Raises:
@@ -95,7 +96,8 @@ def measure(settings: WorkerSettings, num_devices: int, progress: Progress) -> T
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
         store = str(Path(directory) / "store")
-        return _measure_together(Task(settings, num_devices, groups(settings.spec, num_devices), store), progress)
+        task = Task(settings, num_devices, groups(settings.spec, num_devices), store, is_brief)
+        return _measure_together(task, progress)
 
 
 def _measure_together(task: Task, progress: Progress) -> Together:
@@ -150,7 +152,7 @@ def _run(task: Task, rank: int, others: Sequence[Connection], sender: Connection
                 sender.send((number * total + done, len(task.groups) * total, f"{what}, {degree} devices together"))
 
         with torch.inference_mode():
-            bench = bench_of(worker)(worker, report, meet, in_group=degree > 1)
+            bench = bench_of(worker)(worker, report, meet, in_group=degree > 1, is_brief=task.is_brief)
             if threads is not None and not by_group:
                 seconds = _mean_of_ranks(seconds_by_threads(bench, rank, task.num_devices))
                 threads = min(seconds, key=seconds.__getitem__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from xprofiler import analytic, imported, libraries, native_version
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
 """Types that models run in on a CPU, the default first; float16 would be emulated."""
+
+
+RESTLESS_KEPT_S = 600.0
+"""Seconds for which a profile that was measured on a busy machine is taken again; then it is measured anew."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
@@ -102,6 +107,8 @@ def obtain_profile(
 ) -> Profile:
     """Return the profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
 
+    One that was measured on a busy machine is cached for ten minutes only.
+
     Args:
         dtype: None: the model's own; on a CPU, the one that it runs in.
         engine: whose loop goes around a datasheet's kernels.
@@ -118,7 +125,9 @@ def obtain_profile(
         return analytic.profile(spec, cluster, dtype, engine, kv_dtype)
     latest = _latest(spec, cluster, dtype, kv_dtype)
     if latest.is_file() and (found := _kept(latest.read_text(encoding="utf-8").strip())) is not None:
-        return found
+        age_s = time.time() - latest.stat().st_mtime
+        if not found.is_restless or 0 <= age_s < RESTLESS_KEPT_S:
+            return found
     return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype)
 
 

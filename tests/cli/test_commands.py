@@ -168,6 +168,12 @@ def test_a_busy_machine_does_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     document = json.loads(xgpt(*asked, "--json").out)
     assert document["constraint"]["headroom"] == 0.2
     assert "busy machine" in document["estimate"]["warnings"][0]
+    wild = {"spread": 1.3, "others": {"cc1plus": 1.2, "make": 0.1}, "is_brief": True}
+    Path("wild.json").write_text(dump_json(profile.model_copy(update=wild)))
+    refused = xgpt("plan", "--latency-bound", "0.001", *asked[3:])
+    assert refused.code == 1
+    assert "warning: the profile was measured on a busy machine" in refused.err
+    assert "other processes took 1.3 cores meanwhile (cc1plus 1.2, make 0.1)" in refused.err
 
 
 def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:

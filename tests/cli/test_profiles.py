@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,30 @@ def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch
     for of in (first, second):
         reference = plan.profile.model_copy(update={"sha256": sha256(of), "source": "measured"})
         assert profiles.profile_of(plan.model_copy(update={"profile": reference})) == of
+
+
+def test_a_restless_profile_is_kept_for_minutes_only(monkeypatch: pytest.MonkeyPatch, xgpt: Xgpt) -> None:
+    from xgpt.resolve import load_cluster, load_model
+    from xprofiler import measure
+
+    spec, _ = load_model("opt-125m")
+    local = load_cluster("local")
+    spreads = iter((0.63, 0.4, 0.02))
+
+    def measured(spec: Any, cluster: Any, dtype: Any, **_: Any) -> Profile:
+        of = analytic.profile(spec, load_cluster("h200x1"), "float16")
+        changes = {"source": "measured", "device": cluster.device.name, "dtype": dtype, "spread": next(spreads)}
+        return of.model_copy(update=changes)
+
+    def later(seconds: float) -> float:
+        for file in (cache_dir() / "profiles").glob("*.sha256"):
+            os.utime(file, times=(file.stat().st_atime, file.stat().st_mtime - seconds))
+        return profiles.obtain_profile(spec, None, local).spread
+
+    monkeypatch.setattr(measure, "profile", measured)
+    assert later(0) == later(300) == 0.63
+    assert later(400) == 0.4
+    assert later(700) == later(7e5) == 0.02
 
 
 def test_times_too_short_to_measure_are_shown(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch) -> None:

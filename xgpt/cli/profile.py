@@ -35,7 +35,7 @@ def run(output: str | None, force: bool, as_json: bool, engine: str, import_from
         f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
         f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
         *(
-            ["warning: the machine was busy while this was measured (its worst points were repeated); measure again"]
+            [f"warning: {profile.unrest}; measure again when the machine is idle"]
             if profile.is_restless and profile.source == "measured"
             else []
         ),

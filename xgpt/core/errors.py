@@ -29,6 +29,9 @@ class InfeasibleError(XgptError):
         message: one line, naming the constraint that binds.
         nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps; None: no value helps.
         binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
+
+    Attributes:
+        warnings: what makes the refusal doubtful, one sentence each.
     """
 
     exit_code = 1
@@ -37,6 +40,7 @@ class InfeasibleError(XgptError):
         super().__init__(message)
         self.nearest_bound_s = nearest_bound_s
         self.binding = binding
+        self.warnings: tuple[str, ...] = ()
 
 
 class InputError(XgptError):

@@ -25,12 +25,15 @@ EVICTING = 2**24
 """Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
 
 
-def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
+def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
     """Return the fastest layout for each shape of weight; {} if only one is available.
 
     A weight lies in memory once, so one layout serves all numbers of rows: that of the least mean time over ROWS,
     relative to the fastest at each. If several tie, the first of LAYOUTS is chosen, so that the choice does not change
     from one measurement to the next.
+
+    Args:
+        is_brief: the machine is busy: compare at fewer numbers of rows, less often.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -38,12 +41,12 @@ def fastest(shapes: Collection[Shape], dtype: DType) -> dict[str, str]:
     chosen = {}
     for shape in sorted(set(shapes)):
         weight = torch.randn(shape)
-        mean = mean_times({name: LAYOUTS[name].pack(weight, "none") for name in names}, shape)
+        mean = mean_times({name: LAYOUTS[name].pack(weight, "none") for name in names}, shape, is_brief=is_brief)
         chosen[shape_name(shape)] = next(name for name in mean if mean[name] <= TIE * min(mean.values()))
     return chosen
 
 
-def fastest_head(shape: Shape, layouts: Mapping[str, str]) -> dict[str, str]:
+def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
     """Return the layout in eight bits that finds the highest sum soonest, as `HEAD`; {} if float32 is as fast.
 
     Args:
@@ -58,23 +61,26 @@ def fastest_head(shape: Shape, layouts: Mapping[str, str]) -> dict[str, str]:
         highest = pack_highest(weight, whole, {HEAD: name})
         if highest is not None:
             ways[name] = highest
-    mean = mean_times(ways, shape)
+    mean = mean_times(ways, shape, is_brief=is_brief)
     best = min(mean, key=mean.__getitem__)
     return {HEAD: best} if TIE * mean[best] < mean.get("", math.inf) else {}
 
 
-def mean_times(products: Mapping[str, Callable[..., Tensor]], shape: Shape) -> dict[str, float]:
+def mean_times(
+    products: Mapping[str, Callable[..., Tensor]], shape: Shape, *, is_brief: bool = False
+) -> dict[str, float]:
     """Return the mean over ROWS of each product's seconds relative to the fastest."""
     others = torch.ones(EVICTING)
-    rows = [n for n in ROWS if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
-    seconds = [_timed(products, torch.randn(n, shape[1]), others) for n in rows]
+    rows = [n for n in ROWS[:: 2 if is_brief else 1] if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
+    repeats = 2 if is_brief else REPEATS
+    seconds = [_timed(products, torch.randn(n, shape[1]), others, repeats) for n in rows]
     return {name: sum(each[name] / min(each.values()) for each in seconds) / len(seconds) for name in products}
 
 
-def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor) -> dict[str, float]:
+def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
     """Return the least seconds of each product with x, by turns, each after `others` have been read."""
     best = dict.fromkeys(products, float("inf"))
-    for repeat in range(1 + REPEATS):
+    for repeat in range(1 + repeats):
         for name, product in products.items():
             others.sum()
             started = time.perf_counter()

@@ -222,6 +222,11 @@ class Profile(Frozen):
     """Bytes of weights that a device loads in a second, from a checkpoint in host memory; None: not known."""
     spread: float = Field(default=0.0, ge=0)
     """Share by which slow stretches of the measurement exceed the mean."""
+    others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
+    """Cores that other processes took on average during the measurement, by name, those of 0.05 and more; "steal": a
+    virtual machine's host."""
+    is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
+    """Whether fewer points were measured, less often, because others used the machine; the rest is interpolated."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
     """How single short steps differ from their mean; None: not known, all are taken to last as long as the mean."""
     provenance: dict[str, str] = Field(default_factory=dict)
@@ -264,7 +269,19 @@ class Profile(Frozen):
     @property
     def is_restless(self) -> bool:
         """Whether the machine was busy with other work while it was measured."""
-        return self.spread > RESTLESS
+        return self.spread > RESTLESS or self.is_brief
+
+    @property
+    def unrest(self) -> str:
+        """What is known of a restless measurement, in words."""
+        slow = f"slow stretches took {100 * self.spread:.0f}% longer than the mean"
+        text = f"the profile was measured on a busy machine: {slow}"
+        if self.is_brief:
+            text += ", few points were measured, and the others are interpolated"
+        if not self.others:
+            return f"{text}; no process that this one can see took the cores"
+        named = ", ".join(f"{name} {cores:.2g}" for name, cores in list(self.others.items())[:3])
+        return f"{text}; other processes took {sum(self.others.values()):.2g} cores meanwhile ({named})"
 
     @property
     def of_means(self) -> Profile:
