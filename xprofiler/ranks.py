@@ -70,14 +70,18 @@ class Together:
 
 
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
-    """Tensor-parallel degrees that the devices and the model's heads allow."""
+    """Tensor-parallel degrees that the devices and the model's heads allow.
+
+    Of those that do not divide the devices, powers of two: the last devices then compute alone, as beside a lane of
+    partial tensor parallelism.
+    """
     found = []
     for degree in range(1, num_devices + 1):
         try:
             Part(spec, (0, 1), (0, 0), degree=degree)
         except InputError:
             continue
-        if num_devices % degree == 0:
+        if num_devices % degree == 0 or degree & (degree - 1) == 0:
             found.append(degree)
     return tuple(found)
 
@@ -139,12 +143,15 @@ def _run(task: Task, rank: int, others: Sequence[Connection], sender: Connection
     dist.init_process_group(store=store, rank=rank, world_size=task.num_devices)
     by_group: dict[tuple[int, int], Timings] = {}
     for number, (degree, ep) in enumerate(task.groups):
-        of_ranks = [dist.new_group(list(range(at, at + degree))) for at in range(0, task.num_devices, degree)]
-        group = RankGroup(of_ranks[rank // degree], rank % degree, degree, Traffic()) if degree > 1 else None
+        num_groups = task.num_devices // degree
+        of_ranks = [dist.new_group(list(range(at * degree, (at + 1) * degree))) for at in range(num_groups)]
+        is_grouped = degree > 1 and rank < num_groups * degree
+        part, group = Part.whole(spec), None
+        if is_grouped:
+            part = replace(part, rank=rank % degree, degree=degree, ep=ep)
+            group = RankGroup(of_ranks[rank // degree], rank % degree, degree, Traffic())
         worker = build_worker(
-            replace(task.settings, device=_device(task, rank), threads=threads),
-            part=replace(Part.whole(spec), rank=rank % degree, degree=degree, ep=ep),
-            group=group,
+            replace(task.settings, device=_device(task, rank), threads=threads), part=part, group=group
         )
 
         def report(done: int, total: int, what: str, number: int = number, degree: int = degree) -> None:
@@ -158,7 +165,7 @@ def _run(task: Task, rank: int, others: Sequence[Connection], sender: Connection
                 threads = min(seconds, key=seconds.__getitem__)
                 torch.set_num_threads(threads)
                 take_cores(rank, task.num_devices)
-            by_group[degree, ep] = _mean_of_ranks(bench.measure())
+            by_group[degree, ep] = _mean_of_ranks(bench.measure(), counts=is_grouped or degree == 1)
         if degree == 1:
             hop = _curve(HOP_TOKENS, partial(_hop, task, rank, meet))
             transfer = _curve(TRANSFER_TOKENS, partial(_transfer, rank, meet, worker))
@@ -185,10 +192,12 @@ def _meet(others: Sequence[Connection]) -> None:
         other.recv_bytes()
 
 
-def _mean_of_ranks(measured: Mapping[Key, float]) -> dict[Key, float]:
-    mean = torch.tensor(list(measured.values()), dtype=torch.float64)
-    dist.all_reduce(mean)
-    return dict(zip(measured, (mean / dist.get_world_size()).tolist(), strict=True))
+def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
+    """Return the mean of what the ranks measured, of those only whose times count."""
+    of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
+    dist.all_reduce(of_all)
+    *times, number = of_all.tolist()
+    return {key: time / number for key, time in zip(measured, times, strict=True)}
 
 
 def _hop(task: Task, rank: int, meet: Meet, num_tokens: int) -> float:

@@ -20,9 +20,9 @@ from xsimulator.forecast import CHOICES
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, degrees, lane, lane_of, spread
 
-PLACED = ("tp", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
-"""Variables of a placement: tensor-parallel degree of every stage, stages of the decode lane, and
-so on."""
+PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_microbatches", "decode_microbatches")
+"""Variables of a placement: tensor-parallel degree of every stage, devices of a replica in tensor-parallel groups,
+stages of the decode lane, and so on. With `tp_devices`, `tp` is the degree of these groups only."""
 MAX_SPLITS = 6
 """Number of values of tp_devices tried for a degree: all its multiples, or evenly spaced ones if there are more."""
 FEW_DEVICES = 8
@@ -91,8 +91,12 @@ class Placement:
     def has(self, fixed: Mapping[str, int]) -> bool:
         """Whether the placement has these values of variables in `PLACED`."""
         shapes = [shape for layout in self.layouts for shape in layout.lane]
+        in_groups = {layout.tp.degree for layout in self.layouts if layout.tp.devices}
         values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}}
         values |= {"tp": {shape.tp for shape in shapes}, "ep": {shape.ep for shape in shapes}}
+        values |= {"tp_devices": {sum(layout.tp.devices for layout in self.layouts)}}
+        if "tp_devices" in fixed:
+            values["tp"] = in_groups
         return all(values.get(name, {self.fixed.get(name, 1)}) == {fixed[name]} for name in PLACED if name in fixed)
 
     @classmethod

@@ -328,7 +328,8 @@ class Space:
 
     def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
         values = {name: int(column[index]) for name, column in columns.items()}
-        return self.forecast.settings.model_validate(values | self.placement.fixed)
+        steadying = {name: self.fixed[name] for name in self.forecast.settings.steadying if name in self.fixed}
+        return self.forecast.settings.model_validate(values | self.placement.fixed | steadying)
 
 
 @lru_cache(maxsize=4096)

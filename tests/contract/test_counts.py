@@ -60,6 +60,12 @@ class Arrivals:
             plan = of.score(space.settings(points, 0), space.placement)
         except InfeasibleError:
             return None
+        if plan.policy.kind == "waa":
+            control = {
+                "adjustment_percent": int(rng.choice([0, 0, 10, 40])),
+                "buffer_iterations": int(rng.choice([0, 0, 2, 9])),
+            }
+            plan = plan.model_copy(update={"policy": plan.policy.model_copy(update=control)})
         if not self.room:
             return plan
         longest = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]

@@ -15,6 +15,7 @@ from xscheduler.expression import names_in
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import Objective
 from xscheduler.objectives.saturation import Saturated, with_simulated_figures
+from xscheduler.objectives.steadying import steadied
 from xscheduler.objectives.tuning import TunedArrivals
 from xscheduler.placement import PLACED, Placement
 from xscheduler.problem import Problem
@@ -56,6 +57,7 @@ class Task:
         _check_maximised(self.problem)
         kinds = kinds_of(self.problem, self.policy)
         plans = _distinct(self._objective(progress).settle(kinds))
+        plans = {kind: steadied(plan, self.problem) for kind, plan in plans.items()}
         pinned = Pinned(policy=self.policy, fixed=dict(self.problem.fixed))
         return {kind: plan.model_copy(update={"pinned": pinned}) for kind, plan in plans.items()}
 
@@ -174,8 +176,8 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
 def variables_of(kind: str) -> set[str]:
     """Return the variables of a policy that can be held."""
     settings = CHOICES[kind].settings
-    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "ep", "pp", "replicas"})
-    return placed | {variable.name for variable in settings.variables}
+    placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "tp_devices", "ep", "pp", "replicas"})
+    return placed | {variable.name for variable in settings.variables} | set(settings.steadying)
 
 
 def is_uniform(plan: Plan) -> bool:

@@ -32,7 +32,7 @@ def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
 
 REQUEST = np.dtype(
     _fields("input output tokens most cached arrival_ns first_ns end_ns encoded after ends_with")
-    + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step")
+    + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step joins_at")
 )
 """A request.
 
@@ -43,6 +43,7 @@ after: the next one in its micro-batch whose prompt is not encoded.
 ends_with: the next one that ends in the same iteration.
 admitted_ns: when the step starts that begins its prompt.
 admitted_step, first_step, last_step: settled steps: that which began its prompt, and those of its first and last token.
+joins_at: of WAA's requests, the decode steps that must have begun before it joins.
 joined_batch, joined_step: the micro-batch in which it decodes, and which of its decode steps is the request's first.
 """
 
@@ -83,7 +84,8 @@ LANE = np.dtype(
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
-    + _fields("adjustment credit encode_tokens", np.float64)
+    + _fields("num_decode_steps buffer_steps")
+    + _fields("adjustment decode_batch credit encode_tokens", np.float64)
 )
 """A schedule's own counts and settings.
 

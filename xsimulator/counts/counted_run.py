@@ -40,5 +40,5 @@ def counted_run(
 
 def is_counted(plan: Plan) -> bool:
     """Whether a plan has a compiled run."""
-    counts_tell = plan.admission.order == "fcfs" and plan.admission.kv == "reserve" and plan.policy.counts_tell
-    return counts_tell and getattr(plan.policy, "slack", None) is None
+    by_turns = plan.admission.order == "fcfs" and plan.admission.kv == "reserve"
+    return by_turns and getattr(plan.policy, "slack", None) is None

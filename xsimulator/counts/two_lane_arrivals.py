@@ -42,6 +42,8 @@ class TwoLaneRun(Run):
         lane["encode_tokens"], lane["most_encode_blocks"] = settings.encode_tokens, settings.encode_blocks
         lane["emits"], lane["reuse_is_planned"] = not settings.encoder_only, settings.reuse_is_planned
         lane["occupies"] = transfer.occupies
+        lane["adjustment"], lane["decode_batch"] = settings.adjustment, settings.decode_batch
+        lane["buffer_steps"] = settings.buffer_iterations * settings.decode_microbatches
         self._transfer = transfer.line.points, transfer.line.values
         self._encode, self._decode = step_tables(encode), step_tables(decode)
         self._encode_free_ns, self._decode_free_ns = (np.zeros(of.num_stages, np.int64) for of in (encode, decode))
@@ -155,12 +157,14 @@ def next_decode(s, lane, step):
             return False
         if not batch.decoding and not num_arrived:
             continue
-        for j in range(num_batches):
-            num_arrived += s.batches[j].decoding
-        share = -(-num_arrived // num_batches)
+        num_decoding = num_arrived + in_decode(s, lane)
+        all_join = num_decoding == num_arrived  # no step would end their buffer time
+        share = -(-num_decoding // num_batches)
         step.first_moved, step.joining = lane.num_joined, 0
         while lane.num_joined < lane.num_arrived and batch.decoding < share:
             id_ = s.moved[lane.num_joined]
+            if not all_join and s.requests[id_].joins_at > lane.num_decode_steps:
+                break
             join(s, number, id_, lane.emits)
             request = s.requests[id_]
             request.joined_batch, request.joined_step = number, batch.num_decode_steps
@@ -169,6 +173,7 @@ def next_decode(s, lane, step):
         if not batch.decoding:
             continue
         lane.turn = (number + 1) % num_batches
+        lane.num_decode_steps += 1
         step.lane, step.batch, step.does_decode, step.last_moved = DECODE, number, True, lane.num_joined
         step.first_piece = step.last_piece = lane.num_pieces
         return True
@@ -201,13 +206,14 @@ def next_encode(s, lane, step):
         blocks += blocks_of(lane, s.requests[i].input)
     if lane.encode_blocks + blocks > lane.most_encode_blocks:
         return False
-    lane.credit += lane.encode_tokens
+    lane.credit += encode_target(s, lane)
     step.first_piece = lane.num_pieces
     while lane.num_pieces < step.first_piece + due:
         id_ = admit(s, lane)
         if id_ == NONE:
             break
         request = s.requests[id_]
+        request.joins_at = lane.num_decode_steps + lane.buffer_steps
         lane.credit -= planned_length(lane, request)
         lane.encode_blocks += blocks_of(lane, request.input)
         put_piece(s, lane, id_, request.cached, request.input - request.cached)
@@ -220,6 +226,24 @@ def next_encode(s, lane, step):
 
 
 @helper
+def in_decode(s, lane):
+    """Requests in the micro-batches of the decode lane."""
+    found = 0
+    for i in range(lane.num_decode):
+        found += s.batches[i].decoding
+    return found
+
+
+@helper
+def encode_target(s, lane):
+    """Prompt tokens of the next encode batch: fewer if many requests decode, more if few do."""
+    excess = lane.num_arrived - lane.num_joined + in_decode(s, lane) - lane.decode_batch
+    if not lane.adjustment or abs(excess) <= lane.adjustment * lane.decode_batch:
+        return lane.encode_tokens
+    return lane.encode_tokens * (1 - lane.adjustment if excess > 0 else 1 + lane.adjustment)
+
+
+@helper
 def planned_length(lane, request):
     """Tokens of a prompt that count towards an encode batch."""
     return request.input - (request.cached if lane.reuse_is_planned else 0)
@@ -228,7 +252,7 @@ def planned_length(lane, request):
 @helper
 def num_due(s, lane):
     """Requests that the next encode batch takes."""
-    credit, found, blocks = lane.credit + lane.encode_tokens, 0, 0
+    credit, found, blocks = lane.credit + encode_target(s, lane), 0, 0
     for id_ in range(lane.head, min(lane.tail, lane.head + lane.max_batch + 1)):
         request = s.requests[id_]
         blocks += blocks_of(lane, request.input)

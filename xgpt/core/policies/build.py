@@ -35,6 +35,8 @@ def build(plan: Plan) -> Schedule:
             encode_stages=len(encode),
             encode_blocks=_fewest_blocks(encode),
             max_decode_batch=plan.policy.max_decode_batch,
+            decode_batch=plan.estimate.decode_batch,
+            adjustment=plan.policy.adjustment_percent / 100,
             decode_microbatches=plan.policy.decode_microbatches,
             buffer_iterations=plan.policy.buffer_iterations,
             encoder_only=plan.model.is_encoder_decoder,

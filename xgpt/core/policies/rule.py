@@ -32,17 +32,18 @@ class PromptBudget:
     Source: ExeGPT sec. 5.2.
     """
 
-    def __init__(self, target: float, decode_batch: float = 0.0) -> None:
+    def __init__(self, target: float, decode_batch: float = 0.0, adjustment: float = ADJUSTMENT) -> None:
         self._target = target
-        self._decode_batch = decode_batch
+        self._adjustment = adjustment
+        self._most_excess = adjustment * decode_batch
         self._credit = 0.0
         """Tokens that earlier phases took too few (or, if negative, too many)."""
 
     def open(self, excess: float = 0.0) -> None:
         """Begin the next phase; `excess`: requests in decode beyond their expected number."""
         target = self._target
-        if abs(excess) > ADJUSTMENT * self._decode_batch:
-            target *= 1 - ADJUSTMENT if excess > 0 else 1 + ADJUSTMENT
+        if abs(excess) > self._most_excess:
+            target *= 1 - self._adjustment if excess > 0 else 1 + self._adjustment
         self._credit += target
 
     def covers(self, length: int) -> bool:

@@ -34,6 +34,9 @@ class TwoLaneSettings:
         encode_stages: stages of the encode lane: as many batches are under way there at once.
         encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
         max_decode_batch: requests in encode, in transfer and in decode at most.
+        decode_batch: requests in decode on average.
+        adjustment: share of these by which their number may differ before an encode batch takes as large a share of
+            its tokens more or fewer; 0: however many decode, encode batches stay as large.
         decode_microbatches: what the decode lane's requests are divided into.
         buffer_iterations: decode iterations from an encode batch's beginning until it joins, at least.
         reuse_is_planned: `encode_tokens` are those that are left to encode, not whole prompts.
@@ -44,10 +47,16 @@ class TwoLaneSettings:
     encode_stages: int
     encode_blocks: int
     max_decode_batch: int
+    decode_batch: float = 0.0
+    adjustment: float = 0.0
     decode_microbatches: int = 1
     buffer_iterations: int = 0
     encoder_only: bool = False
     reuse_is_planned: bool = False
+
+    def budget(self) -> PromptBudget:
+        """Return an encode batch's budget of prompt tokens."""
+        return PromptBudget(self.encode_tokens, self.decode_batch, self.adjustment)
 
 
 class TwoLane(Schedule):
@@ -70,7 +79,7 @@ class TwoLane(Schedule):
         self._num_decode_steps = 0
         self._joins_at: dict[int, int] = {}
         """Of requests that have not joined: the number of decode steps that must have begun before."""
-        self._budget = PromptBudget(settings.encode_tokens)
+        self._budget = settings.budget()
 
     def apply(self, other: Schedule) -> bool:
         if not isinstance(other, TwoLane) or not self._is_placed_like(other):
@@ -80,7 +89,7 @@ class TwoLane(Schedule):
             return False
         self.settings = then
         self.pool.follow(other.pool)
-        self._budget = PromptBudget(then.encode_tokens)
+        self._budget = then.budget()
         return True
 
     def fresh(self) -> TwoLane:
@@ -135,7 +144,7 @@ class TwoLane(Schedule):
             return None
         if self._encode_blocks_with(due) > settings.encode_blocks:
             return None
-        self._budget.open()
+        self._budget.open(self._excess())
         entered: list[Request] = []
         while len(entered) < due:
             request = pool.admit(batch)
@@ -165,7 +174,7 @@ class TwoLane(Schedule):
         """Prompts that wait and that the next encode batch takes: at least one."""
         settings = self.settings
         budget = copy(self._budget)
-        budget.open()
+        budget.open(self._excess())
         count = blocks = 0
         for request in self.pool.waiting.ahead(settings.max_decode_batch + 1):
             blocks += self.pool.memory.blocks_for(request.context)
@@ -176,6 +185,10 @@ class TwoLane(Schedule):
             budget.spend(length)
             count += 1
         return count
+
+    def _excess(self) -> float:
+        """Return the requests in decode beyond their mean number, if encode batches depend on them."""
+        return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:
         """Return the tokens of a waiting request that count towards an encode batch."""

@@ -49,10 +49,10 @@ class SingleLane(Frozen):
     ep_degree: PositiveInt = 1
     """Parts into which such a group divides the experts of a layer."""
 
-    counts_tell: ClassVar[bool] = True
-    """Whether arrivals may be simulated by counts."""
     tuned: ClassVar[tuple[str, ...]] = ()
     """Settings of the rule (not of the placement) other than the variables."""
+    steadying: ClassVar[tuple[str, ...]] = ()
+    """Settings of the rule that are numbers, 0 by default, and that `--fix` can hold."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
     """The lanes of a replica's stages."""
     holds_finished: ClassVar[bool] = False
@@ -195,17 +195,16 @@ class WaaSettings(Frozen):
     buffer_iterations: NonNegativeInt = 0
     """Least number of decode iterations from the start of an encode batch until it joins the decode batch, so that
     batches join at a steady pace; 0: each joins once it has been transferred."""
+    adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)
+    """Percent by which the requests in decode may differ from their mean number before an encode batch takes as many
+    percent of its tokens more or fewer (ExeGPT sec. 5.2); 0: never."""
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the decode lane."""
 
-    @property
-    def counts_tell(self) -> bool:
-        """Whether arrivals may be simulated by counts: none of a request's steps waits for others by itself."""
-        return not self.buffer_iterations
-
     tuned: ClassVar[tuple[str, ...]] = ()
+    steadying: ClassVar[tuple[str, ...]] = ("adjustment_percent", "buffer_iterations")
     lanes: ClassVar[tuple[StageLane, ...]] = ("encode", "decode")
     holds_finished: ClassVar[bool] = False
     variables: ClassVar[tuple[Variable, ...]] = (

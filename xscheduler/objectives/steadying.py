@@ -1,0 +1,51 @@
+"""Control variables of waa that steady its lanes at run time, which no closed form knows: tried by simulation.
+
+An encode batch takes more or fewer tokens when fewer or more requests decode than on average, and it joins the decode
+lane after a buffer time. The cap on requests inside steadies the lanes already, so that neither gains as a rule
+(docs/results/correlated.md).
+Source: ExeGPT sec. 5.2.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from xgpt.core.schema import Plan, WaaSettings
+from xscheduler.objectives.rates import maximised, with_capacity
+from xscheduler.objectives.saturation import saturated_figures, with_simulated_figures
+from xscheduler.problem import Problem
+
+ADJUSTMENTS = (10, 20)
+"""Percentages that are tried."""
+BUFFER = 1.25
+"""The buffer time that is tried, over the time until a batch joins without any."""
+LEAST_GAIN = 0.01
+"""Gain from which on a setting is taken: repeated simulations differ by less."""
+
+
+def steadied(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan with the settings that gain most, if they are waa's and the user has fixed none of them."""
+    if not isinstance(plan.policy, WaaSettings) or problem.reused is not None or problem.constraint.sla == "request":
+        return plan
+    if any(name in problem.fixed for name in plan.policy.steadying):
+        return plan
+    profile, least = problem.profile, saturated_figures(plan, problem.profile).throughput_rps * (1 + LEAST_GAIN)
+    best = plan
+    for policy in _tried(plan, plan.policy):
+        other = plan.model_copy(update={"policy": policy})
+        seen = saturated_figures(other, profile)
+        if seen.throughput_rps < least or seen.excess(other, plan.constraint) > 1:
+            continue
+        other = with_simulated_figures(other, profile)
+        if plan.constraint.maximises_arrivals:
+            other = with_capacity(other, profile, maximised(plan), edges=False)
+        if maximised(other) >= maximised(plan) * (1 + LEAST_GAIN) and maximised(other) > maximised(best):
+            best = other
+    return best
+
+
+def _tried(plan: Plan, policy: WaaSettings) -> list[WaaSettings]:
+    estimate = plan.estimate
+    until_joining = estimate.ttft_s / max(estimate.tpot_s, 1e-9) + 1
+    buffered = policy.model_copy(update={"buffer_iterations": ceil(BUFFER * until_joining)})
+    return [*(policy.model_copy(update={"adjustment_percent": percent}) for percent in ADJUSTMENTS), buffered]
