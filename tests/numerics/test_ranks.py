@@ -4,6 +4,7 @@ import pytest
 
 import xgpt
 from xgpt.core.machine import detect, num_cores
+from xgpt.core.schema import Workload
 from xgpt.resolve import load_model
 from xprofiler import measure, ranks
 
@@ -30,12 +31,11 @@ def test_three_devices_are_planned_as_a_pair_and_a_single_one():
     three = detect(2).model_copy(update={"name": "three", "devices_per_node": 3})
     profile = measure.profile(spec, three, "float32")
     assert profile.tp_degrees == (1, 2, 3)
-    workload = xgpt.Workload.model_validate(
+    workload = Workload.model_validate(
         {
             "name": "short",
             "input": {"lengths": [8, 24], "probabilities": [0.5, 0.5]},
             "output": {"lengths": [9], "probabilities": [1.0]},
-            "source": "test",
         }
     )
     asked = {

@@ -1,4 +1,4 @@
-"""Control variables of waa that steady its lanes at run time, which no closed form knows: tried by simulation.
+"""Control variables that steady two lanes at run time, which no closed form knows: tried by simulation.
 
 An encode batch takes more or fewer tokens when fewer or more requests decode than on average, and it joins the decode
 lane after a buffer time. The cap on requests inside steadies the lanes already, so that neither gains as a rule
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from xgpt.core.schema import Plan, WaaSettings
+from xgpt.core.schema import Plan, PolicySettings
 from xscheduler.objectives.rates import maximised, with_capacity
 from xscheduler.objectives.saturation import saturated_figures, with_simulated_figures
 from xscheduler.problem import Problem
@@ -24,10 +24,9 @@ LEAST_GAIN = 0.01
 
 
 def steadied(plan: Plan, problem: Problem) -> Plan:
-    """Return the plan with the settings that gain most, if they are waa's and the user has fixed none of them."""
-    if not isinstance(plan.policy, WaaSettings) or problem.reused is not None or problem.constraint.sla == "request":
-        return plan
-    if any(name in problem.fixed for name in plan.policy.steadying):
+    """Return the plan with the settings that gain most, if its policy has any and the user has fixed none of them."""
+    names = plan.policy.steadying
+    if not names or problem.reused is not None or problem.constraint.sla == "request" or problem.fixed.keys() & names:
         return plan
     profile, least = problem.profile, saturated_figures(plan, problem.profile).throughput_rps * (1 + LEAST_GAIN)
     best = plan
@@ -44,7 +43,7 @@ def steadied(plan: Plan, problem: Problem) -> Plan:
     return best
 
 
-def _tried(plan: Plan, policy: WaaSettings) -> list[WaaSettings]:
+def _tried(plan: Plan, policy: PolicySettings) -> list[PolicySettings]:
     estimate = plan.estimate
     until_joining = estimate.ttft_s / max(estimate.tpot_s, 1e-9) + 1
     buffered = policy.model_copy(update={"buffer_iterations": ceil(BUFFER * until_joining)})

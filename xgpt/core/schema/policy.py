@@ -96,12 +96,12 @@ class OrcaSettings(SingleLane):
     kind: Literal["orca"] = "orca"
     """The policy."""
     max_batch: PositiveInt
-    """Largest number of requests in a step."""
+    """Largest number of requests that run at once, all micro-batches together; a step has a micro-batch's share."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
-        Variable("max_batch", "rises", "rises", "largest number of requests in a step"),
+        Variable("max_batch", "rises", "rises", "largest number of requests that run at once"),
     )
 
 
@@ -136,9 +136,9 @@ class ChunkedSettings(SingleLane):
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in a step; with `slack`, the number at saturation."""
+    """Largest number of tokens in the steps of all micro-batches together; with `slack`, the number at saturation."""
     max_batch: PositiveInt
-    """Largest number of requests in a step."""
+    """Largest number of requests that run at once, all micro-batches together; a step has a micro-batch's share."""
     microbatches: PositiveInt = 1
     """Micro-batches that pass the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)

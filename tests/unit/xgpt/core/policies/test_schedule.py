@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Schedule, Step, TwoLane, TwoLaneSettings
@@ -13,6 +15,11 @@ WAA = TwoLaneSettings(encode_tokens=20.0, encode_stages=2, encode_blocks=100, ma
 def submit(schedule: Schedule, *input_lengths: int, max_output: int = 100) -> None:
     for id_, length in enumerate(input_lengths):
         schedule.submit(Request(id_, length, max_output))
+
+
+def submit_more(schedule: Schedule, count: int) -> None:
+    for id_ in range(1000, 1000 + count):
+        schedule.submit(Request(id_, 10, 100))
 
 
 def begin(schedule: Schedule, lane: str = "both") -> list[Step]:
@@ -170,6 +177,24 @@ def test_waa_lets_a_batch_join_after_its_buffer_time() -> None:
         schedule.settle(decode, [])
     # The first batch waits for no iterations, as none would come; the second began with the second of them.
     assert sizes == [2, 2, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize(("adjustment", "expected"), [(0.0, [10, 10, 10]), (0.2, [12, 10, 8])])
+def test_waa_encodes_more_when_few_decode(adjustment: float, expected: list[int]) -> None:
+    """2, 20 and 80 requests in decode, where 20 are the mean: source: ExeGPT sec. 5.2."""
+    sizes = []
+    for count in (2, 20, 80):
+        settings = TwoLaneSettings(100.0, 1, 1000, 200, decode_batch=20.0, adjustment=adjustment)
+        schedule = TwoLane(replace(settings, encode_tokens=10.0 * count), Pool(2000, 16))
+        submit(schedule, *[10] * count)
+        for lane in ("encode", "transfer", "decode"):
+            (step,) = begin(schedule, lane)
+            schedule.settle(step, [])
+        assert len(step.decode) >= count - 1
+        schedule.apply(TwoLane(settings, Pool(2000, 16)))
+        submit_more(schedule, 30)
+        sizes.append(len(begin(schedule, "encode")[0].encode))
+    assert sizes == expected
 
 
 def test_waa_spreads_arrivals_over_the_micro_batches() -> None:
