@@ -46,7 +46,7 @@ def test_three_devices_are_planned_as_a_pair_and_a_single_one():
         "policy": "rra",
         "objective": "saturated",
     }
-    plan = xgpt.plan(None, **asked, fix={"tp": 2, "tp_devices": 2, "replicas": 1})
+    plan = xgpt.plan(latency_bound_s=None, **asked, fix={"tp": 2, "tp_devices": 2, "replicas": 1})
     assert [stage.tp for stage in plan.stages] == [2, 1]
     assert sum(stage.decode_layers[1] - stage.decode_layers[0] for stage in plan.stages) == 3
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from math import ceil
 
 from xgpt.core.schema import Plan, PolicySettings
-from xscheduler.objectives.rates import maximised, with_capacity
+from xscheduler.expression import maximised
+from xscheduler.objectives.rates import with_capacity
 from xscheduler.objectives.saturation import saturated_figures, with_simulated_figures
 from xscheduler.problem import Problem
 
