@@ -136,11 +136,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _fail_with(error: XgptError) -> None:
-    if not isinstance(error, InfeasibleError):
-        _fail(str(error), error.exit_code)
-    for warning in error.warnings:
-        click.echo(f"warning: {printable(warning)}", err=True)
-    _fail(f"infeasible: {error}", error.exit_code)
+    if isinstance(error, InfeasibleError):
+        for warning in error.warnings:
+            click.echo(f"warning: {printable(warning)}", err=True)
+        _fail(f"infeasible: {error}", error.exit_code)
+    _fail(str(error), error.exit_code)
 
 
 def _way_out(error: click.BadParameter) -> str:
