@@ -30,6 +30,7 @@ from xgpt.core.schema import (
     Stage,
     Workload,
 )
+from xrunner.channel.remote import in_threads
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
@@ -186,11 +187,11 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
     return TextCodec(byte_tokenizer(), None if template is None else ChatTemplate(template, {"eos_token": "</s>"}))
 
 
-def fake_app(engine: ServedEngine, watch: Watch | None = None, **options: Any) -> Starlette:
+def fake_app(engine: Engine | ServedEngine, watch: Watch | None = None, **options: Any) -> Starlette:
     """The endpoint of model "fake"; `options` go to `ServedModel` or to create_app."""
     model = {field.name: options.pop(field.name) for field in fields(ServedModel) if field.name in options}
     return create_app(
-        EngineClient(engine, watch=watch or Watch(fake_plan())),
+        EngineClient(in_threads(engine) if isinstance(engine, Engine) else engine, watch or Watch(fake_plan())),
         ServedModel(**{"names": ("fake",), "spec": SPEC} | model),
         **options,
     )

@@ -39,6 +39,7 @@ class Engine:
     Attributes:
         scores_prompts: whether log probabilities of prompts are given.
         on_refused: called with the reason, in `step`'s thread, if another plan cannot be deployed; this one goes on.
+        on_begin: called there with the requests that a step takes up, as it begins.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Engine:
         reuse: bool = False,
     ) -> None:
         self.on_refused: Callable[[str], None] = lambda reason: None
+        self.on_begin: Callable[[list[int]], None] = lambda ids: None
         self._given_up: list[Token] = []
         """Ends of requests that the engine has lost, not yet handed out."""
         self._suspects: Suspects[Request] = Suspects()
@@ -99,6 +101,11 @@ class Engine:
         self._executor.interrupt()
 
     takes_seeds = True
+
+    @property
+    def resumes(self) -> bool:
+        """Whether what a request has generated can be encoded with its prompt."""
+        return self._executor.resumes
 
     @property
     def is_emptying(self) -> bool:
@@ -232,14 +239,18 @@ class Engine:
         self._executor.release(step.preempted)
         if not self._executor.resumes:
             self._progress.repeat(step.preempted)
+        taken_up = []
         for chunk in step.encode:
             request = self.pool.running[chunk.id]
             if chunk.start == request.cached:
+                taken_up.append(chunk.id)
                 assert request.table is not None
                 tables = (request.table,) if request.prompt_table is None else (request.prompt_table, request.table)
                 self._executor.start(self._progress.resumed(request), *tables)
         self._executor.begin(step)
         self._recorder.begin(step, self._now_ns)
+        if taken_up:
+            self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but hand out no more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -114,6 +114,19 @@ class Generation:
     promised_output: int | None = None
     account: Account = ANYONE
     arrival_ns: int | None = None
+
+    def resumed(self, generated: Sequence[int]) -> Generation:
+        """Return the request as it goes on after these tokens of its output, which are encoded with its prompt."""
+        if not generated:
+            return self
+        count = len(generated)
+        return replace(
+            self,
+            prompt=(*self.prompt, *generated),
+            max_output=self.max_output - count,
+            output_length=None if self.output_length is None else self.output_length - count,
+            num_resumed=self.num_resumed + count,
+        )
 
     def finish(self, token: int, count: int) -> FinishReason | None:
         """Return why this output token, the `count`-th, is the last; None if it is not."""

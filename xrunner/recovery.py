@@ -38,18 +38,7 @@ class Ledger:
 
     def resumed(self, request: Request) -> Generation:
         """Return a request that is about to be encoded: after a preemption, with what it had generated as prompt."""
-        generation = self.generations[request.id]
-        generated = self._generated.get(request.id, [])[: request.generated]
-        if not generated:
-            return generation
-        count = len(generated)
-        return replace(
-            generation,
-            prompt=(*generation.prompt, *generated),
-            max_output=generation.max_output - count,
-            output_length=None if generation.output_length is None else generation.output_length - count,
-            num_resumed=generation.num_resumed + count,
-        )
+        return self.generations[request.id].resumed(self._generated.get(request.id, [])[: request.generated])
 
     def repeat(self, ids: Iterable[int]) -> None:
         """Note that these requests generate their tokens anew."""

@@ -129,6 +129,16 @@ class Replicas:
         for engine in self._engines:
             engine.on_refused = then
 
+    @property
+    def on_begin(self) -> Callable[[list[int]], None]:
+        """See `Engine.on_begin`: called in the thread of the replica whose step begins."""
+        return self._engines[0].on_begin
+
+    @on_begin.setter
+    def on_begin(self, then: Callable[[list[int]], None]) -> None:
+        for engine in self._engines:
+            engine.on_begin = then
+
     def apply(self, schedule: Schedule) -> None:
         """See `Engine.apply`: each goes over by itself. The number of replicas stays."""
         for engine in self._engines:
@@ -143,6 +153,10 @@ class Replicas:
     @property
     def scores_prompts(self) -> bool:
         return self._engines[0].scores_prompts
+
+    @property
+    def resumes(self) -> bool:
+        return self._engines[0].resumes
 
     @property
     def is_emptying(self) -> bool:

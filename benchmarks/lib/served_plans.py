@@ -159,6 +159,15 @@ class Served:
                 found.append(list(json.loads(line)["pids"].values()))
         return found
 
+    @property
+    def engine(self) -> int | None:
+        """Number of the process that runs the engine; None: there is none."""
+        for entry in _session(self.process.pid):
+            with contextlib.suppress(OSError):
+                if b"xgpt.serving.engine_process" in (entry / "cmdline").read_bytes():
+                    return int(entry.name)
+        return None
+
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import ModelSpec
 from xrunner.build import WorkerSettings, build_worker, warm_up
+from xrunner.channel.remote import in_threads
 from xrunner.engine import Engine
 from xrunner.server import ChatTemplate, EngineClient, ServedModel, TextCodec, create_app, serve
 
@@ -65,7 +66,7 @@ def main(max_batch: int = MAX_BATCH, num_blocks: int = NUM_BLOCKS) -> None:
     lane = LaneSettings(mix=True, max_batch=max_batch, token_budget=TOKEN_BUDGET)
     pool = Pool(num_blocks, BLOCK_SIZE)
     engine = Engine(OneLane(lane, pool), worker)
-    app = create_app(EngineClient(engine), ServedModel((SPEC.name,), SPEC, codec(), frozenset({2})))
+    app = create_app(EngineClient(in_threads(engine)), ServedModel((SPEC.name,), SPEC, codec(), frozenset({2})))
     serve(app, "127.0.0.1", 0)
     while engine.step() is not None:  # requests that were taken out while the server stopped
         pass

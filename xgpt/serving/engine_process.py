@@ -1,94 +1,90 @@
-"""Run the engine of a plan as a gRPC service in this process: `python -m xgpt.serving.engine_process`.
+"""Run the engine of a plan in this process, at its end of the channel: `python -m xgpt.serving.engine_process FD`.
 
-The first line of standard input is an `EngineOrder`. Each line of standard output is a JSON object: {"port": N} once
-calls are answered, then {"plan": ...} whenever another plan is followed. The process ends with SIGTERM, or when
-standard input is closed, as the kernel does when the process that started this one ends.
+FD is the process's end of the channel (`xrunner.channel`); standard input holds an `EngineOrder`. The process has no
+HTTP, tokenizer, metrics or log of steps. It ends when the front closes the channel, as the kernel does when the front
+ends; signals that a terminal or a service manager sends to all processes of a server are for the front.
 """
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import os
 import signal
+import socket
 import sys
 import threading
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
-import msgspec
+from xgpt.core.schema import Batching, Frozen, Plan
+from xgpt.serving.engines import Nodes, build_engine
 
-from xgpt.core.errors import XgptError
-from xgpt.core.schema import Decision, Frozen, Plan
-from xgpt.serving.running import running
-from xgpt.serving.serve import ServeRequest
+if TYPE_CHECKING:
+    from xrunner.channel.host import HostedEngine
+    from xrunner.channel.remote import OnStep
 
-DRAIN_S = 30.0
+END_S = 20.0
+"""For the step under way, and for the workers, to end once the front has gone."""
 
 
 class EngineOrder(Frozen):
     """What to run.
 
     Attributes:
-        port: where to listen on this machine; 0: any free one.
+        nodes: machines that run the plan together: their number, this one's, and the rendezvous; None: this one only.
+        core_waits: note in the records of steps how long threads waited for a core.
     """
 
     plan: Plan
-    request: ServeRequest
-    port: int = 0
+    batching: Batching
+    reuse: bool
+    log_level: str
+    nodes: tuple[int, int, str] | None = None
+    core_waits: bool = False
 
 
 def main() -> None:
-    """Serve until a signal, the end of input, or a failure of the engine; its exit code is then the error's."""
-    order = EngineOrder.model_validate_json(sys.stdin.buffer.readline())
-    os.set_inheritable(0, False)
-    try:
-        asyncio.run(_run(order))
-    except XgptError as error:
-        sys.exit(f"xgpt: {error}")
+    """Run the engine until the front has gone, or the engine has failed."""
+    from xrunner.channel.ends import EngineEnd
+    from xrunner.channel.host import Host
+    from xrunner.memory import keep_freed_memory
+    from xrunner.server.observe.logs import log_json
+
+    # Not ignored: processes that this one starts would ignore them, too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    order = EngineOrder.model_validate_json(sys.stdin.buffer.read())
+    log_json(order.log_level)
+    if _is_alone(order.plan):
+        keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
+    host = Host(EngineEnd(socket.socket(fileno=int(sys.argv[1]))), partial(_build, order))
+    engine = threading.Thread(target=host.run, name="engine", daemon=True)
+    engine.start()
+    host.read()
+    engine.join(END_S)
+    if engine.is_alive():
+        os._exit(1)
 
 
-async def _run(order: EngineOrder) -> None:
-    from xrunner.engine_service.server import serve
+def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
+    from xrunner.core_waits import CoreWaits
+    from xrunner.cores import take_cores
 
-    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    threading.Thread(
-        target=_wait_for_end, args=(partial(loop.call_soon_threadsafe, stopping.set),), daemon=True
-    ).start()
-    plan, request = order.plan, order.request
-    with running(plan, request, with_text=False) as (engine, model):
-        watch = engine.watch
-        assert watch is not None
-
-        def tell_plan(decision: Decision) -> None:
-            nonlocal plan
-            if watch.plan is not plan:
-                plan = watch.plan
-                _tell({"plan": plan.model_dump(mode="json")})
-
-        watch.on_decision = tell_plan
-        await serve(
-            engine,
-            model,
-            request.limits(),
-            request.classes(plan),
-            port=order.port,
-            stopping=stopping,
-            on_ready=lambda port: _tell({"port": port}),
-            drain_s=request.drain_s or DRAIN_S,
-        )
+    plan, is_alone = order.plan, _is_alone(order.plan)
+    nodes = None if order.nodes is None else Nodes.of(*order.nodes)
+    listener = CoreWaits(on_step) if order.core_waits and is_alone else on_step
+    engine = build_engine(plan, listener, nodes, order.batching, reuse=order.reuse)
+    if is_alone:
+        take_cores()
+    # Loaded modules stay: the garbage collector would go through them in the middle of a step.
+    gc.collect()
+    gc.freeze()
+    return engine
 
 
-def _wait_for_end(end: Any) -> None:
-    while os.read(0, 4096):
-        pass
-    end()
-
-
-def _tell(message: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
+def _is_alone(plan: Plan) -> bool:
+    """Return whether this process executes the steps itself, on a CPU."""
+    return plan.num_devices == 1 and plan.cluster.device.type == "cpu"
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""Serve a plan with its engine in a process of its own, behind the Shepherd Model Gateway (`pip install smg`).
+"""Serve a plan behind the Shepherd Model Gateway (`pip install smg`) in place of our endpoint.
 
 The gateway answers clients: it renders chats, tokenises, parses calls of functions and reasoning, and serves
-Completions, Chat, Responses and Messages. The engine gets token ids over gRPC (`xrunner.engine_service`). This process
-starts both, restarts the engine on the last plan that it followed, and shows the engine's pages on an admin port.
+Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`),
+which has the engine at the other end of the channel as our endpoint has, and shows its pages on an admin port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import socket
@@ -27,15 +26,13 @@ from xgpt.serving.checking import check_runs
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest
-
-logger = logging.getLogger(__name__)
+    from xrunner.server import EngineClient, ServedModel
 
 MAX_BODY_BYTES = 16 << 20
 HEAD_S, IDLE_S = 10, 120
 """Seconds for the head of a request, and between two requests of one connection."""
 START_S, STOP_S = 30.0, 40.0
-RESTARTS, RESTARTS_S = 5, 600.0
-"""Restarts of the engine in this many seconds; one more, and the server ends."""
+DRAIN_S = 30.0
 ENDPOINT_FIELDS = (
     "api_key_file",
     "ssl_certfile",
@@ -74,97 +71,38 @@ def serve_behind_gateway(plan: Plan, request: ServeRequest) -> None:
     Raises:
         MachineError: the engine does not start, fails again and again, or a port is taken.
     """
-    from xrunner.server.observe.logs import log_json
+    from xgpt.serving.running import running
 
     check_runs(plan, request.nnodes, request.engine)
-    log_json(request.log_level)
-    asyncio.run(_serve(plan, request))
+    with running(plan, request, with_text=False) as (engine, model):
+        asyncio.run(_serve(plan, request, engine, model))
 
 
-async def _serve(plan: Plan, request: ServeRequest) -> None:
+async def _serve(plan: Plan, request: ServeRequest, engine: EngineClient, model: ServedModel) -> None:
     from xgpt.serving.admin import admin_server
+    from xrunner.engine_service.server import service
 
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    engine = EngineProcess(plan, request)
-    async with engine, _gateway(request, engine.port, plan) as gateway, admin_server(engine.port, request) as admin:
+    engine.on_fatal = stopping.set
+    drain_s = request.drain_s or DRAIN_S
+    async with (
+        service(engine, model, request.limits(), request.classes(plan), drain_s=drain_s) as port,
+        _gateway(request, port, plan) as gateway,
+        admin_server(engine, model, request.admin_port) as admin,
+    ):
         print(f"listening on http://{_shown(request.host)}:{gateway.port}", file=sys.stderr, flush=True)
         print(f"pages, plan and metrics on http://127.0.0.1:{admin}", file=sys.stderr, flush=True)
-        ends = [
-            asyncio.ensure_future(each) for each in (stopping.wait(), gateway.process.wait(), engine.keep_running())
-        ]
+        ends = [asyncio.ensure_future(each) for each in (stopping.wait(), gateway.process.wait())]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if ends[2].done():
-                ends[2].result()
             if ends[1].done() and not stopping.is_set():
                 raise MachineError(f"the gateway has ended with exit code {gateway.process.returncode}")
         finally:
             for each in ends:
                 each.cancel()
-
-
-class EngineProcess:
-    """An engine in a process of its own (`engine_process`), started again when it dies.
-
-    Attributes:
-        plan: the one that it followed last.
-        port: where it listens, on this machine; the same after a restart.
-    """
-
-    def __init__(self, plan: Plan, request: ServeRequest) -> None:
-        self.plan = plan
-        self.port = 0
-        self._request = request
-        self._process: Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._started_s: list[float] = []
-
-    async def __aenter__(self) -> EngineProcess:
-        await self._start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._process is not None:
-            await _end(self._process)
-
-    async def keep_running(self) -> None:
-        """Start the engine again whenever it dies.
-
-        Raises:
-            MachineError: it does so again and again, or does not start.
-        """
-        while True:
-            assert self._process is not None
-            code = await self._process.wait()
-            now_s = asyncio.get_running_loop().time()
-            self._started_s = [at for at in self._started_s if at > now_s - RESTARTS_S]
-            if len(self._started_s) > RESTARTS:
-                raise MachineError(
-                    f"the engine's process has ended {len(self._started_s)} times; the last code: {code}"
-                )
-            logger.error("the engine's process has ended, and is started again", extra={"fields": {"code": code}})
-            await self._start()
-
-    async def _start(self) -> None:
-        order = {"plan": self.plan.model_dump(mode="json"), "port": self.port}
-        order["request"] = self._request.model_dump(mode="json")
-        self._started_s.append(asyncio.get_running_loop().time())
-        self._process = await _spawn("xgpt.serving.engine_process", order)
-        assert self._process.stdout is not None
-        first = await self._process.stdout.readline()
-        if not first:
-            code = await self._process.wait()
-            raise MachineError(f"the engine's process does not start: exit code {code}")
-        self.port = json.loads(first)["port"]
-        self._reading = asyncio.create_task(self._read(self._process.stdout))
-
-    async def _read(self, lines: asyncio.StreamReader) -> None:
-        """Note each plan that the engine goes over to."""
-        while line := await lines.readline():
-            self.plan = Plan.model_validate(json.loads(line)["plan"])
 
 
 class Gateway:

@@ -1,25 +1,28 @@
-"""Build the engine of a plan, and run it in a thread of its own for as long as it is served."""
+"""Start the engine of a plan in a process of its own, and end it when it is no longer served."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xgpt.checkpoints.files import sampling_defaults
+from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import Plan, Profile
 from xgpt.serving.checking import missing
-from xgpt.serving.engines import Nodes, build_engine
+from xgpt.serving.engine_process import EngineOrder
+from xgpt.serving.engines import Nodes
 from xgpt.serving.vllm import build_vllm_engine, can_change_plan
-from xprofiler.store import profile_of
+from xprofiler.store import check_engine, profile_of
 from xscheduler.replanning.replanner import BackgroundPlanner
 
 if TYPE_CHECKING:
+    from xgpt.core.policies import Pool
     from xgpt.serving.serve import ServeRequest
     from xrunner.server import EngineClient, ServedModel
     from xrunner.server.served import ServedEngine
@@ -31,34 +34,24 @@ logger = logging.getLogger(__name__)
 def running(
     plan: Plan, request: ServeRequest, nodes: Nodes | None = None, *, with_text: bool = True
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
-    """Build the engine of a plan, its planner and its step log; end them with the context.
+    """Start the engine of a plan in a process of its own, its planner and its step log; end them with the context.
 
     Args:
         nodes: machines that run the plan; None: this one only.
         with_text: read the tokenizer and the chat template; whoever talks to the engine has none of its own.
 
     Yields:
-        The engine's thread, not yet started, and the model with its tokenizer.
+        The engine's client, not yet started, and the model with its tokenizer.
 
     Raises:
         InputError: the plan cannot be run in the requested way.
         MachineError: the engine does not start.
     """
     from xrunner import server
-    from xrunner.core_waits import CoreWaits
-    from xrunner.cores import take_cores
     from xrunner.grammar import grammars_of
-    from xrunner.memory import keep_freed_memory
 
-    engine = request.engine
-    in_one_process = engine == "native" and plan.num_devices == 1 and plan.cluster.device.type == "cpu"
-    if in_one_process:
-        keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
-    defaults = {} if plan.checkpoint is None else sampling_defaults(Path(plan.checkpoint))
+    checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
     server.log_json(request.log_level)
-    build: Callable[..., ServedEngine] = partial(build_vllm_engine, reuse=request.reuse)
-    if engine == "native":
-        build = partial(build_engine, nodes=nodes, batching=request.batching, reuse=request.reuse)
     planner = _planner(plan, request)
     with ExitStack() as at_end:
         log = None if request.step_log is None else StepLogWriter(request.step_log)
@@ -67,15 +60,13 @@ def running(
         if planner is not None:
             planner.start()  # it loads while the engine does
             at_end.callback(planner.stop)
-        thread = server.single_thread()
-        built = thread.submit(build, plan, CoreWaits(log) if log and in_one_process else log).result()
-        at_end.callback(lambda: thread.submit(built.close).result())
-        if in_one_process:
-            thread.submit(take_cores).result()
-        client = server.EngineClient(built, thread, server.Watch(plan, planner))
+        engine = start_engine(plan, request, nodes)
+        at_end.callback(engine.close)
+        if log is not None:
+            engine.listen(log)
+        client = server.EngineClient(engine, server.Watch(plan, planner))
         if log is not None:
             client.metrics.tell_lost_steps(lambda: log.num_lost)
-        checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
         codec = server.load_tokenizer(checkpoint) if checkpoint is not None and with_text else None
         ends = set(plan.model.eos_token_ids)
         if codec is not None and codec.eos_token_id is not None:
@@ -87,11 +78,45 @@ def running(
                 plan.model,
                 codec,
                 frozenset(ends),
-                grammars_of(None if engine == "vllm" else checkpoint, plan.model),
-                defaults,
+                grammars_of(None if request.engine == "vllm" else checkpoint, plan.model),
+                {} if checkpoint is None else sampling_defaults(checkpoint),
                 "" if checkpoint is None else str(checkpoint.resolve()),
             ),
         )
+
+
+def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | None = None) -> ServedEngine:
+    """Return the engine of a plan, ready to take requests: ours in a process of its own, or vLLM.
+
+    Raises:
+        InputError: the plan cannot be run in the requested way.
+        MachineError: the engine does not start.
+    """
+    if request.engine == "vllm":
+        return build_vllm_engine(plan, reuse=request.reuse)
+    from xrunner.channel.remote import EngineProcess, RemoteEngine
+
+    check_engine(plan, "native")
+
+    def launch(plan: Plan) -> EngineProcess:
+        order = EngineOrder(
+            plan=plan,
+            batching=request.batching,
+            reuse=request.reuse,
+            log_level=request.log_level,
+            nodes=None if nodes is None else (nodes.count, nodes.rank, nodes.rendezvous),
+            core_waits=request.step_log is not None,
+        )
+        command = (sys.executable, "-m", "xgpt.serving.engine_process")
+        return EngineProcess(command, order.model_dump_json().encode())
+
+    def limits_of(plan: Plan) -> Pool:
+        if request.batching == "flat":
+            return policies.build(plan).pool
+        return policies.build_rows(plan, request.batching).pool
+
+    limits = limits_of(plan)
+    return RemoteEngine(launch(plan), limits, launch, limits_of)
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:

@@ -1,4 +1,4 @@
-"""The engine as a gRPC service: token ids and sampling parameters in, token ids and log probabilities out.
+"""An engine as a gRPC service of the front: token ids and sampling parameters in, token ids and log probabilities out.
 
 The messages are those of `vllm_engine.proto` (package `smg-grpc-proto`), so a gateway that speaks to vLLM speaks to
 this engine. The gateway has the text: it renders chats, tokenises, detokenises, ends outputs at stop strings and parses
@@ -18,8 +18,6 @@ Contract of `Generate`:
 In addition to the messages, metadata of a call (keys of `METADATA`) carries what schedules need and messages have no
 field for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with
 RESOURCE_EXHAUSTED, a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
-
-`xgpt.engine.State` is a second service with one method, `Get`: the path of a page in, its content out (`state`).
 """
 
 from typing import NamedTuple

@@ -1,17 +1,17 @@
-"""Run the service of an engine, from its start to the end of its last request."""
+"""Run the gRPC service before an engine, from its start to the end of its last request."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
 from xgpt.core.errors import MachineError
 from xrunner.engine_service.servicer import Servicer
-from xrunner.engine_service.state import state_handler
 from xrunner.server.access.classes import Classes
 from xrunner.server.api.model import ServedModel
 from xrunner.server.engine_client import EngineClient
@@ -23,26 +23,22 @@ REST_BYTES = 4 << 20
 """Of a request's largest message, without its prompt."""
 
 
-async def serve(
+@asynccontextmanager
+async def service(
     engine: EngineClient,
     model: ServedModel,
     limits: Limits,
     classes: Classes,
     *,
-    port: int,
-    stopping: asyncio.Event,
-    on_ready: Callable[[int], None],
     drain_s: float,
-) -> None:
-    """Answer calls on this machine until `stopping` is set or the engine fails; then let requests end.
+) -> AsyncIterator[int]:
+    """Answer calls on this machine; yields the port. At the end, let requests end.
 
     Args:
-        port: 0: any free one.
-        on_ready: is called with the port once calls are answered.
         drain_s: seconds that running requests have to end.
 
     Raises:
-        MachineError: the port is taken.
+        MachineError: no port is free.
         XgptError: the engine has failed.
     """
     server = grpc.aio.server(
@@ -53,20 +49,17 @@ async def serve(
         ]
     )
     pb_grpc.add_VllmEngineServicer_to_server(Servicer(engine, model, limits, classes), server)
-    server.add_generic_rpc_handlers((state_handler(engine),))
     try:
-        bound = server.add_insecure_port(f"127.0.0.1:{port}")
+        port = server.add_insecure_port("127.0.0.1:0")
     except RuntimeError as error:
-        raise MachineError(f"port {port} of this machine is not available: {error}") from None
-    engine.on_fatal = stopping.set
+        raise MachineError(f"no port of this machine is available: {error}") from None
     engine.start()
     sampling = None if engine.live is None else asyncio.create_task(engine.live.run())
     await server.start()
     gc.collect()
     gc.freeze()
-    on_ready(bound)
     try:
-        await stopping.wait()
+        yield port
     finally:
         engine.is_draining = True
         await server.stop(drain_s if engine.failure is None else None)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint over `xrunner.engine.Engine`.
+"""The OpenAI-compatible endpoint over an engine behind `xrunner.channel`.
 
 HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.
 """
@@ -9,7 +9,7 @@ from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.chat import ChatTemplate
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.text import TextCodec, load_tokenizer
-from xrunner.server.engine_client import EngineClient, single_thread
+from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.app import create_app
 from xrunner.server.http.limits import Limits
 from xrunner.server.http.process import DRAIN_S, serve
@@ -32,5 +32,4 @@ __all__ = [
     "load_tokenizer",
     "log_json",
     "serve",
-    "single_thread",
 ]

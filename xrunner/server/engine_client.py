@@ -1,4 +1,4 @@
-"""Run the engine in a thread of its own, and pass its tokens to the event loop."""
+"""The front's side of the engine: it submits requests, hands out their tokens, and brings a lost engine back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import asyncio
 import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xgpt.core.errors import XgptError
+from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.policies import Request
+from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import ANYONE, Account, StepRecord
 from xgpt.observation.windows import Seen
+from xrunner.channel import ALIVE_S, EngineLost
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.errors import ApiError
+from xrunner.server.handover import Handover
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
 from xrunner.server.observe.metrics import NO_BOUNDS, Bounds, Metrics
@@ -27,8 +29,8 @@ from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine, ServedPool
 
 MAX_RETRY_AFTER_S = 60
-IDLE_S = 0.1
-"""How long an idle engine sleeps at most before it looks whether it shall stop."""
+STEPS_AT_ONCE = 8
+"""Steps whose tokens are handed out before the event loop has another turn."""
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
 """Time over which the rate is measured at which waiting requests begin: seconds, and latencies of the plan."""
 
@@ -107,24 +109,17 @@ class Stream:
     """What the watch knows of it."""
 
 
-def single_thread() -> ThreadPoolExecutor:
-    """Return where an engine is built and run."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-
-
 class EngineClient:
-    """Runs an engine from `start` to `stop`. All methods belong to the event loop's thread.
+    """Has an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
+
+    An engine whose process dies or hangs is started again on the last plan under which a step has ended, and goes on
+    with its requests (`handover`).
 
     Args:
-        thread: an executor of one thread, that in which the engine was built. OpenMP keeps a team of workers for each
-            thread that has used it, and two teams on the same cores make each other's barriers sleep: the steps of an
-            engine that was built in another thread take up to twice as long.
-        watch: what observes the requests, and re-plans; None: nothing does.
+        watch: what observes the requests, and re-plans; None: nothing does, and a lost engine is not started again.
     """
 
-    def __init__(
-        self, engine: ServedEngine, thread: ThreadPoolExecutor | None = None, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, engine: ServedEngine, watch: Watch | None = None) -> None:
         self.metrics = Metrics(engine, watch)
         self.watch = watch
         self.failure: str | None = None
@@ -143,28 +138,48 @@ class EngineClient:
         of = self.metrics
         goodput = of.goodput, of.goodput_of_classes
         self.live = None if watch is None else Live(engine, self._backlog, watch, *goodput, of.recent)
-        self._stopping = threading.Event()
-        self._thread = thread or single_thread()
-        self._running: Future[None]
         self._loop: asyncio.AbstractEventLoop
+        self._looking: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._handover = Handover()
+        self._is_stopping = False
+        self._good_plan = None if watch is None else watch.plan
+        """The last plan under which a step has ended."""
         self._records: list[StepRecord] = []
         """Of the step that has just ended."""
-        engine.listen(self._note)
+        engine.listen(self._records.append)
 
     def start(self) -> None:
-        """Begin to step; tokens arrive on the loop that is running now."""
+        """Begin to hand out tokens, on the loop that is running now."""
         self._loop = asyncio.get_running_loop()
         if self.watch is not None:
             self.watch.start(self._engine.go_over_to)
-            self._engine.on_refused = self._go_back
-        self._running = self._thread.submit(self._run)
+            self._engine.on_refused = self.watch.go_back
+        self._listen()
+        self._looking = self._loop.create_task(self._look())
 
     async def stop(self) -> None:
-        """Let the step that is being executed end, and no other begin."""
-        self._stopping.set()
-        await asyncio.wrap_future(self._running)
+        """Let the step that is being executed end, and no other begin; close the engine."""
+        self._is_stopping = True
+        if self._looking is not None:
+            self._looking.cancel()
+        if self.failure is None and not self.is_restarting:
+            self._loop.remove_reader(self._engine.fileno())
         if self.watch is not None:
             await self.watch.stop()
+        await asyncio.to_thread(self._engine.close)
+        if self._restarting is not None:
+            await self._restarting
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._engine.fileno(), self._read)
+
+    async def _look(self) -> None:
+        """Read regularly, though nothing may have come: an engine that hangs sends nothing."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            if not self.is_restarting:
+                self._read()
 
     @property
     def takes_seeds(self) -> bool:
@@ -239,6 +254,11 @@ class EngineClient:
         return self._engine.is_emptying
 
     @property
+    def is_restarting(self) -> bool:
+        """Whether the engine was lost and is being started again; requests wait until then."""
+        return self._restarting is not None and not self._restarting.done()
+
+    @property
     def pool(self) -> ServedPool:
         return self._engine.pool
 
@@ -268,9 +288,9 @@ class EngineClient:
             generation.id,
             submission.inbox,
             time.perf_counter(),
-            [] if submission.hold else None,
-            submission.account,
-            len(prompt),
+            held=[] if submission.hold else None,
+            account=submission.account,
+            prompt_tokens=len(prompt),
             deadline_s=submission.end_s if submission.has_deadline else None,
             promise=submission.promise,
             bounds=submission.bounds,
@@ -281,14 +301,24 @@ class EngineClient:
         self._streams[stream.id] = stream
         self._backlog.join(stream.id, len(prompt), stream.submitted_s, submission.account)
         self.metrics.prompt_tokens.inc(len(prompt))
-        self._engine.submit(generation)
+        self._handover.accept(generation)
+        self._hand_over()
         return stream
+
+    def _hand_over(self) -> None:
+        """Give the engine the requests that it may have now."""
+        if not self.is_restarting:
+            for generation in self._handover.ready():
+                self._engine.submit(generation)
 
     def cancel(self, stream: Stream, *, finish_reason: str = "cancelled") -> None:
         """Take a request out; one that has ended already is left alone."""
         if self._streams.pop(stream.id, None) is not None:
             self._backlog.leave(stream.id)
-            self._engine.cancel(stream.id)
+            self._handover.forget(stream.id)
+            if not self.is_restarting:
+                self._engine.cancel(stream.id)
+                self._hand_over()
             self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
             if finish_reason == "stop":
                 self._end(stream)
@@ -329,40 +359,65 @@ class EngineClient:
                 stream.cached_tokens = first_token
                 self.metrics.cached_tokens.inc(first_token)
 
-    def _go_back(self, reason: str) -> None:
-        """In the engine's thread."""
-        if self.watch is not None:
-            self._loop.call_soon_threadsafe(self.watch.go_back, reason)
-
-    def _note(self, record: StepRecord) -> None:
-        """In the engine's thread."""
-        self._records.append(record)
-
-    def _run(self) -> None:
+    def _read(self) -> None:
+        """Hand out the tokens of all steps that have ended."""
         try:
-            while not self._stopping.is_set():
-                start_s = time.perf_counter()
+            for _ in range(STEPS_AT_ONCE):
                 tokens = self._engine.step()
                 if tokens is None:
-                    self._engine.wait(IDLE_S)
-                    continue
-                # One wake-up of the loop a step, however many tokens: each costs a system call.
-                end_s = time.perf_counter()
-                records, self._records = self._records, []
-                self._loop.call_soon_threadsafe(self._deliver, start_s, end_s, tokens, records)
+                    return
+                records = self._records[:]
+                self._records.clear()
+                self._deliver(tokens, records)
+            self._loop.call_soon(self._read)
+        except EngineLost as error:
+            self._lose(error)
         except Exception as error:
-            # Whatever it was, the requests that wait for this thread must learn that it is over.
-            reason = f"the engine has failed: {type(error).__name__}: {error}"
-            self.fatal = error if isinstance(error, XgptError) else XgptError(reason)
-            logger.error(reason)
+            # Whatever it was, the requests must learn that it is over.
             logger.debug("traceback", exc_info=True)
-            self._loop.call_soon_threadsafe(self._fail, reason)
+            self._fail(error)
 
-    def _deliver(self, start_s: float, end_s: float, tokens: list[Token], records: list[StepRecord]) -> None:
+    def _lose(self, error: MachineError) -> None:
+        """Start a lost engine again, if that has not been done too often."""
+        self._loop.remove_reader(self._engine.fileno())
+        if self._good_plan is None:
+            self._fail(error)
+            return
+        try:
+            ended = self._handover.lose(error, self._engine)
+        except MachineError as too_often:
+            self._fail(too_often)
+            return
+        for token in ended:
+            if (stream := self._streams.get(token.id)) is not None:
+                self._give_up(stream, token)
+        says = f"{error}; starting the engine anew with {len(self._handover)} requests"
+        logger.error(says, extra={"fields": {"plan": self._good_plan.policy.model_dump(mode="json")}})
+        self._restarting = self._loop.create_task(self._restart(self._good_plan))
+
+    async def _restart(self, plan: Plan) -> None:
+        try:
+            await asyncio.to_thread(self._engine.restart, plan)
+        except Exception as error:
+            if not self._is_stopping:
+                self._fail(error)
+            return
+        if self._is_stopping:
+            return
+        if self.watch is not None and self.watch.plan is not plan:
+            self.watch.go_over_to(plan)
+        self._restarting = None
+        self._records.clear()
+        self._listen()
+        self._hand_over()
+
+    def _deliver(self, tokens: list[Token], records: list[StepRecord]) -> None:
         """Fan a step's tokens out."""
-        metrics = self.metrics
-        # A step that others overlapped, or another process executed, began before the engine was last asked for one.
-        start_s = min((record.start_ns / 1e9 for record in records), default=start_s)
+        metrics, now_s = self.metrics, time.perf_counter()
+        start_s = min((record.start_ns / 1e9 for record in records), default=now_s)
+        end_s = max((record.end_ns / 1e9 for record in records), default=now_s)
+        if self.watch is not None and records and not self._engine.is_emptying:
+            self._good_plan = self.watch.plan
         for record in records:
             self._note_starts(record)
             if self.watch is not None:
@@ -370,6 +425,7 @@ class EngineClient:
             if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
+        tokens = self._handover.note(tokens)
         metrics.output_tokens.inc(sum(token.finish != "error" for token in tokens))
         for token in tokens:
             stream = self._streams.get(token.id)
@@ -405,6 +461,7 @@ class EngineClient:
             stream.held.append(token)
             if token.finish is not None:
                 stream.inbox.put_nowait(stream.held)
+        self._hand_over()
         encoded = (chunk[0] for record in records for chunk in record.encode)
         self._backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
@@ -414,12 +471,19 @@ class EngineClient:
         found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
         return {id_: seen for id_, seen in found if seen is not None}
 
-    def _fail(self, reason: str) -> None:
-        self.failure = reason
+    def _fail(self, error: Exception) -> None:
+        """End all requests: the engine is over."""
+        if self.failure is not None:
+            return
+        # Only this descriptor may be gone, with the engine that it belonged to.
+        with suppress(ValueError, OSError):
+            self._loop.remove_reader(self._engine.fileno())
+        self.failure = f"the engine has failed: {error}"
+        self.fatal = error if isinstance(error, MachineError) else XgptError(self.failure)
+        logger.error(self.failure)
         for stream in self._streams.values():
             self.metrics.requests.labels("failed").inc()
-            stream.inbox.put_nowait(ApiError(500, reason))
+            stream.inbox.put_nowait(ApiError(500, self.failure))
         self._streams.clear()
         self._backlog.clear()
-        if self.fatal is not None:
-            self.on_fatal()
+        self.on_fatal()

@@ -1,4 +1,4 @@
-"""The contract of an engine behind the endpoint: our own on one or several replicas, or vLLM."""
+"""The contract of an engine as the front has it: our own behind the channel, or vLLM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from xrunner.generation import Generation, Token
 
 
 class ServedPool(Protocol):
-    """The requests that an engine has, and their K/V memory; read from any thread while others change it.
-
-    So nothing here is iterated over: sizes and membership alone are told at once.
+    """The requests that an engine has, and their K/V memory, as far as it has told.
 
     Attributes:
         kv_blocks: those that one request can have, of `block_size` tokens each.
@@ -49,7 +47,7 @@ class ServedPool(Protocol):
 
 
 class ServedEngine(Protocol):
-    """See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread, all else to any."""
+    """The contract of `xrunner.channel`. Everything belongs to the front's one thread."""
 
     @property
     def pool(self) -> ServedPool: ...
@@ -65,11 +63,17 @@ class ServedEngine(Protocol):
     def scores_prompts(self) -> bool:
         """Whether log probabilities of prompts are given."""
 
+    def resumes(self, generation: Generation) -> bool:
+        """Return whether the request's output so far can be encoded with its prompt, and the same tokens follow."""
+
+    def repeats(self, generation: Generation) -> bool:
+        """Return whether the request's tokens are the same ones if it begins anew."""
+
     on_refused: Callable[[str], None]
-    """Called with the reason, from any thread, where another plan could not be followed and the one before is."""
+    """Called with the reason where another plan could not be followed and the one before is."""
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
-        """Have further steps reported, in the thread that calls `step`."""
+        """Have the records of further steps reported, before `step` returns their tokens."""
 
     def submit(self, generation: Generation) -> None:
         """Hand in a request."""
@@ -80,14 +84,26 @@ class ServedEngine(Protocol):
     def go_over_to(self, plan: Plan) -> None:
         """Follow another plan as soon as can be. Raises InputError where the engine cannot run it."""
 
-    def step(self) -> list[Token] | None:
-        """Return the tokens of the next step to end, or None where nothing could run. Raises MachineError."""
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `step` has something to do."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until something is to be done, or the time is over."""
+    def step(self) -> list[Token] | None:
+        """Return the tokens of the next step that has ended; None: none has since the last call.
+
+        Raises:
+            EngineLost: its process has ended or hangs; `restart` brings it back.
+            XgptError: it has failed for good.
+        """
 
     def uses(self) -> list[Use]:
         """Of the processes that run it, if others than this one do."""
 
+    def restart(self, plan: Plan) -> None:
+        """End what is left of it, and start it anew with a plan and without requests. Blocks.
+
+        Raises:
+            XgptError: it does not start.
+        """
+
     def close(self) -> None:
-        """Give up the workers."""
+        """End it after the step that it executes. Blocks."""

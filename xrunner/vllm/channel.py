@@ -251,6 +251,11 @@ class FrontSide:
         with self._lock:
             self._plans.send(plan.model_dump_json().encode())
 
+    @property
+    def fd(self) -> int:
+        """Readable when something may have come: only once until all of it has been received."""
+        return int(self._reports.getsockopt(zmq.FD))
+
     def wait(self, timeout_s: float) -> None:
         """Return when something has come, or when the time is over."""
         self._reports.poll(round(1000 * timeout_s))

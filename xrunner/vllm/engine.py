@@ -8,16 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.errors import MachineError
 from xgpt.core.io import dump_json
 from xgpt.core.policies import Request
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.executor import Use
 from xrunner.generation import FinishReason, Generation, Logprobs, SamplingParams, Token
-from xrunner.vllm.channel import Accepted, Began, Failed, Output, Refused, Stepped, Submit
+from xrunner.vllm.channel import Accepted, Began, Failed, Output, Refused, Stepped, Submit, Up
 from xrunner.vllm.command import Launch, launch
-from xrunner.vllm.handover import Handover
 from xrunner.vllm.instance import Instances
 from xrunner.vllm.lane import settings_of
 
@@ -93,12 +91,6 @@ class Inside:
             del self.waiting[id_]
             self.running[id_] = None
 
-    def clear(self) -> None:
-        """Forget all requests: vLLM is started anew."""
-        self.waiting.clear()
-        self.running.clear()
-        self._taken.clear()
-
     def leave(self, id_: int) -> bool:
         """A request has ended, or is taken out; whether it was there."""
         was_waiting, was_running = id_ in self.waiting, id_ in self.running
@@ -112,8 +104,6 @@ class VllmEngine:
 
     Args:
         reuse: requests of the same API key share the K/V of what their prompts have in common.
-
-    A vLLM that ends or hangs is started anew, and goes on with its requests (`handover`).
 
     `submit`, `cancel` and `go_over_to` may be called from any thread; everything else belongs to the one thread that
     calls `step`.
@@ -129,46 +119,52 @@ class VllmEngine:
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
+        self._reuse = reuse
+        self._start(plan)
+
+    def _start(self, plan: Plan) -> None:
         self._asked = plan
         self.takes_seeds = takes_seeds(plan)
         self._next: Plan | None = None
-        """What vLLM's scheduler can adopt only when no request runs: those that arrive until then wait outside."""
-        self._reuse = reuse
-        self._handover = Handover(seeded=self.takes_seeds)
-        self._is_starting = False
-        """Whether vLLM is being started anew."""
-        self._vllm = self._start(plan)
-        (started,) = self._vllm.launches
-        self.pool = Inside(started.kv_blocks, started.block_size)
+        """What vLLM's scheduler can adopt only when no request runs: those that arrive until then are parked."""
+        self._parked: dict[int, Submit] = {}
 
-    def _start(self, plan: Plan) -> Instances:
         def launches(directory: Path) -> list[Launch]:
             path = directory / "plan.json"
             path.write_text(dump_json(plan), encoding="utf-8")
             config = {"front": f"ipc://{directory}", "lane": "both"}
             return [launch(plan, plan_path=str(path), config=config, reuse=self._reuse)]
 
-        return Instances(launches, num_cores=plan.replicas)
+        self._vllm = Instances(launches, num_cores=plan.replicas)
+        (started,) = self._vllm.launches
+        self.pool = Inside(started.kv_blocks, started.block_size)
 
     def listen(self, on_step: OnStep) -> None:
         self._listeners.append(on_step)
+
+    def resumes(self, generation: Generation) -> bool:
+        return resumes(generation, seeded=self.takes_seeds)
+
+    def repeats(self, generation: Generation) -> bool:
+        return repeats(generation, seeded=self.takes_seeds)
 
     @property
     def is_emptying(self) -> bool:
         return self._next is not None
 
     def submit(self, generation: Generation) -> None:
+        request = request_of(generation, seeded=self.takes_seeds)
         with self._lock:
-            self._handover.accept(generation)
-            self._hand_over()
+            if self._next is None:
+                self._hand_over(request)
+            else:
+                self._parked[request.id] = request
 
     def cancel(self, id_: int) -> None:
         with self._lock:
-            self._handover.forget(id_)
-            if self.pool.leave(id_):
+            if self._parked.pop(id_, None) is None and self.pool.leave(id_):
                 self._vllm.cancel("both", id_)
-            self._go_on_if_empty()
-            self._hand_over()
+                self._go_on_if_empty()
 
     def go_over_to(self, plan: Plan) -> None:
         """Have steps follow another plan on the same stages: the next one, or once all that run have ended.
@@ -178,23 +174,28 @@ class VllmEngine:
         """
         settings_of(plan)
         with self._lock:
+            self._vllm.change_plan(plan)
             self._asked = plan
-            if not self._is_starting:
-                self._vllm.change_plan(plan)
+
+    def fileno(self) -> int:
+        return self._vllm.fileno()
 
     def wait(self, timeout_s: float) -> None:
         self._vllm.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """The tokens of the next step to end, or None where none has ended.
+        """Return the tokens of the next step that has ended; None: none has since the last call.
 
         Raises:
-            MachineError: vLLM has ended or hangs, and does so again and again or does not start again.
+            EngineLost: vLLM has ended, or hangs.
         """
-        try:
-            message = self._vllm.receive(is_busy=bool(self.pool.num_running or self.pool.num_waiting))
-        except MachineError as error:
-            return self._start_anew(error)
+        while (message := self._vllm.receive(is_busy=bool(self.pool.num_running or self.pool.num_waiting))) is not None:
+            if (tokens := self._take(message)) is not None:
+                return tokens
+        return None
+
+    def _take(self, message: Up) -> list[Token] | None:
+        """Note what vLLM tells; return the tokens of a step, or the end of a request."""
         match message:
             case Stepped() as stepped:
                 return self._settle(stepped)
@@ -206,10 +207,8 @@ class VllmEngine:
                 logger.error("vLLM has given up request %d: %s", failed.id, failed.reason)
                 with self._lock:
                     self.pool.leave(failed.id)
-                    tokens = self._handover.note([Token(failed.id, 0, "error")])
                     self._go_on_if_empty()
-                    self._hand_over()
-                return tokens
+                return [Token(failed.id, 0, "error")]
             case Accepted() as accepted:
                 logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": accepted.plan_sha256}})
             case Refused() as refused:
@@ -217,11 +216,15 @@ class VllmEngine:
                 with self._lock:
                     self._next = self._asked
                     self._go_on_if_empty()
-                    self._hand_over()
         return None
 
     def uses(self) -> list[Use]:
         return []
+
+    def restart(self, plan: Plan) -> None:
+        """End what is left of vLLM, and start it anew without requests. Raises MachineError: it does not start."""
+        self._vllm.close()
+        self._start(plan)
 
     def close(self) -> None:
         self._vllm.close()
@@ -233,47 +236,25 @@ class VllmEngine:
             for token in tokens:
                 if token.finish is not None:
                     self.pool.leave(token.id)
-            tokens = self._handover.note(tokens)
             self._go_on_if_empty()
-            self._hand_over()
         for record in stepped.records:
             for listener in self._listeners:
                 listener(record)
         return tokens
 
-    def _hand_over(self) -> None:
-        """Give vLLM the requests that it may have now."""
-        if self._next is None and not self._is_starting:
-            for generation in self._handover.ready():
-                self.pool.waiting[generation.id] = None
-                self._vllm.submit("both", request_of(generation, seeded=self.takes_seeds))
-
-    def _start_anew(self, error: MachineError) -> list[Token]:
-        """Start another vLLM, with the plan that was asked for last. Returns the ends of requests that cannot go on.
-
-        Raises:
-            MachineError: it was lost too often, or does not start.
-        """
-        with self._lock:
-            ended = self._handover.lose(error, self.pool.can_ever_fit)
-            plan, self._next, self._is_starting = self._asked, None, True
-            self.pool.clear()
-        logger.error("%s; starting it anew with %d requests", error, len(self._handover))
-        self._vllm.close()
-        self._vllm = self._start(plan)
-        with self._lock:
-            self._is_starting = False
-            if self._asked is not plan:
-                self._vllm.change_plan(self._asked)
-            self._hand_over()
-        return ended
+    def _hand_over(self, request: Submit) -> None:
+        self.pool.waiting[request.id] = None
+        self._vllm.submit("both", request)
 
     def _go_on_if_empty(self) -> None:
-        """Where a plan waits and no request is inside: send it once more, before the requests that came meanwhile."""
+        """Where a plan waits and no request is inside: send it once more, then the requests that came meanwhile."""
         if self._next is None or self.pool.waiting or self.pool.running:
             return
         self._vllm.change_plan(self._next)
         self._next = None
+        parked, self._parked = self._parked, {}
+        for request in parked.values():
+            self._hand_over(request)
 
 
 def takes_seeds(plan: Plan) -> bool:
@@ -282,6 +263,19 @@ def takes_seeds(plan: Plan) -> bool:
     Where a prompt is executed in pieces it sets the generator back, which torch cannot do on CPUs: its engine ends.
     """
     return plan.cluster.device.type != "cpu"
+
+
+def resumes(generation: Generation, *, seeded: bool) -> bool:
+    """Return whether vLLM goes on as before if the output so far is encoded with the prompt: it has no part in
+    penalties then, and draws begin anew from the seed."""
+    sampling = generation.sampling
+    is_penalised = sampling.presence_penalty or sampling.frequency_penalty
+    return not is_penalised and not (sampling.temperature and seeded)
+
+
+def repeats(generation: Generation, *, seeded: bool) -> bool:
+    """Return whether vLLM makes the same tokens if a request begins anew."""
+    return seeded or not generation.sampling.temperature
 
 
 def request_of(generation: Generation, *, seeded: bool) -> Submit:

@@ -17,6 +17,7 @@ from subprocess import Popen
 
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import LaneName, Plan, StepRecord
+from xrunner.channel import EngineLost
 from xrunner.vllm.channel import WARM_UP, Alive, Cancel, FrontSide, Ready, Stepped, Submit, Up
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started
@@ -119,6 +120,10 @@ class Instances:
     def change_plan(self, plan: Plan) -> None:
         self._channel.send_plan(plan)
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when something may have come; `receive` until there is nothing left."""
+        return self._channel.fd
+
     def wait(self, timeout_s: float) -> None:
         """Return when something has come, or when the time is over."""
         self._channel.wait(timeout_s)
@@ -130,21 +135,21 @@ class Instances:
             is_busy: vLLM has requests, so that steps are due.
 
         Raises:
-            MachineError: a vLLM has ended, or is busy and has been silent for `SILENCE_S`.
+            EngineLost: a vLLM has ended, or is busy and has been silent for `SILENCE_S`.
         """
         message = self._channel.receive()
         now_s = time.monotonic()
         if not isinstance(message, Alive | None) or not (is_busy and self._was_busy):
             self._heard_s = now_s
         elif now_s - self._heard_s > SILENCE_S:
-            raise MachineError(f"vLLM has requests and has executed no step for {SILENCE_S:g} s: it hangs")
+            raise EngineLost(f"vLLM has requests and has executed no step for {SILENCE_S:g} s: it hangs")
         self._was_busy = is_busy
         self._note_alive(message, now_s)
         if message is None:
             for reader in self._readers:
                 if reader.process.poll() is not None:
                     says = f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
-                    raise MachineError(says)
+                    raise EngineLost(says)
         if isinstance(message, Stepped):
             message.records = self._without_warm_up(message)
         return message
@@ -158,7 +163,7 @@ class Instances:
         self._looked_s = now_s
         for lane, heard_s in self._alive_s.items():
             if message is None and now_s - heard_s > ALIVE_S:
-                raise MachineError(f"vLLM ({lane}) has reported nothing for {ALIVE_S:g} s: it hangs")
+                raise EngineLost(f"vLLM ({lane}) has reported nothing for {ALIVE_S:g} s: it hangs")
 
     def _without_warm_up(self, stepped: Stepped) -> list[StepRecord]:
         """A core's steps, counted from the first that a request of ours is in."""

@@ -21,15 +21,14 @@ from typing import Any
 from msgspec import structs
 
 from xgpt.core import policies
-from xgpt.core.errors import InputError, MachineError
+from xgpt.core.errors import InputError
 from xgpt.core.policies import Request, Step
 from xgpt.core.schema import LaneName, Plan
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
-from xrunner.vllm.channel import Failed, Output, Stepped, Submit
+from xrunner.vllm.channel import Failed, Output, Stepped, Submit, Up
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
-from xrunner.vllm.engine import Inside, OnStep, request_of, takes_seeds, tokens_of
-from xrunner.vllm.handover import Handover
+from xrunner.vllm.engine import Inside, OnStep, repeats, request_of, resumes, takes_seeds, tokens_of
 from xrunner.vllm.instance import Instances
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def _free_port() -> int:
 
 
 class WaaEngine:
-    """A WAA plan in two vLLMs. Threads as those of `VllmEngine`; if one ends or hangs, both are started anew.
+    """A WAA plan in two vLLMs. Threads as those of `VllmEngine`.
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -124,39 +123,42 @@ class WaaEngine:
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._lock = threading.Lock()
-        self._plan = plan
+        self._start(plan)
+
+    def _start(self, plan: Plan) -> None:
         self._schedule = policies.build(plan)
-        self._handover = Handover(seeded=self.takes_seeds)
-        self._is_starting = False
-        """Whether the vLLMs are being started anew."""
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
         self._broken: list[int] = []
         """Requests that a lane has given up, and that are to be told so."""
         self._vllm = Instances(lambda directory: launches(plan, directory))
+        self._files = self._vllm.directory / FILES
         self._pruned_s = 0.0
         self.pool = Inside(self._schedule.pool.kv_blocks, self._schedule.pool.block_size)
 
     def listen(self, on_step: OnStep) -> None:
         self._listeners.append(on_step)
 
-    def submit(self, generation: Generation) -> None:
-        with self._lock:
-            self._handover.accept(generation)
-            self._advance()
+    def resumes(self, generation: Generation) -> bool:
+        return resumes(generation, seeded=self.takes_seeds)
 
-    def _enter(self, generation: Generation) -> None:
+    def repeats(self, generation: Generation) -> bool:
+        return repeats(generation, seeded=self.takes_seeds)
+
+    def submit(self, generation: Generation) -> None:
         request = request_of(generation, seeded=self.takes_seeds)
         now_ns = time.perf_counter_ns()
         # Memory is set aside for all that may come: what the decode lane does with it this rule does not see.
         size = len(request.prompt), request.max_output
         known = Request(request.id, *size, now_ns, request.deadline_ns, account=request.account)
-        if not self._schedule.pool.can_ever_fit(known):
-            self._broken.append(request.id)  # the encode lane's memory is too small for the prompt
-            return
-        self._inside[request.id] = _Inside(request, now_ns / 1e9)
-        self.pool.waiting[request.id] = None
-        self._schedule.submit(known)
+        with self._lock:
+            if not self._schedule.pool.can_ever_fit(known):
+                self._broken.append(request.id)  # the encode lane's memory is too small for the prompt
+                return
+            self._inside[request.id] = _Inside(request, now_ns / 1e9)
+            self.pool.waiting[request.id] = None
+            self._schedule.submit(known)
+            self._advance()
 
     def cancel(self, id_: int) -> None:
         with self._lock:
@@ -167,22 +169,28 @@ class WaaEngine:
         """Refuses: vLLM keeps a plan for several devices as it is."""
         raise InputError("plan", plan.policy.kind, "vLLM keeps a plan for several devices as it is")
 
+    def fileno(self) -> int:
+        return self._vllm.fileno()
+
     def wait(self, timeout_s: float) -> None:
         self._vllm.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """The tokens of the next step of the decode lane to end; of the encode lane's none; None where none has ended.
+        """Return the tokens of the decode lane's next step that has ended; None: none has since the last call.
 
         Raises:
-            MachineError: a vLLM has ended or hangs, and does so again and again or does not start again.
+            EngineLost: a vLLM has ended, or hangs.
         """
-        try:
+        while True:
             message = self._vllm.receive(is_busy=bool(self.pool.num_running or self.pool.num_waiting))
-        except MachineError as error:
-            return self._start_anew(error)
+            if (tokens := self._take(message)) is not None or message is None:
+                return tokens
+
+    def _take(self, message: Up | None) -> list[Token] | None:
+        """Note what a vLLM tells; return the tokens of a step, and the ends of requests."""
         with self._lock:
             broken, self._broken = self._broken, []
-            tokens = self._handover.note([Token(id_, 0, "error") for id_ in broken])
+            tokens = [Token(id_, 0, "error") for id_ in broken]
             match message:
                 case Stepped():
                     tokens += self._settle(message)
@@ -204,6 +212,11 @@ class WaaEngine:
     def uses(self) -> list[Use]:
         return []
 
+    def restart(self, plan: Plan) -> None:
+        """End what is left of both vLLMs, and start them anew without requests. Raises MachineError."""
+        self._vllm.close()
+        self._start(plan)
+
     def close(self) -> None:
         self._vllm.close()
 
@@ -214,7 +227,7 @@ class WaaEngine:
                 tokens += self._encoded(output)
             elif (inside := self._inside.get(output.id)) is not None:
                 inside.has_token = True
-                tokens += self._handover.note(tokens_of(output))
+                tokens += tokens_of(output)
                 if output.finish is not None:
                     inside.lane = None
                     self._leave(output.id)
@@ -242,34 +255,11 @@ class WaaEngine:
         if id_ not in self._inside:
             return []
         self._inside[id_].lane = None
-        tokens = self._handover.note([Token(id_, 0, "error")])
         self._leave(id_)
-        return tokens
-
-    def _start_anew(self, error: MachineError) -> list[Token]:
-        """Start two other vLLMs. Returns the ends of requests that cannot go on.
-
-        Raises:
-            MachineError: they were lost too often, or do not start.
-        """
-        with self._lock:
-            self._is_starting = True
-            ended = self._handover.lose(error, self._schedule.pool.can_ever_fit)
-            self._inside.clear()
-            self._batches.clear()
-            self.pool.clear()
-            self._schedule = policies.build(self._plan)
-        logger.error("%s; starting both vLLMs anew with %d requests", error, len(self._handover))
-        self._vllm.close()
-        self._vllm = Instances(lambda directory: launches(self._plan, directory))
-        with self._lock:
-            self._is_starting = False
-            self._advance()
-        return ended
+        return [Token(id_, 0, "error")]
 
     def _leave(self, id_: int) -> None:
         """A request has ended, or is taken out."""
-        self._handover.forget(id_)
         inside = self._inside.pop(id_, None)
         if inside is None:
             return
@@ -281,15 +271,10 @@ class WaaEngine:
 
     def _advance(self) -> None:
         """Begin every step that can; those that have been transferred go on by themselves."""
-        if self._is_starting:
-            return
         schedule = self._schedule
-        for generation in self._handover.ready():
-            self._enter(generation)
         for id_ in schedule.expire(time.perf_counter_ns()):
             del self._inside[id_]
             self.pool.leave(id_)
-            self._handover.forget(id_)
         while (step := schedule.next_step("transfer")) is not None:
             schedule.settle(step, ())
             for id_ in step.transfer:
@@ -311,13 +296,13 @@ class WaaEngine:
 
     def _prune(self) -> None:
         """Remove K/V from the files of which every request has its first token."""
-        now_s, files = time.perf_counter(), self._vllm.directory / FILES
-        if now_s < self._pruned_s + PRUNE_S or not files.is_dir():
+        now_s = time.perf_counter()
+        if now_s < self._pruned_s + PRUNE_S or not self._files.is_dir():
             return
         self._pruned_s = now_s
         waiting = (inside.arrived_s for inside in self._inside.values() if not inside.has_token)
         oldest = time.time() - (now_s - min(waiting, default=now_s)) - PRUNE_S
         with suppress(OSError):
-            for path in files.iterdir():
+            for path in self._files.iterdir():
                 if path.stat().st_mtime < oldest:
                     shutil.rmtree(path, ignore_errors=True)

@@ -62,7 +62,8 @@ def create_app(
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
             Route("/tokenize", service.tokenize, methods=["POST"]),
             Route("/detokenize", service.detokenize, methods=["POST"]),
-            *_state_routes(engine, model, has_keys=keys is not None),
+            *_model_routes(engine, model, has_keys=keys is not None),
+            *_state_routes(engine),
             *_plan_routes(engine, model),
         ],
         middleware=[Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer)],
@@ -71,6 +72,18 @@ def create_app(
     )
     app.router.redirect_slashes = False
     app.state.engine = engine
+    app.state.is_leaving = False
+    return app
+
+
+def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHosts) -> Starlette:
+    """Return what an admin port shows of an engine that others have requests for: pages, plan and metrics."""
+    app = Starlette(
+        routes=[*_state_routes(engine), *_plan_routes(engine, model)],
+        middleware=[Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)],
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing},
+    )
+    app.router.redirect_slashes = False
     app.state.is_leaving = False
     return app
 
@@ -130,13 +143,27 @@ def _warning(engine: EngineClient) -> str | None:
     return None if engine.watch is None else engine.watch.plan.seeded_weights
 
 
-def _state_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
-    """Yield the routes about the server's state, whatever it serves."""
+def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -> Iterator[Route]:
+    """Yield the routes about the model."""
     warning = _warning(engine)
     card = {"object": "model", "created": int(time.time()), "owned_by": "xgpt"}
     card |= {"max_model_len": model.spec.max_context} | ({"warning": warning} if warning else {})
     cards = [{"id": name} | card for name in model.names]
     description = describe(model.names, model.spec, has_keys=has_keys)
+
+    def retrieve(http: Request) -> dict[str, Any]:
+        for found in cards:
+            if found["id"] == http.path_params["name"]:
+                return found
+        raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
+
+    yield _route("/openapi.json", lambda _: description)
+    yield _route("/v1/models", lambda _: {"object": "list", "data": cards})
+    yield _route("/v1/models/{name:path}", retrieve)
+
+
+def _state_routes(engine: EngineClient) -> Iterator[Route]:
+    """Yield the routes about the server's state, whatever it serves."""
 
     def health(_: Request) -> dict[str, str]:
         if engine.failure is not None:
@@ -146,20 +173,12 @@ def _state_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
     def ready(http: Request) -> dict[str, str]:
         if http.app.state.is_leaving or engine.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if engine.is_restarting:
+            raise ApiError(503, "the engine is being started again; requests wait until then", code="restarting")
         if engine.is_redeploying:
             raise ApiError(503, "another plan is being deployed; requests wait until then", code="redeploying")
         return health(http)
 
-    yield _route("/openapi.json", lambda _: description)
-
-    def retrieve(http: Request) -> dict[str, Any]:
-        for found in cards:
-            if found["id"] == http.path_params["name"]:
-                return found
-        raise ApiError(404, f"this model is not served here; ask for {model.name!r}", code="model_not_found")
-
-    yield _route("/v1/models", lambda _: {"object": "list", "data": cards})
-    yield _route("/v1/models/{name:path}", retrieve)
     yield _route("/health", health)
     yield _route("/ready", ready)
     yield _route("/metrics", lambda _: engine.metrics.render(), "text/plain; version=0.0.4")

@@ -42,9 +42,6 @@ class Watch:
         self._apply: Callable[[Plan], None] | None = None
         self._before: Plan | None = None
         """The previous plan, in case the running one cannot be deployed."""
-        self._is_asking = False
-        self._refusal: str | None = None
-        """Why the engine has refused a plan while the request to apply it was under way."""
         self._refused: list[tuple[object, object]] = []
         """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
@@ -54,7 +51,7 @@ class Watch:
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
     def start(self, apply: Callable[[Plan], None]) -> None:
-        """Begin to watch; `apply` makes the engine change to another plan, and is called in any thread."""
+        """Begin to watch; `apply` makes the engine change to another plan."""
         self._apply = apply
 
     async def stop(self) -> None:
@@ -155,9 +152,6 @@ class Watch:
 
     def go_back(self, reason: str) -> None:
         """Return to the previous plan, since the engine could not deploy the last one, which is not tried again."""
-        if self._is_asking:
-            self._refusal = reason
-            return
         before, refused = self._before, self.plan
         if before is None or self._apply is None:
             return
@@ -190,7 +184,7 @@ class Watch:
                 logger.warning("a plan that could not be deployed before is not tried again")
                 return
             if plan is not None:
-                await self._go_over(plan)
+                self._go_over(plan)
         except XgptError as error:
             logger.error("re-planning failed", extra={"fields": {"reason": str(error)}})
             return
@@ -203,18 +197,12 @@ class Watch:
         fields = decision.model_dump(mode="json") | {"settings": self.plan.policy.model_dump(mode="json")}
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
-    async def _go_over(self, plan: Plan) -> None:
-        """Make the engine change to another plan; it may refuse before this coroutine continues."""
+    def _go_over(self, plan: Plan) -> None:
+        """Make the engine change to another plan; that it refuses it may be told later."""
         assert self._apply is not None
-        self._refusal, self._is_asking = None, True
-        try:
-            await asyncio.to_thread(self._apply, plan)
-        finally:
-            self._is_asking = False
+        self._apply(plan)
         self._before = self.plan
         self.go_over_to(plan)
-        if self._refusal is not None:
-            self.go_back(self._refusal)
 
 
 class Recent:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 grpc = pytest.importorskip("grpc")
@@ -15,8 +16,9 @@ pb = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc  # noqa: E402
 
 from tests.fakes import SPEC, FakeExecutor, expected_tokens, fake_engine, fake_plan  # noqa: E402
-from xrunner.engine_service.server import serve  # noqa: E402
-from xrunner.engine_service.state import get_state  # noqa: E402
+from xgpt.serving.admin import admin_server  # noqa: E402
+from xrunner.channel.remote import in_threads  # noqa: E402
+from xrunner.engine_service.server import service as grpc_service  # noqa: E402
 from xrunner.server import Classes, EngineClient, Limits, ServedModel, Watch  # noqa: E402
 
 PROMPT = [5, 6, 7]
@@ -25,28 +27,17 @@ PROMPT = [5, 6, 7]
 @asynccontextmanager
 async def service(
     executor: FakeExecutor | None = None, *, max_waiting: int = 64, spec: Any = SPEC, **limits: Any
-) -> AsyncIterator[tuple[Any, EngineClient, Any]]:
-    """Run the service; yields its stub, its engine's thread and its channel."""
+) -> AsyncIterator[tuple[Any, EngineClient]]:
+    """Run the service; yields its stub and its engine's client."""
     plan = fake_plan()
-    engine = EngineClient(fake_engine(executor or FakeExecutor(), max_batch=2), watch=Watch(plan))
+    engine = EngineClient(in_threads(fake_engine(executor or FakeExecutor(), max_batch=2)), Watch(plan))
     model = ServedModel(("fake",), spec, eos_token_ids=frozenset(spec.eos_token_ids))
-    stopping, port = asyncio.Event(), asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(
-        serve(
-            engine,
-            model,
-            Limits(max_waiting=max_waiting, **limits),
-            Classes(plan),
-            port=0,
-            stopping=stopping,
-            on_ready=port.set_result,
-            drain_s=1.0,
-        )
-    )
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{await port}") as channel:
-        yield pb_grpc.VllmEngineStub(channel), engine, channel
-    stopping.set()
-    await running
+    limited = Limits(max_waiting=max_waiting, **limits)
+    async with (
+        grpc_service(engine, model, limited, Classes(plan), drain_s=1.0) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        yield pb_grpc.VllmEngineStub(channel), engine
 
 
 def request(prompt: list[int] = PROMPT, *, stream: bool = True, **sampling: Any) -> Any:
@@ -70,7 +61,7 @@ async def refusal(stub: Any, asked: Any, **options: Any) -> tuple[Any, str]:
 
 def test_a_stream_brings_each_token_and_then_all_of_the_last_step() -> None:
     async def run() -> None:
-        async with service() as (stub, _, _):
+        async with service() as (stub, _):
             *chunks, last = await answer(stub, request())
             assert [token for each in chunks for token in each.chunk.token_ids] == expected_tokens(PROMPT, 4)
             assert last.complete.finish_reason == "length"
@@ -81,7 +72,7 @@ def test_a_stream_brings_each_token_and_then_all_of_the_last_step() -> None:
 
 def test_without_stream_one_message_has_all_tokens_and_their_log_probabilities() -> None:
     async def run() -> None:
-        async with service() as (stub, _, _):
+        async with service() as (stub, _):
             (whole,) = await answer(stub, request(stream=False, logprobs=2))
             assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 4)
             scores = whole.complete.output_logprobs
@@ -93,7 +84,7 @@ def test_without_stream_one_message_has_all_tokens_and_their_log_probabilities()
 
 def test_a_stop_token_ends_the_output_and_is_named() -> None:
     async def run() -> None:
-        async with service() as (stub, _, _):
+        async with service() as (stub, _):
             (whole,) = await answer(stub, request(stream=False, stop_token_ids=[20]))
             assert list(whole.complete.output_ids) == [18, 19, 20]
             assert (whole.complete.finish_reason, whole.complete.matched_token_id) == ("stop", 20)
@@ -103,7 +94,7 @@ def test_a_stop_token_ends_the_output_and_is_named() -> None:
 
 def test_the_models_end_tokens_end_an_output_unless_they_are_ignored() -> None:
     async def run() -> None:
-        async with service(spec=SPEC.model_copy(update={"eos_token_ids": (19,)})) as (stub, _, _):
+        async with service(spec=SPEC.model_copy(update={"eos_token_ids": (19,)})) as (stub, _):
             (whole,) = await answer(stub, request(stream=False))
             assert list(whole.complete.output_ids) == [18, 19]
             (whole,) = await answer(stub, request(stream=False, ignore_eos=True))
@@ -114,7 +105,7 @@ def test_the_models_end_tokens_end_an_output_unless_they_are_ignored() -> None:
 
 def test_several_outputs_are_told_apart() -> None:
     async def run() -> None:
-        async with service() as (stub, _, _):
+        async with service() as (stub, _):
             wholes = await answer(stub, request(stream=False, n=3))
             assert {whole.complete.index for whole in wholes} == {0, 1, 2}
 
@@ -144,7 +135,7 @@ def test_several_outputs_are_told_apart() -> None:
 )
 def test_what_cannot_be_done_is_refused_and_named(asked: Any, field: str) -> None:
     async def run() -> None:
-        async with service() as (stub, engine, _):
+        async with service() as (stub, engine):
             code, says = await refusal(stub, asked)
             assert code == grpc.StatusCode.INVALID_ARGUMENT
             assert says.startswith(field)
@@ -155,7 +146,7 @@ def test_what_cannot_be_done_is_refused_and_named(asked: Any, field: str) -> Non
 
 def test_metadata_sets_a_deadline_and_an_exact_length() -> None:
     async def run() -> None:
-        async with service(FakeExecutor(step_s=0.05)) as (stub, engine, _):
+        async with service(FakeExecutor(step_s=0.05)) as (stub, engine):
             asked = request(stream=False, max_tokens=50)
             (whole,) = await answer(stub, asked, metadata=[("xgpt-output-length", "3")])
             assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 3)
@@ -171,7 +162,7 @@ def test_metadata_sets_a_deadline_and_an_exact_length() -> None:
 
 def test_a_caller_that_goes_away_and_an_abort_take_a_request_out() -> None:
     async def run() -> None:
-        async with service(FakeExecutor(step_s=0.02)) as (stub, engine, _):
+        async with service(FakeExecutor(step_s=0.02)) as (stub, engine):
             for leave in ("cancel", "abort"):
                 call = stub.Generate(request(max_tokens=400))
                 await call.read()
@@ -191,7 +182,7 @@ def test_a_caller_that_goes_away_and_an_abort_take_a_request_out() -> None:
 
 def test_more_waiting_requests_than_may_are_refused() -> None:
     async def run() -> None:
-        async with service(FakeExecutor(step_s=0.05), max_waiting=2) as (stub, _, _):
+        async with service(FakeExecutor(step_s=0.05), max_waiting=2) as (stub, _):
             calls = [stub.Generate(request(max_tokens=100)) for _ in range(2)]
             await asyncio.gather(*(call.read() for call in calls))
             waiting = [stub.Generate(request()) for _ in range(2)]
@@ -205,7 +196,7 @@ def test_more_waiting_requests_than_may_are_refused() -> None:
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
     async def run() -> None:
-        async with service() as (stub, _, _):
+        async with service() as (stub, _):
             asked = pb.GenerateRequest(tokenized=pb.TokenizedInput(original_text="x" * (8 << 20), input_ids=PROMPT))
             assert (await refusal(stub, asked))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -215,7 +206,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_read() -> None:
 def test_an_engine_that_has_failed_is_unhealthy_and_takes_nothing() -> None:
     async def run() -> None:
         with pytest.raises(Exception, match="the device has gone"):
-            async with service(FakeExecutor(fail_at=19)) as (stub, _, _):
+            async with service(FakeExecutor(fail_at=19)) as (stub, _):
                 assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
                 assert (await refusal(stub, request()))[0] in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
 
@@ -224,7 +215,7 @@ def test_an_engine_that_has_failed_is_unhealthy_and_takes_nothing() -> None:
 
 def test_state_and_load_are_told() -> None:
     async def run() -> None:
-        async with service(FakeExecutor(step_s=0.05)) as (stub, _, channel):
+        async with service(FakeExecutor(step_s=0.05)) as (stub, engine):
             info = await stub.GetModelInfo(pb.GetModelInfoRequest())
             assert (info.served_model_name, info.max_context_length) == ("fake", SPEC.max_context)
             call = stub.Generate(request(max_tokens=50))
@@ -233,10 +224,12 @@ def test_state_and_load_are_told() -> None:
             assert (load.num_running_reqs, load.num_waiting_reqs) == (1, 0)
             assert load.num_used_tokens > 0
             call.cancel()
-            assert b'"plan"' in await get_state(channel, "/plan")
-            assert b"# TYPE" in await get_state(channel, "/metrics")
-            with pytest.raises(grpc.aio.AioRpcError):
-                await get_state(channel, "/etc/passwd")
+            async with admin_server(engine, ServedModel(("fake",), SPEC), 0) as port, httpx.AsyncClient() as client:
+                url = f"http://127.0.0.1:{port}"
+                assert '"plan"' in (await client.get(f"{url}/plan")).text
+                assert "# TYPE" in (await client.get(f"{url}/metrics")).text
+                assert (await client.get(f"{url}/ready")).status_code == 200
+                assert (await client.get(f"{url}/etc/passwd")).status_code == 404
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.Embed(pb.EmbedRequest())
 

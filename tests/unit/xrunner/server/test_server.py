@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -29,6 +30,7 @@ from tests.fakes import (
 )
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
+from xrunner.channel.remote import in_threads
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
@@ -324,9 +326,9 @@ def test_shutdown_ends_what_is_left_with_an_error(stream: bool, caplog: pytest.L
 
 def test_port_in_use(url: str) -> None:
     port = int(url.rsplit(":", 1)[1])
-    app = fake_app(fake_engine(FakeExecutor()))
-    with pytest.raises(MachineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-        serve(app, "127.0.0.1", port)
+    wanted = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    with closing(in_threads(fake_engine(FakeExecutor()))) as engine, pytest.raises(MachineError, match=wanted):
+        serve(fake_app(engine), "127.0.0.1", port)
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:

@@ -8,9 +8,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests import fake_vllm
@@ -23,7 +25,7 @@ from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.generation import Generation, Token
 from xrunner.server import Watch
-from xrunner.vllm import handover, instance
+from xrunner.vllm import instance
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.process import PYTHON_VARIABLE
 from xrunner.vllm.waa import WaaEngine
@@ -119,44 +121,51 @@ def children(engine: Engine, number: int = 0) -> list[int]:
 LOSSES = [(ORCA, signal.SIGKILL, 0), (WAA, signal.SIGSTOP, 1), (ORCA, signal.SIGSTOP, 0), (WAA, signal.SIGKILL, 0)]
 
 
-@pytest.mark.parametrize(("plan", "sent", "number"), few(LOSSES, 2))
+def answers(url: str, prompts: list[tuple[int, ...]], max_tokens: int) -> list[Future[httpx.Response]]:
+    """Ask for all of them at once."""
+    fields = {"model": "fake", "max_tokens": max_tokens, "temperature": 0}
+    pool = ThreadPoolExecutor(len(prompts))
+    asked = [
+        pool.submit(httpx.post, f"{url}/v1/completions", json={**fields, "prompt": p}, timeout=60) for p in prompts
+    ]
+    pool.shutdown(wait=False)
+    return asked
+
+
+@pytest.mark.parametrize(("plan", "sent", "number"), few(LOSSES))
 def test_a_vllm_that_ends_or_hangs_is_started_anew_and_no_request_is_lost(
     plan: Plan, sent: signal.Signals, number: int, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FAKE_VLLM_STEP_S", "0.03")
     engine = start(plan)
-    submit(engine, PROMPTS[:8], max_output=60)
-    first: dict[int, list[Token]] = {}
-    while min((len(first.get(id_, ())) for id_ in range(8)), default=0) < 3:
-        for token in engine.step() or []:
-            first.setdefault(token.id, []).append(token)
-        engine.wait(0.01)
-    vllm, lost = engine._vllm, children(engine, number)
-    for child in lost:
-        os.kill(child, sent)
-    monkeypatch.setattr(instance, "ALIVE_S", 4.0)
-    got = run(engine, 8 - sum(tokens[-1].finish is not None for tokens in first.values()))
-    assert all(ids(first[id_] + got.get(id_, [])) == expected_tokens(PROMPTS[id_], 60) for id_ in range(8))
-    assert eventually(lambda: engine.step() == [] or engine._vllm is not vllm, 30)  # if none needed what was lost
-    assert children(engine, number)
-    assert not any(Path(f"/proc/{child}/cmdline").exists() for child in lost)
+    with running(fake_app(engine, Watch(plan))) as url:
+        asked = answers(url, PROMPTS[:8], 60)
+        assert eventually(lambda: engine.pool.num_running == 8)
+        vllm, lost = engine._vllm, children(engine, number)
+        for child in lost:
+            os.kill(child, sent)
+        monkeypatch.setattr(instance, "ALIVE_S", 8.0)
+        tokens = [one.result().json()["choices"][0]["token_ids"] for one in asked]
+        assert tokens == [expected_tokens(prompt, 60) for prompt in PROMPTS[:8]]
+        assert engine._vllm is not vllm and children(engine, number)
+        assert not any(Path(f"/proc/{child}/cmdline").exists() for child in lost)
 
 
 def test_a_request_that_ends_every_vllm_is_found_and_ended(start: Start) -> None:
     """The first end is an accident, the second makes its requests suspects, the third tells which one it is."""
     engine = start(ORCA)
-    submit(engine, [*PROMPTS[:5], (fake_vllm.DIES, 1), *PROMPTS[5:8]], max_output=40)
-    got = run(engine, 9)
-    assert got[5][-1].finish == "error" and "vLLM ends with this request" in got[5][-1].error
-    prompts = dict(enumerate([*PROMPTS[:5], (), *PROMPTS[5:8]]))
-    assert all(ids(got[id_]) == expected_tokens(prompts[id_], 40) for id_ in got if id_ != 5)
-    submit(engine, [(fake_vllm.DIES, 1)])
-    with pytest.raises(MachineError, match=r"lost 4 times within 10 minutes, the last time: .*the device has gone"):
-        run(engine, 1)
+    with running(fake_app(engine, Watch(ORCA))) as url:
+        *asked, culprit = answers(url, [*PROMPTS[:8], (fake_vllm.DIES, 1)], 40)
+        assert "the engine ends with this request" in culprit.result().text
+        tokens = [one.result().json()["choices"][0]["token_ids"] for one in asked]
+        assert tokens == [expected_tokens(prompt, 40) for prompt in PROMPTS[:8]]
+        (last,) = answers(url, [(fake_vllm.DIES, 1)], 1)
+        says = last.result().text
+        assert "lost 4 times within 10 minutes, the last time: " in says and "the device has gone" in says
 
 
 @pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
 def test_a_vllm_that_makes_no_step_is_noticed(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "RESTARTS", 0)
     engine = start(plan)
     monkeypatch.setattr(instance, "SILENCE_S", 0.5)
     engine.wait(0.6)  # idle, it has nothing to tell
@@ -299,7 +308,6 @@ def test_a_prompt_that_the_encode_lane_cannot_hold_fails_alone(start: Start) -> 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_a_vllm_that_is_stopped_is_noticed(is_busy: bool, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle, it was never noticed; busy, after two minutes."""
-    monkeypatch.setattr(handover, "RESTARTS", 0)
     engine = start(ORCA)
     run_for_s, stopped = time.monotonic() + 1, list[int]()
     while time.monotonic() < run_for_s:

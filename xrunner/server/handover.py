@@ -1,40 +1,37 @@
-"""Keep the requests of a vLLM, so that another one goes on with them when it has ended or hangs."""
+"""Keep the requests of an engine, so that another one goes on with them when it has ended or hangs."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
 from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
+from xrunner.server.served import ServedEngine
 
 RESTARTS, PERIOD_S = 3, 600.0
-"""vLLM is started anew at most this many times within this time; the next loss ends the server."""
+"""An engine is started anew at most this many times within this time; the next loss ends the server."""
 
 
 class Handover:
-    """The requests that vLLM has or is to have, and their output so far.
+    """The requests that an engine has or is to have, and their output so far.
 
-    The first loss of a vLLM counts as an accident. A request that was inside at two losses is a suspect: suspects are
-    handed over one at a time, the next once the one before has made a token. A vLLM that is lost meanwhile was ended by
-    that one, which is not handed over again.
-
-    Args:
-        seeded: whether a sampled request's tokens depend on its seed.
+    The first loss of an engine counts as an accident. A request that was inside at two losses is a suspect: suspects
+    are handed over one at a time, the next once the one before has made a token. An engine that is lost meanwhile was
+    ended by that one, which is not handed over again.
     """
 
-    def __init__(self, *, seeded: bool) -> None:
-        self._seeded = seeded
+    def __init__(self) -> None:
         self._ledger = Ledger()
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()
         self._tried: int | None = None
         """The suspect that was handed over and has made no token yet."""
         self._losses: Counter[int] = Counter()
-        """Of vLLMs that had the request."""
+        """Of engines that had the request."""
         self._lost_s: list[float] = []
 
     def __len__(self) -> int:
@@ -46,7 +43,7 @@ class Handover:
         self._waiting.append(generation.id)
 
     def ready(self) -> Iterator[Generation]:
-        """Take and yield the requests that vLLM may have now."""
+        """Take and yield the requests that the engine may have now."""
         while self._waiting:
             if (generation := self._ledger.generations.get(self._waiting.popleft())) is not None:
                 yield generation
@@ -76,44 +73,47 @@ class Handover:
         if self._tried == id_:
             self._tried = None
 
-    def lose(self, error: MachineError, fits: Callable[[Request], bool]) -> list[Token]:
-        """Have all requests wait for another vLLM; return the ends of those that cannot go on.
+    def lose(self, error: MachineError, engine: ServedEngine) -> list[Token]:
+        """Have all requests wait for another engine; return the ends of those that cannot go on.
 
-        A request goes on after its output so far, if that can be encoded with its prompt (`fits`) and changes nothing;
-        else the same tokens are made once more, and are not handed out again.
+        A request goes on after its output so far, if that can be encoded with its prompt and changes nothing; else the
+        same tokens are made once more, and are not handed out again.
+
+        Args:
+            engine: what was lost, and what is to come: says which requests it resumes and which it repeats.
 
         Raises:
-            MachineError: vLLM was lost too often.
+            MachineError: the engine was lost too often.
         """
         now_s = time.monotonic()
         self._lost_s = [then_s for then_s in self._lost_s if now_s - then_s < PERIOD_S]
         if len(self._lost_s) >= RESTARTS:
             times, minutes = RESTARTS + 1, PERIOD_S / 60
-            raise MachineError(f"vLLM was lost {times} times within {minutes:.0f} minutes, the last time: {error}")
+            raise MachineError(
+                f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
+            )
         self._lost_s.append(now_s)
-        ended = [] if self._tried is None else [self._end(self._tried, f"vLLM ends with this request: {error}")]
+        ended = [] if self._tried is None else [self._end(self._tried, f"the engine ends with this request: {error}")]
         held = {*self._waiting, *self._suspects}
         self._waiting.clear()
         self._suspects.clear()
         for id_, generation in list(self._ledger.generations.items()):
-            if not self._prepare(generation, fits):
-                ended.append(self._end(id_, "vLLM was started anew, and samples other tokens"))
+            if not self._prepare(generation, engine):
+                ended.append(self._end(id_, "the engine was started anew, and samples other tokens"))
                 continue
             self._losses[id_] += id_ not in held
             (self._suspects if self._losses[id_] > 1 else self._waiting).append(id_)
         return ended
 
-    def _prepare(self, generation: Generation, fits: Callable[[Request], bool]) -> bool:
+    def _prepare(self, generation: Generation, engine: ServedEngine) -> bool:
         """Have a request begin again where it was; return False if its tokens cannot be made a second time."""
-        sampling = generation.sampling
-        is_penalised = bool(sampling.presence_penalty or sampling.frequency_penalty)
-        is_drawn = bool(sampling.temperature)
-        resumes = not is_penalised and not (is_drawn and self._seeded)
-        begun = Request(generation.id, len(generation.prompt), generation.max_output)
+        begun = Request(
+            generation.id, len(generation.prompt), generation.max_output, promised_output=generation.promised_output
+        )
         begun.generated = generation.max_output
+        resumes, fits = engine.resumes(generation), engine.pool.can_ever_fit
         self._ledger.anew(begun, lambda request: resumes and fits(request))
-        is_made_again = self._ledger.has_begun(generation.id)
-        return self._seeded or not (is_made_again and is_drawn)
+        return engine.repeats(generation) or not self._ledger.has_begun(generation.id)
 
     def _end(self, id_: int, reason: str) -> Token:
         self.forget(id_)

@@ -1,0 +1,179 @@
+"""The two ends of the channel: frames of messages over Unix sockets.
+
+A frame is its length in four bytes, then the message. Nothing that arrives is executed.
+"""
+
+from __future__ import annotations
+
+import select
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+from xrunner.channel.messages import Down, Up, decode_down, decode_up, encode
+
+READ_BYTES = 1 << 18
+_LENGTH = struct.Struct("!I")
+
+
+class _Frames:
+    """Cuts bytes into frames."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, some: bytes) -> None:
+        self._bytes += some
+
+    def whole(self) -> Iterator[bytes]:
+        """Yield and remove the frames that are complete."""
+        start, size = 0, _LENGTH.size
+        while len(self._bytes) >= start + size:
+            (length,) = _LENGTH.unpack_from(self._bytes, start)
+            if len(self._bytes) < start + size + length:
+                break
+            yield bytes(self._bytes[start + size : start + size + length])
+            start += size + length
+        del self._bytes[:start]
+
+
+def _frame(message: Down | Up) -> bytes:
+    content = encode(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+class EngineEnd:
+    """The end in an engine's process. Any thread may send; one receives."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(True)
+        self._socket = connected
+        self._frames = _Frames()
+        self._received: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self._lock = threading.Lock()
+
+    def send(self, message: Up) -> None:
+        """Send a message; if the front has gone, `receive` says so."""
+        with self._lock, suppress(OSError):
+            self._socket.sendall(_frame(message))
+
+    def receive(self, timeout_s: float) -> Down | None:
+        """Return the next message, or None when the time is over.
+
+        Raises:
+            EOFError: the front has gone.
+        """
+        end_s = time.monotonic() + timeout_s
+        while not self._received:
+            if not self._poll.poll(max(0.0, 1000 * (end_s - time.monotonic()))):
+                return None
+            try:
+                some = self._socket.recv(READ_BYTES)
+            except OSError:
+                some = b""
+            if not some:
+                raise EOFError
+            self._frames.add(some)
+            self._received.extend(self._frames.whole())
+        return decode_down(self._received.popleft())
+
+    def close(self) -> None:
+        """Let the front, and whoever receives here, know that no more is coming."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class FrontEnd:
+    """The end in the front. Belongs to one thread, and never blocks but in `wait`.
+
+    Attributes:
+        has_gone: whether the engine's end is closed.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self.has_gone = False
+        self._socket = connected
+        self._frames = _Frames()
+        self._received: deque[bytes] = deque()
+        self._unsent = bytearray()
+        self._is_blocked = False
+        """Whether something waits until the socket has room."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connected, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable when `receive` or what is unsent has something to do."""
+        # One of the selector, not of the socket: it is readable when the socket can be written, too, if that is needed.
+        descriptor: int = self._selector.fileno()
+        return descriptor
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has come, or when the time is over."""
+        if not self._received:
+            self._selector.select(timeout_s)
+
+    def send(self, message: Down) -> None:
+        """Send a message, at once or when there is room."""
+        is_first = not self._unsent
+        self._unsent += _frame(message)
+        if is_first:
+            self._write()
+
+    def receive(self) -> Up | None:
+        """Return the next message that has come; None: there is none."""
+        if not self._received and not self.has_gone:
+            for _, mask in self._selector.select(0):
+                if mask & selectors.EVENT_WRITE:
+                    self._write()
+                if mask & selectors.EVENT_READ:
+                    self._read()
+        return decode_up(self._received.popleft()) if self._received else None
+
+    def _read(self) -> None:
+        try:
+            some = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            some = b""
+        if some:
+            self._frames.add(some)
+            self._received.extend(self._frames.whole())
+        else:
+            self.has_gone = True
+            self._selector.unregister(self._socket)
+
+    def _write(self) -> None:
+        if self.has_gone:
+            self._unsent.clear()
+            return
+        with suppress(BlockingIOError):
+            try:
+                del self._unsent[: self._socket.send(self._unsent)]
+            except (BrokenPipeError, ConnectionError):
+                self._unsent.clear()  # `receive` tells
+        if bool(self._unsent) != self._is_blocked:
+            self._is_blocked = not self._is_blocked
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_blocked else 0)
+            self._selector.modify(self._socket, wanted)
+
+    def close(self) -> None:
+        """Close the connection: the engine's process ends."""
+        self._selector.close()
+        self._socket.close()
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets: the front's and the engine's."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # many steps, if the front is busy
+    return ends

@@ -1,0 +1,191 @@
+"""Run an engine at its end of the channel: one thread steps it, another one reads what the front sends."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from xgpt.core.errors import XgptError
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel import ALIVE_S
+from xrunner.channel.ends import EngineEnd
+from xrunner.channel.messages import (
+    Alive,
+    Began,
+    Cancel,
+    Down,
+    Failed,
+    Follow,
+    Followed,
+    Ready,
+    Refused,
+    Rested,
+    Room,
+    Stepped,
+    Submit,
+)
+from xrunner.executor import Use
+from xrunner.generation import Generation, Token
+
+IDLE_S = 0.5
+"""How long an idle engine sleeps at most before it looks after its workers."""
+NOBODY = -1
+"""The id of no request: to cancel it wakes the engine."""
+
+logger = logging.getLogger(__name__)
+
+
+class HostedPool(Protocol):
+    """The K/V memory of a hosted engine, read between two steps."""
+
+    @property
+    def reserved_blocks(self) -> int: ...
+    @property
+    def kept_blocks(self) -> int: ...
+    @property
+    def num_preemptions(self) -> int: ...
+
+
+class HostedEngine(Protocol):
+    """See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread, all else to any.
+
+    Attributes:
+        on_refused: called with the reason if another plan cannot be deployed, and the one before goes on.
+        on_begin: called with the requests that a step takes up as it begins.
+    """
+
+    takes_seeds: bool
+    on_refused: Callable[[str], None]
+    on_begin: Callable[[list[int]], None]
+
+    @property
+    def pool(self) -> HostedPool: ...
+    @property
+    def is_emptying(self) -> bool: ...
+    @property
+    def scores_prompts(self) -> bool: ...
+    @property
+    def resumes(self) -> bool: ...
+    def submit(self, generation: Generation) -> None: ...
+    def cancel(self, id_: int) -> None: ...
+    def go_over_to(self, plan: Plan) -> None: ...
+    def step(self) -> list[Token] | None: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def uses(self) -> list[Use]: ...
+    def close(self) -> None: ...
+
+
+Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
+"""Makes an engine that reports each step's record to a function; called in the thread that steps it, since OpenMP keeps
+a team of workers for each thread that has used it, and two teams on the same cores make each other's barriers sleep."""
+
+
+class Host:
+    """An engine at its end of a channel.
+
+    Call `run` in one thread and `read` in another; both return when the front has gone, or the engine has failed, of
+    which the front is then told.
+    """
+
+    def __init__(self, end: EngineEnd, build: Build) -> None:
+        self._end = end
+        self._build = build
+        self._engine: HostedEngine
+        self._is_ready = False
+        self._stopping = threading.Event()
+        self._records: list[StepRecord] = []
+        """Of the step that has just ended."""
+        self._num_plans = self._num_followed = 0
+        """Plans that have been handed to the engine, and of these how many it follows or has refused."""
+        self._told = Room()
+
+    def run(self) -> None:
+        """Build the engine and step it to the end."""
+        try:
+            self._engine = engine = self._build(self._note)
+            try:
+                engine.on_refused = self._refuse
+                engine.on_begin = self._begin
+                self._is_ready = True
+                self._end.send(Ready(engine.takes_seeds, engine.scores_prompts, engine.resumes))
+                self._end.send(Alive(engine.uses()))
+                while not self._stopping.is_set():
+                    self._step(engine)
+            finally:
+                engine.close()
+        except Exception as error:
+            # Whatever it was, the front must learn that it is over.
+            logger.debug("the engine has failed", exc_info=True)
+            self._end.send(Failed.of(error))
+        finally:
+            self._stopping.set()
+            self._end.close()
+
+    def _note(self, record: StepRecord) -> None:
+        self._records.append(record)
+
+    def _step(self, engine: HostedEngine) -> None:
+        num_plans = self._num_plans
+        tokens = engine.step()
+        if num_plans > self._num_followed and not engine.is_emptying:
+            self._num_followed = num_plans
+            self._end.send(Followed())
+        room = self._room(engine)
+        if tokens is not None:
+            records, self._records = self._records, []
+            self._told = room
+            self._end.send(Stepped(tokens, records, room))
+            return
+        if room != self._told:
+            self._told = room
+            self._end.send(Rested(room))
+        engine.wait(IDLE_S)
+
+    @staticmethod
+    def _room(engine: HostedEngine) -> Room:
+        pool = engine.pool
+        return Room(pool.reserved_blocks, pool.kept_blocks, pool.num_preemptions, engine.is_emptying)
+
+    def _refuse(self, reason: str) -> None:
+        self._num_followed = self._num_plans
+        self._end.send(Refused(reason))
+
+    def _begin(self, ids: list[int]) -> None:
+        self._end.send(Began(ids))
+
+    def read(self) -> None:
+        """Hand what the front sends to the engine, and report regularly that this process is alive."""
+        alive_s = time.monotonic()
+        while not self._stopping.is_set():
+            try:
+                message = self._end.receive(max(0.0, alive_s + ALIVE_S - time.monotonic()))
+            except EOFError:
+                self._stopping.set()
+                if self._is_ready:
+                    self._engine.cancel(NOBODY)
+                return
+            if message is not None:
+                self._take(message)
+            if time.monotonic() >= alive_s + ALIVE_S and self._is_ready:
+                alive_s = time.monotonic()
+                self._end.send(Alive(self._engine.uses()))
+            elif not self._is_ready:
+                alive_s = time.monotonic()
+
+    def _take(self, message: Down) -> None:
+        match message:
+            case Submit():
+                self._engine.submit(message.generation)
+            case Cancel():
+                self._engine.cancel(message.id)
+            case Follow():
+                try:
+                    self._engine.go_over_to(Plan.model_validate_json(message.plan))
+                except XgptError as error:
+                    self._end.send(Refused(str(error)))
+                else:
+                    self._num_plans += 1

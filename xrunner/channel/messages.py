@@ -1,0 +1,124 @@
+"""The messages of the channel, and their encoding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from xgpt.core.errors import InputError, MachineError, XgptError
+from xgpt.core.schema.step_log import StepRecord
+from xrunner.executor import Use
+from xrunner.generation import Generation, Token
+
+
+class Submit(msgspec.Struct, tag="submit", array_like=True):
+    """A request for the engine."""
+
+    generation: Generation
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    """Take a request out: its client has gone."""
+
+    id: int
+
+
+class Follow(msgspec.Struct, tag="follow", array_like=True):
+    """Have further steps follow another plan, in JSON."""
+
+    plan: str
+
+
+class Room(NamedTuple):
+    """K/V blocks set aside and kept, preemptions so far, and whether requests wait until another plan is deployed."""
+
+    reserved_blocks: int = 0
+    kept_blocks: int = 0
+    num_preemptions: int = 0
+    is_emptying: bool = False
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The engine takes requests; for the fields see `ServedEngine`."""
+
+    takes_seeds: bool
+    scores_prompts: bool
+    resumes: bool
+
+
+class Alive(msgspec.Struct, tag="alive", array_like=True):
+    """The engine's process runs, and has made this use of its processes."""
+
+    uses: list[Use]
+
+
+class Began(msgspec.Struct, tag="began", array_like=True):
+    """A step has begun that takes up these requests."""
+
+    ids: list[int]
+
+
+class Stepped(msgspec.Struct, tag="stepped", array_like=True):
+    """A step has ended."""
+
+    tokens: list[Token]
+    records: list[StepRecord]
+    room: Room
+
+
+class Rested(msgspec.Struct, tag="rested", array_like=True):
+    """No step can run; the room has changed since the last message."""
+
+    room: Room
+
+
+class Followed(msgspec.Struct, tag="followed", array_like=True):
+    """Steps follow the last plan that was sent."""
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True):
+    """The last plan that was sent cannot run; the one before goes on."""
+
+    reason: str
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """The engine is over.
+
+    Attributes:
+        input: field, value and what is accepted, if the error is an InputError.
+    """
+
+    reason: str
+    exit_code: int = XgptError.exit_code
+    input: tuple[str, Any, str] | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """Return what the front is to be told of an error."""
+        if isinstance(error, InputError):
+            return cls(str(error), error.exit_code, (error.field, error.value, error.accepted))
+        if isinstance(error, XgptError):
+            return cls(str(error), error.exit_code)
+        return cls(f"{type(error).__name__}: {error}")
+
+    @property
+    def error(self) -> XgptError:
+        """The error, to be raised in the front."""
+        if self.input is not None:
+            return InputError(*self.input)
+        return (MachineError if self.exit_code == MachineError.exit_code else XgptError)(self.reason)
+
+
+Down = Submit | Cancel | Follow
+Up = Ready | Alive | Began | Stepped | Rested | Followed | Refused | Failed
+
+
+def _enc_hook(value: Any) -> str:
+    return str(value)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_enc_hook).encode
+decode_down = msgspec.msgpack.Decoder(Down).decode
+decode_up = msgspec.msgpack.Decoder(Up).decode

@@ -1,0 +1,400 @@
+"""An engine at the other end of the channel, as the front has it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from xgpt.core.errors import MachineError
+from xgpt.core.policies import Request
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel import SILENCE_S, EngineLost
+from xrunner.channel.ends import EngineEnd, FrontEnd, pair
+from xrunner.channel.host import Host, HostedEngine, HostedPool
+from xrunner.channel.messages import (
+    Alive,
+    Began,
+    Cancel,
+    Failed,
+    Follow,
+    Followed,
+    Ready,
+    Refused,
+    Rested,
+    Room,
+    Stepped,
+    Submit,
+)
+from xrunner.executor import Use
+from xrunner.generation import Generation, Token
+
+END_S = 30.0
+"""For an engine to end its step and its workers before it is killed."""
+POLL_S = 0.5
+"""Between two looks, while an engine starts, at whether its process lives."""
+
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[StepRecord], None]
+
+
+class Limits(Protocol):
+    """The K/V memory that a plan gives one request: blocks of `block_size` tokens; see `xgpt.core.policies.Pool`."""
+
+    @property
+    def kv_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def prompt_blocks(self) -> int: ...
+    def can_ever_fit(self, request: Request) -> bool: ...
+
+
+class MemoryAndLimits(HostedPool, Limits, Protocol):
+    """The pool of an engine."""
+
+
+class Inside:
+    """The requests that an engine has, as far as it has told.
+
+    Args:
+        limits: of the plan that runs.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.room = Room()
+        self.waiting: dict[int, None] = {}
+        self.running: dict[int, None] = {}
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.limits.kv_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.limits.block_size
+
+    @property
+    def prompt_blocks(self) -> int:
+        return self.limits.prompt_blocks
+
+    def can_ever_fit(self, request: Request) -> bool:
+        """Whether the plan's memory holds the request if it is alone."""
+        return self.limits.can_ever_fit(request)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def reserved_blocks(self) -> int:
+        return self.room.reserved_blocks
+
+    @property
+    def kept_blocks(self) -> int:
+        return self.room.kept_blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.room.num_preemptions
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Note that a step has taken these requests up."""
+        for id_ in ids:
+            if id_ in self.waiting:
+                del self.waiting[id_]
+                self.running[id_] = None
+
+    def note(self, records: Sequence[StepRecord], tokens: Sequence[Token]) -> None:
+        """Note steps that have ended, and their tokens."""
+        for record in records:
+            for id_ in record.preempted:
+                if id_ in self.running:
+                    del self.running[id_]
+                    self.waiting[id_] = None
+            self.begin([id_ for id_, _, _ in record.encode])
+        for token in tokens:
+            if token.finish is not None:
+                self.leave(token.id)
+
+    def leave(self, id_: int) -> bool:
+        """Forget a request that has ended or is taken out; return whether it was there."""
+        was_inside = id_ in self.waiting or id_ in self.running
+        self.waiting.pop(id_, None)
+        self.running.pop(id_, None)
+        return was_inside
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self.waiting.clear()
+        self.running.clear()
+        self.room = Room()
+
+
+class FarEnd(Protocol):
+    """What runs an engine at the other end: a process, or in tests a thread."""
+
+    @property
+    def connected(self) -> socket.socket:
+        """The front's end of the connection."""
+
+    def why_ended(self) -> str | None:
+        """Return how it has ended; None: it runs."""
+
+    def end(self, within_s: float) -> None:
+        """Return once it has ended; after the given time, or at once if it is 0, kill it."""
+
+
+class EngineProcess:
+    """A process that runs `python -m MODULE FD`, FD being its end of the channel, and reads an order from its input.
+
+    It gets a process group of its own: a Ctrl-C in a terminal is for the front, which lets requests end first.
+    """
+
+    def __init__(self, command: Sequence[str], order: bytes) -> None:
+        self.connected, theirs = pair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], process_group=0
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as to:
+            to.write(order)
+
+    def why_ended(self) -> str | None:
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def end(self, within_s: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            if within_s:
+                self._process.wait(within_s)
+                return
+        self._process.kill()
+        self._process.wait()
+
+
+class ListenedEngine(HostedEngine, Protocol):
+    """An engine that was built by others, whose records can be listened to."""
+
+    @property
+    def pool(self) -> MemoryAndLimits: ...
+    def listen(self, on_step: OnStep) -> None: ...
+
+
+class EngineThreads:
+    """An engine of this process in two threads: for tests and small servers."""
+
+    def __init__(self, engine: ListenedEngine) -> None:
+        self.connected, self._theirs = pair()
+        end = EngineEnd(self._theirs)
+
+        def build(on_step: OnStep) -> HostedEngine:
+            engine.listen(on_step)
+            return engine
+
+        host = Host(end, build)
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (host.run, host.read)]
+        for thread in self._threads:
+            thread.start()
+
+    def why_ended(self) -> str | None:
+        return None if self._threads[0].is_alive() else "its thread has ended"
+
+    def end(self, within_s: float) -> None:
+        for thread in self._threads:
+            thread.join(within_s)
+        if self.why_ended() is not None:
+            self._theirs.close()
+
+
+class RemoteEngine:
+    """An engine behind the channel: the contract is that of the package.
+
+    Args:
+        far_end: what runs the engine, perhaps not ready yet.
+        limits: on the K/V memory of one request.
+        launch: starts another far end with a plan.
+        limits_of: the limits under a plan.
+
+    Raises:
+        XgptError: the engine does not start; the error is the engine's own.
+    """
+
+    def __init__(
+        self, far_end: FarEnd, limits: Limits, launch: Callable[[Plan], FarEnd], limits_of: Callable[[Plan], Limits]
+    ) -> None:
+        self.on_refused: Callable[[str], None] = lambda reason: None
+        self._launch = launch
+        self._limits_of = limits_of
+        self._listeners: list[OnStep] = []
+        self.pool = Inside(limits)
+        self._next: list[Plan] = []
+        """Plans that have been sent, and that the engine has neither followed nor refused."""
+        self._uses: list[Use] = []
+        self._is_closed = False
+        self._begin(far_end)
+
+    def _begin(self, far_end: FarEnd) -> None:
+        """Return once the engine takes requests."""
+        self._far_end = far_end
+        self._front = FrontEnd(self._far_end.connected)
+        try:
+            while not isinstance(ready := self._receive(), Ready):
+                if self._is_closed:
+                    raise MachineError("the engine is closed while it starts")
+                self._front.wait(POLL_S)
+        except BaseException as error:
+            self._close(0.0)
+            if isinstance(error, EngineLost):
+                raise MachineError(f"the engine does not start: {error}") from None
+            raise
+        self.takes_seeds, self.scores_prompts, self._resumes = ready.takes_seeds, ready.scores_prompts, ready.resumes
+        self._heard_s = self._looked_s = time.monotonic()
+
+    def _receive(self) -> Ready | Alive | Began | Stepped | Rested | Followed | Refused | None:
+        """Return the next message. Raises EngineLost, or the engine's last error."""
+        message = self._front.receive()
+        if isinstance(message, Failed):
+            raise message.error
+        if message is None and self._front.has_gone:
+            raise EngineLost(f"its process has ended: {self._ended()}")
+        return message
+
+    def _ended(self) -> str:
+        """Return how the process has ended, which closes its sockets a little earlier."""
+        end_s = time.monotonic() + POLL_S
+        while (why := self._far_end.why_ended()) is None and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return why or "it has closed its connection"
+
+    def listen(self, on_step: OnStep) -> None:
+        """Have the records of further steps reported, before their tokens are returned."""
+        self._listeners.append(on_step)
+
+    @property
+    def is_emptying(self) -> bool:
+        """Whether requests wait until another plan has been deployed."""
+        return self.pool.room.is_emptying
+
+    def resumes(self, generation: Generation) -> bool:
+        """Return whether what a request has generated can be encoded with its prompt."""
+        return self._resumes
+
+    def repeats(self, generation: Generation) -> bool:
+        """Return True: tokens depend on the request alone."""
+        return True
+
+    def submit(self, generation: Generation) -> None:
+        """Hand in a request."""
+        self.pool.waiting[generation.id] = None
+        self._front.send(Submit(generation))
+
+    def cancel(self, id_: int) -> None:
+        """Take a request out; one that has ended already is ignored."""
+        self.pool.leave(id_)
+        self._front.send(Cancel(id_))
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Follow another plan as soon as can be. Raises InputError: its schedule cannot be built."""
+        self._limits_of(plan)
+        self._next.append(plan)
+        self._front.send(Follow(plan.model_dump_json()))
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `step` has something to do."""
+        return self._front.fileno()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has come, or when the time is over."""
+        self._front.wait(timeout_s)
+
+    def step(self) -> list[Token] | None:
+        """Return the tokens of the next step that has ended; None: none has since the last call.
+
+        Raises:
+            EngineLost: the process has ended, or hangs.
+            XgptError: the engine has failed.
+        """
+        while (message := self._receive()) is not None:
+            self._heard_s = time.monotonic()
+            match message:
+                case Stepped():
+                    self.pool.room = message.room
+                    self.pool.note(message.records, message.tokens)
+                    for record in message.records:
+                        for listener in self._listeners:
+                            listener(record)
+                    return message.tokens
+                case Began():
+                    self.pool.begin(message.ids)
+                case Rested():
+                    self.pool.room = message.room
+                case Alive():
+                    self._uses = message.uses
+                case Followed():
+                    if self._next:
+                        self.pool.limits = self._limits_of(self._next[-1])
+                    self._next.clear()
+                case Refused():
+                    self._next.clear()
+                    self.on_refused(message.reason)
+        self._check_alive()
+        return None
+
+    def _check_alive(self) -> None:
+        """Raise EngineLost if nothing has come for `SILENCE_S`."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s > SILENCE_S / 4:  # this process did not run itself
+            self._heard_s = now_s
+        self._looked_s = now_s
+        if now_s - self._heard_s > SILENCE_S:
+            raise EngineLost(f"its process has reported nothing for {SILENCE_S:g} s")
+
+    def uses(self) -> list[Use]:
+        """Return what each process of the engine has done, if others than one do."""
+        return self._uses
+
+    def restart(self, plan: Plan) -> None:
+        """End what is left of the engine, and start it anew with a plan and without requests.
+
+        Raises:
+            XgptError: it does not start.
+        """
+        self._close(0.0)
+        self.pool.clear()
+        self.pool.limits = self._limits_of(plan)
+        self._next.clear()
+        self._begin(self._launch(plan))
+
+    def close(self) -> None:
+        """End the engine after the step that it executes. One that is being restarted in another thread ends there."""
+        self._is_closed = True
+        self._close(END_S)
+
+    def _close(self, within_s: float) -> None:
+        self._front.close()
+        self._far_end.end(within_s)
+
+
+def in_threads(engine: ListenedEngine) -> RemoteEngine:
+    """Return an engine of this process as the front has one: for tests and small servers. It cannot be restarted."""
+
+    def launch(_: Plan) -> EngineThreads:
+        raise MachineError("an engine in this process is not started again")
+
+    return RemoteEngine(EngineThreads(engine), engine.pool, launch, lambda _: engine.pool)
