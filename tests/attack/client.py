@@ -129,3 +129,25 @@ def flood(address: tuple[str, int], raw: bytes, seconds: float, at_once: int = 4
 
     with ThreadPoolExecutor(at_once) as threads:
         return sum(threads.map(repeat, range(at_once)), Counter())
+
+
+def tiny_chunks(path: str, count: int = 400_000, key: str = "") -> bytes:
+    """A body of blanks, one byte a chunk."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
+    return head.encode() + b"\r\n" + b"1\r\n \r\n" * count
+
+
+def send_and_read_nothing(address: tuple[str, int], raw: bytes, count: int, seconds: float) -> None:
+    """Send the same on as many connections, and leave the answers unread for so long."""
+    with ExitStack() as clients:
+
+        def send(_: int) -> None:
+            client = clients.enter_context(connect(address, seconds))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            with suppress(OSError):
+                client.sendall(raw)
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(send, range(count)))
+        time.sleep(seconds)

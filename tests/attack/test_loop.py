@@ -9,18 +9,27 @@ from typing import Any
 
 import pytest
 
-from tests.attack.client import elsewhere, request, send_unfinished, statuses
+from tests.attack.client import elsewhere, request, send_unfinished, statuses, tiny_chunks
 from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
 from xrunner.server import ChatTemplate, TextCodec
 
 LONGEST_S = 0.05
+"""Of one callback: whatever a client sends."""
+TURN_S = 0.1
+"""Of one turn of the loop, in which all callbacks run that are ready: a probe waits for one or two."""
 
 
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server in this process, of which no turn may have been longer."""
     longest: list[tuple[float, str]] = [(0.0, "")]
-    run = asyncio.events.Handle._run
+    turns = [0.0]
+    run, run_once = asyncio.events.Handle._run, asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
+
+    def turn(loop: asyncio.BaseEventLoop) -> None:
+        begin_s = time.thread_time()
+        run_once(loop)
+        turns.append(time.thread_time() - begin_s)
 
     def timed(handle: asyncio.Handle) -> None:
         begin_s = time.thread_time()
@@ -35,9 +44,11 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
         at = "127.0.0.1", int(url.rpartition(":")[2])
         assert statuses(at, [fake(prompt=[1])]) == [200]
         monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+        monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", turn)
         yield at
         monkeypatch.undo()
     assert longest[0][0] < LONGEST_S, longest
+    assert max(turns) < TURN_S
 
 
 def fake(**fields: Any) -> bytes:
@@ -75,12 +86,6 @@ def test_what_is_refused_costs_little(name: str, address: tuple[str, int]) -> No
     assert set(elsewhere(statuses, address, TOO_MUCH[name])) <= {400, 413}
 
 
-def tiny_chunks(path: str, count: int = 400_000) -> bytes:
-    """A body of blanks, one byte a chunk."""
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return head.encode() + b"1\r\n \r\n" * count
-
-
 @pytest.mark.point(21)
 @pytest.mark.parametrize(("path", "status"), [("/nowhere", 404), ("/v1/completions", 400)])
 def test_a_body_in_chunks_of_one_byte(path: str, status: int, address: tuple[str, int]) -> None:
@@ -114,6 +119,13 @@ def test_the_largest_answers_are_written_in_slices(name: str, address: tuple[str
 def test_larger_answers_are_refused(address: tuple[str, int]) -> None:
     raw = fake(prompt=[[1]] * 4, n=128, max_tokens=400, logprobs=20)
     assert elsewhere(statuses, address, [raw]) == [400]
+
+
+@pytest.mark.point(22)
+def test_long_bodies_take_turns(address: tuple[str, int]) -> None:
+    """36 of them at once kept a probe waiting for the reading of all."""
+    raw = fake(prompt=[1], user="\U0001f600" * 100_000 + "x" * 3_000_000)
+    assert set(elsewhere(statuses, address, [raw] * 36, 36)) <= {400, 413, 503}
 
 
 @pytest.mark.point(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from starlette.requests import Request
@@ -81,12 +81,38 @@ class Memory:
         self._counted = 0
 
 
+class Turns:
+    """Lets one long body go on in each turn of the event loop: other requests wait for one of them, not for all."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self) -> None:
+        """Return in a later turn of the event loop, after those who asked before."""
+        loop = asyncio.get_running_loop()
+        mine = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._let_one_go_on, loop)
+        self._waiting.append(mine)
+        await mine
+
+    def _let_one_go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.cancelled():
+                first.set_result(None)
+                break
+        if self._waiting:
+            loop.call_soon(self._let_one_go_on, loop)
+
+
 class Bodies:
     """Reads bodies, and counts the memory of requests until they have ended."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._bodies, self._requests = Budget(limits.all_bodies_bytes), Budget(limits.all_requests_bytes)
+        self._turns = Turns()
         self._giving_back: asyncio.TimerHandle | None = None
 
     def memory(self, http: Request) -> Memory:
@@ -112,6 +138,8 @@ class Bodies:
                     if len(body) > limits.max_body_bytes:
                         raise self._too_long()
                     memory.set(len(body))
+                    if len(body) > FREE_BYTES:
+                        await self._turns.next()
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {limits.body_timeout_s} s") from None
         info.read_s = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -130,7 +131,7 @@ def test_a_request_counts_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) ->
     executor = FakeExecutor(step_s=0.02)
     limits = Limits(all_requests_bytes=2 * 3 * 4_500)  # an account has half: three prompts of a hundred tokens
     with running(fake_app(fake_engine(executor, max_batch=1), limits=limits)) as url, ThreadPoolExecutor(8) as pool:
-        body = {**COMPLETION, "prompt": [5] * 100, "max_tokens": 20}
+        body = {**COMPLETION, "prompt": [5] * 100, "max_tokens": 50}
         asked = [pool.submit(post, url, body) for _ in range(8)]
         answers = [one.result() for one in asked]
         codes = [answer.status_code for answer in answers]
@@ -168,3 +169,26 @@ def test_without_a_key_nothing_of_a_body_in_chunks_is_kept() -> None:
         parts = (b"x" * 1000 for _ in range(1000))
         answer = httpx.post(f"{url}/v1/completions", content=parts, trust_env=False, timeout=10)
     assert answer.status_code == 401 and answer.headers["connection"] == "close"
+
+
+def test_long_bodies_go_on_one_in_each_turn_of_the_loop() -> None:
+    went_on: list[tuple[int, int]] = []
+
+    async def run() -> None:
+        turns, turn = bodies.Turns(), 0
+
+        async def read(number: int) -> None:
+            for _ in range(3):
+                await turns.next()
+                went_on.append((turn, number))
+
+        reading = [asyncio.create_task(read(number)) for number in (0, 1, 2, 3, 4, 9)]
+        await asyncio.sleep(0)
+        reading.pop().cancel()
+        while not all(task.done() for task in reading):
+            turn += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert [number for _, number in went_on] == [0, 1, 2, 3, 4] * 3
+    assert len({turn for turn, _ in went_on}) == 15

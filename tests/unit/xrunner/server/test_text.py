@@ -175,6 +175,19 @@ def test_stop_strings_do_not_depend_on_the_pieces(pieces: list[str], stops: list
     assert (given_out, ended) == cut("".join(pieces), stops, include)
 
 
+def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
+    """Whatever the text: here each character may be the last but one of every stop string."""
+
+    def took_s(length: int) -> float:
+        ending = StopStrings(["a" * length + chr(98 + number) for number in range(16)])
+        begin_s = time.process_time()
+        for _ in range(4000):
+            ending.push("a")
+        return time.process_time() - begin_s
+
+    assert min(took_s(999) for _ in range(3)) < 4 * min(took_s(3) for _ in range(3)) + 0.01
+
+
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
     finder = StopStrings(["###", "END"])
     assert [finder.push(piece) for piece in ("a#", "#b", "E", "N", "D!")] == [
