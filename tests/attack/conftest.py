@@ -13,7 +13,7 @@ import pytest
 
 from tests.attack.client import MIB
 from tests.attack.report import Report
-from tests.attack.target import FELT_S, TIMES_CALM, Felt, Target, Unharmed, save_checkpoint
+from tests.attack.target import FELT_S, LEFT_MIB, TIMES_CALM, Felt, Target, Unharmed, roomy, save_checkpoint
 
 if sys.platform != "linux":
     collect_ignore_glob = ["test_*.py"]  # memory and sockets are read from /proc
@@ -35,15 +35,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("checkpoint") / "small")
 
 
+@pytest.fixture(scope="session")
+def one_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A server on one device, for all files whose attacks leave it as it was."""
+    with roomy("one", checkpoint, tmp_path_factory.mktemp("one")) as target:
+        yield target
+
+
 @pytest.fixture
 def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Unharmed:
     """Return the block that an attack on the module's `target` is put in: it leaves others' answers, a probe's tokens
     and the memory (but for some MiB) as they were, and what it did is recorded.
     """
     target: Target = request.getfixturevalue("target")
+    is_long = request.node.get_closest_marker("long") is not None
+    is_reported = request.config.getoption("--attack-report", None) is not None
 
     @contextmanager
     def watched(mib: float) -> Iterator[Felt]:
+        if is_long:
+            target.fill_memory()
         before, rss = target.probe(), target.rss_bytes()
         peak, over = [rss], threading.Event()
 
@@ -55,21 +66,32 @@ def unharmed(request: pytest.FixtureRequest, record_property: Callable[[str, obj
             time.sleep(1)
         watching = threading.Thread(target=watch)
         watching.start()
+        begin_s = time.monotonic()
         try:
             with target.felt() as felt:
                 yield felt
         finally:
             over.set()
             watching.join()
+        if is_reported:  # the control goes on for as long as the attack, but for some seconds
+            with target.felt() as after:
+                time.sleep(min(10.0, time.monotonic() - begin_s))
+            calm.gaps_s += after.gaps_s
+            calm.health_s += after.health_s
+        end_s = time.monotonic() + 5
+        while (left := (target.rss_bytes() - rss) / MIB) > LEFT_MIB and time.monotonic() < end_s:
+            time.sleep(0.2)
         record_property("case", request.node.name.partition("[")[0].removeprefix("test_").replace("_", " "))
         record_property("flavour", target.flavour)
         record_property("gap_s", [round(calm.longest_gap_s, 3), round(felt.longest_gap_s, 3)])
         record_property("health_s", [round(calm.slowest_health_s, 3), round(felt.slowest_health_s, 3)])
-        record_property("mib", [round(at / MIB) for at in (rss, max(peak), target.rss_bytes())])
+        record_property("mib", [round(rss / MIB), round(max(peak) / MIB), round(rss / MIB + left)])
+        record_property("num_lost", len(felt.failures))
         assert felt.failures == []
         assert target.probe() == before
         assert felt.longest_gap_s < max(FELT_S, TIMES_CALM * calm.longest_gap_s)
         assert felt.slowest_health_s < max(FELT_S, TIMES_CALM * calm.slowest_health_s)
         assert (max(peak) - rss) / MIB < mib
+        assert left < LEFT_MIB or not is_long
 
     return watched

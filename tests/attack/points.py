@@ -157,4 +157,5 @@ POINTS = {
             "tests/unit/xrunner/server/test_chat.py::test_a_process_that_renders_and_is_stopped_or_killed_is_replaced",
         ),
     ),
+    28: Point("advisories of other servers", "see the ids in tests/attack/test_advisories.py"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.attack.points import POINTS, Point
+from tests.attack.target import GAP_S, HEALTH_S
 
 
 class Report:
@@ -59,7 +60,19 @@ def _entry(test: str, point: Point) -> str | None:
 
 
 def _shown(row: dict[str, Any]) -> str:
-    """What a case recorded, in words."""
+    """Return what a case recorded, in words."""
     names = {"gap_s": "gap {0} to {1} s", "health_s": "/health {0} to {1} s", "mib": "{0}, at most {1}, then {2} MiB"}
     parts = [text.format(*row[name]) for name, text in names.items() if name in row]
+    if "gap_s" in row and "health_s" in row:
+        parts.append(_judged(row))
     return ", ".join([row["outcome"], *parts, *([row["note"]] if row.get("note") else [])])
+
+
+def _judged(row: dict[str, Any]) -> str:
+    """Return whether others felt no more than they should; the control is the same without the attack."""
+    beyond = []
+    for name, what, most_s in (("health_s", "/health", HEALTH_S), ("gap_s", "gap", GAP_S)):
+        control_s, felt_s = row[name]
+        if felt_s > most_s:
+            beyond.append(f"{what} beyond {most_s:g} s" + (", and so is the control" if control_s > most_s else ""))
+    return "; ".join(beyond) or "within all aims"

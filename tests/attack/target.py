@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from importlib.util import find_spec
@@ -29,6 +30,8 @@ from xrunner.vllm.process import PYTHON_VARIABLE
 FELT_S, TIMES_CALM = 3.0, 10
 """What a stream and a probe may feel: seconds, or a multiple of what they feel before, where cores are busy. What the
 event loop does in one go is held to less where no other process counts: `test_loop.py`."""
+HEALTH_S, GAP_S, LEFT_MIB = 0.1, 0.25, 64
+"""What they should feel at most, and MiB that may be left after an attack. The report says whether they did."""
 
 
 PROBE = {"prompt": [3, 50, 61, 72, 83], "max_tokens": 12, "temperature": 0}
@@ -90,6 +93,7 @@ class Target:
     model: str
     headers: dict[str, str]
     flavour: str
+    _is_filled: bool = False
 
     @property
     def url(self) -> str:
@@ -126,6 +130,14 @@ class Target:
         tokens: list[int] = answer["choices"][0]["token_ids"]
         return tokens
 
+    def fill_memory(self) -> None:
+        """Use all K/V memory once: the system counts its pages from then on, whoever uses them."""
+        if not self._is_filled:
+            prompts = [[number % 256, *[5] * 470] for number in range(40)]
+            status, answer = self.complete(prompt=prompts, max_tokens=8, ignore_eos=True)
+            assert status == 200, answer
+            self._is_filled = True
+
     def metric(self, name: str) -> float:
         """The sum of what /metrics shows under a name, whatever the labels."""
         status, text = self.ask("GET", "/metrics")
@@ -134,11 +146,14 @@ class Target:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def rss_bytes(self) -> int:
-        """Resident memory of the process that answers. Linux only."""
-        for line in Path(f"/proc/{self.served.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        raise RuntimeError("the server has ended")
+        """Return the resident memory of the server's processes. Linux only."""
+        pid = self.served.process.pid
+        return sum(_rss_bytes(process) for process in (pid, *children_of(pid)))
+
+    def cpu_s(self) -> float:
+        """Return the processor time that the answering process has used. Linux only."""
+        fields = Path(f"/proc/{self.served.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @contextmanager
     def felt(self) -> Iterator[Felt]:
@@ -166,12 +181,16 @@ class Target:
                     time.sleep(0.05)
                     continue
                 last_s: float | None = None
+                num_tokens = 0
                 while not stop.is_set() and (line := answer.readline()):
                     if line.startswith(b"data: {"):
                         now_s = time.perf_counter()
                         if last_s is not None:
                             felt.gaps_s.append(now_s - last_s)
                         last_s = now_s
+                        num_tokens += sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
+                if not stop.is_set() and num_tokens != body["max_tokens"]:
+                    felt.failures.append(f"stream: {num_tokens} tokens of {body['max_tokens']}")
             except OSError as error:
                 felt.failures.append(f"stream: {error!r}")
                 time.sleep(0.05)
@@ -189,6 +208,23 @@ class Target:
                 felt.failures.append(f"/health: {error!r}")
             felt.health_s.append(time.perf_counter() - started_s)
             stop.wait(0.02)
+
+
+def _rss_bytes(process: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return 0  # it has ended
+
+
+def children_of(pid: int) -> list[int]:
+    """Return all processes that a process has started, and that these have."""
+    started: list[int] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            started += map(int, (thread / "children").read_text().split())
+    return [found for child in started for found in (child, *children_of(child))]
 
 
 Unharmed = Callable[[float], AbstractContextManager[Felt]]
@@ -233,6 +269,26 @@ def attacked(
             options += ("--engine", "vllm")
         with served(what, directory, *options) as running:
             yield Target(running, model.name, headers, flavour)
+
+
+def roomy(flavour: str, checkpoint: Path, directory: Path) -> AbstractContextManager[Target]:
+    """Serve a flavour with so many places that memory ends first, and with a long token.
+
+    So a text of 300 times the context is not refused by its length.
+    """
+    from tokenizers import Tokenizer
+
+    own = shutil.copytree(checkpoint, directory / "small")
+    tokenizer = Tokenizer.from_file(str(own / "tokenizer.json"))
+    tokenizer.add_tokens(["y" * 300])
+    tokenizer.save(str(own / "tokenizer.json"))
+    return attacked(flavour, own, directory, change=of_many_places)
+
+
+def of_many_places(plan: Plan) -> Plan:
+    """Return the plan with 64 places."""
+    name = "max_decode_batch" if plan.policy.kind == "waa" else "max_batch"
+    return plan.model_copy(update={"policy": plan.policy.model_copy(update={name: 64})})
 
 
 def save_checkpoint(directory: Path) -> Path:

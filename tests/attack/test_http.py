@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -15,31 +14,34 @@ from statistics import median
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
-from tests.attack.client import answers_of, connect, elsewhere, flood, read_all, request, send_unfinished, statuses
-from tests.attack.target import EVERYWHERE, FAKE_VLLM, VLLM, Target, Unharmed, attacked
+from tests.attack.client import (
+    ADMIN_KEY,
+    MIB,
+    answers_of,
+    connect,
+    elsewhere,
+    flood,
+    read_all,
+    request,
+    send_and_read_nothing,
+    send_unfinished,
+    statuses,
+    tiny_chunks,
+)
+from tests.attack.target import EVERYWHERE, FAKE_VLLM, VLLM, Target, Unharmed, roomy
 from tests.fakes import eventually
-from xgpt.core.schema import Plan
 
 
 @pytest.fixture(scope="module", params=EVERYWHERE)
 def target(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Target]:
-    directory = tmp_path_factory.mktemp("http")
-    own = shutil.copytree(checkpoint, directory / "small")
-    tokenizer = Tokenizer.from_file(str(own / "tokenizer.json"))
-    tokenizer.add_tokens(["y" * 300])  # so that a text of 300 times the context is not refused by its length alone
-    tokenizer.save(str(own / "tokenizer.json"))
-    with attacked(request.param, own, directory, change=of_many_places) as target:
+    if request.param == "one":
+        yield request.getfixturevalue("one_server")
+        return
+    with roomy(request.param, checkpoint, tmp_path_factory.mktemp("http")) as target:
         yield target
-
-
-def of_many_places(plan: Plan) -> Plan:
-    """So that memory ends before places do."""
-    name = "max_decode_batch" if plan.policy.kind == "waa" else "max_batch"
-    return plan.model_copy(update={"policy": plan.policy.model_copy(update={name: 64})})
 
 
 @pytest.mark.point(1, 17)
@@ -216,6 +218,77 @@ def test_text_that_never_ends(target: Target, unharmed: Unharmed) -> None:
         for stream in (False, True):
             fields = {"prompt": "\u20ac" * 30, "n": 16, "max_tokens": 400, "temperature": 2, "ignore_eos": True}
             assert elsewhere(statuses, target.address, [request({**fields, "stream": stream})]) == [200]
+
+
+@pytest.mark.long
+@pytest.mark.point(21)
+@pytest.mark.parametrize("key", ["", ADMIN_KEY])
+def test_bodies_in_chunks_of_one_byte(key: str, target: Target, unharmed: Unharmed) -> None:
+    """Without a key /health once waited 14 s; a body with one took 15 s."""
+    requests = [tiny_chunks(path, key=key) for path in ("/nowhere", "/v1/completions")] * 4
+    with unharmed(200):
+        found = elsewhere(statuses, target.address, requests, 8)
+    assert set(found) <= {0, 400, 401, 404}
+
+
+@pytest.mark.long
+@pytest.mark.point(22)
+def test_requests_that_keep_long_fields(target: Target, unharmed: Unharmed) -> None:
+    """36 of them once took 2.6 GiB until they had ended."""
+    raw = request({"prompt": [5, 6], "max_tokens": 200, "ignore_eos": True, "user": "\U0001f600" + "x" * (15 * MIB)})
+    with unharmed(700):
+        found = elsewhere(statuses, target.address, [raw] * 36, 36)
+    assert set(found) <= {200, 400, 413, 429, 503}
+
+
+@pytest.mark.long
+@pytest.mark.point(22)
+def test_errors_that_are_not_read(target: Target, unharmed: Unharmed) -> None:
+    """A model's name of 15 MiB once was an answer of 35 MiB."""
+    raw = request({"prompt": [5], "model": "\U0001f600" + "m" * (15 * MIB)})
+    num_lines = len(target.served.lines)
+    with unharmed(700):
+        elsewhere(send_and_read_nothing, target.address, raw, 40, 3.0)
+    assert sum(map(len, target.served.lines[num_lines:])) < 100_000
+
+
+@pytest.mark.long
+@pytest.mark.point(22)
+def test_lines_of_log_that_strangers_write(target: Target, unharmed: Unharmed) -> None:
+    """65 GB a day, once."""
+    raw = request(b"", method="GET", path="/" + "p" * 10_000, key="no-key", extra=f"X-Request-Id: {'r' * 120}\r\n")
+    num_lines = len(target.served.lines)
+    with unharmed(200):
+        found = elsewhere(flood, target.address, raw, 2.0, 8)
+    lines = target.served.lines[num_lines:]
+    assert set(found) <= {400, 401} and max(map(len, lines), default=0) < 1500
+
+
+@pytest.mark.long
+@pytest.mark.point(22)
+def test_an_echo_as_large_as_can_be(target: Target, unharmed: Unharmed) -> None:
+    """A body of 70 kB once made an answer of 557 MiB."""
+    if target.flavour in (FAKE_VLLM, VLLM):
+        pytest.skip("log probabilities of prompts are refused there")
+    fields = {"prompt": [[5] * 400] * 30, "n": 128, "max_tokens": 1, "logprobs": 20, "echo": True}
+    with unharmed(300):
+        assert elsewhere(statuses, target.address, [request(fields)]) == [400]
+        fields |= {"n": 1, "prompt": [[5] * 400] * 8}
+        assert set(elsewhere(statuses, target.address, [request(fields)])) <= {200, 400}
+
+
+@pytest.mark.long
+@pytest.mark.point(22)
+def test_long_stop_strings(target: Target, unharmed: Unharmed) -> None:
+    """They were said to be quadratic; with them, outputs now cost as much as without."""
+    seconds = {}
+    with unharmed(200):
+        for name, stop in (("without", None), ("with", ["a" * 999 + chr(98 + number) for number in range(16)])):
+            fields = {"prompt": "a" * 50, "n": 16, "max_tokens": 400, "ignore_eos": True, "stop": stop}
+            begin_s = target.cpu_s()
+            assert elsewhere(statuses, target.address, [request(fields)]) == [200]
+            seconds[name] = target.cpu_s() - begin_s
+    assert seconds["with"] < 2 * seconds["without"] + 1
 
 
 @pytest.mark.point(20)

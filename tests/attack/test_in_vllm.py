@@ -23,7 +23,7 @@ from benchmarks.lib.served_plans import one_lane, plan
 from tests import fake_vllm
 from tests.attack import target as attack
 from tests.attack.client import ADMIN_KEY
-from tests.attack.target import PROBE, Target, attacked
+from tests.attack.target import PROBE, Target, attacked, children_of
 from tests.fakes import eventually, expected_tokens
 from tests.rings import few
 from xgpt.core.schema import ModelSpec, Plan
@@ -79,13 +79,6 @@ def figures(target: Target) -> dict[str, float]:
 def nothing_runs(target: Target) -> bool:
     shown = figures(target)
     return not any(shown[f"xgpt_{name}"] for name in ("requests_running", "requests_waiting", "kv_blocks_used"))
-
-
-def children_of(pid: int) -> list[int]:
-    """All processes that it has started, and that these have."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    started = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    return [found for child in started for found in (child, *children_of(child))]
 
 
 @pytest.mark.point(1)
@@ -242,19 +235,25 @@ def test_an_answer_that_would_come_too_late_is_not_begun(
     assert any("3 s are promised" in message for message in refused)
 
 
+@pytest.mark.long
 @pytest.mark.point(1, 20)
 def test_what_runs_at_sigterm_ends_and_nothing_begins(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     with attacked("one", checkpoint, tmp_path, *ENGINE) as target:
-        process = target.served.process
-        family = children_of(process.pid)
-        answers: list[tuple[int, bytes]] = []
-        body = {"model": target.model, "prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}
-        asking = threading.Thread(target=lambda: answers.append(target.ask("POST", "/v1/completions", body)))
-        asking.start()
-        assert eventually(lambda: figures(target)["xgpt_requests_running"] == 1)
-        process.send_signal(signal.SIGTERM)
-        asking.join(60)
-        assert process.wait(60) == 0
+        ends_what_runs(target)
+
+
+def ends_what_runs(target: Target) -> None:
+    """End a server while a request runs: it is answered, and no process is left."""
+    process = target.served.process
+    family = children_of(process.pid)
+    answers: list[tuple[int, bytes]] = []
+    body = {"model": target.model, "prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: answers.append(target.ask("POST", "/v1/completions", body)))
+    asking.start()
+    assert eventually(lambda: figures(target)["xgpt_requests_running"] == 1)
+    process.send_signal(signal.SIGTERM)
+    asking.join(60)
+    assert process.wait(60) == 0
     ((status, answer),) = answers
     assert status == 200 and len(json.loads(answer)["choices"][0]["token_ids"]) == 400
     assert family and eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in family))
@@ -262,11 +261,9 @@ def test_what_runs_at_sigterm_ends_and_nothing_begins(kind: str, checkpoint: Pat
 
 @pytest.mark.point(27)
 @pytest.mark.parametrize("number", few([signal.SIGKILL, signal.SIGSTOP]))
-def test_where_vllm_dies_or_stops_another_takes_over_its_requests(
-    number: signal.Signals, kind: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_where_vllm_dies_or_stops_another_takes_over_its_requests(number: signal.Signals, target: Target) -> None:
     """The server once ended, with what it had. A stop is noticed after 30 s."""
-    with attacked("one", checkpoint, tmp_path, *ENGINE) as target, ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool:
         fields = {**PROBE, "max_tokens": 300, "ignore_eos": True}
         before = target.complete(**fields)[1]["choices"][0]["token_ids"]
         family = children_of(target.served.process.pid)
@@ -281,7 +278,7 @@ def test_where_vllm_dies_or_stops_another_takes_over_its_requests(
 
 
 @pytest.mark.point(17)
-def test_waa_on_two_vllms_is_the_same_endpoint(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_waa_on_two_vllms_is_the_same_endpoint_to_its_end(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     with attacked("waa", checkpoint, tmp_path, *ENGINE, "--max-waiting", "30") as target:
         assert target.ask("POST", "/v1/completions", {"model": target.model, **PROBE}, {})[0] == 401
         alone = target.probe()
@@ -298,3 +295,4 @@ def test_waa_on_two_vllms_is_the_same_endpoint(kind: str, checkpoint: Path, tmp_
         assert status == 400, answer
         assert target.probe() == alone
         assert eventually(lambda: nothing_runs(target))
+        ends_what_runs(target)

@@ -49,17 +49,28 @@ def start(
     return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
 
 
-def test_a_log_that_is_not_read_holds_up_no_request(checkpoint: Path, tmp_path: Path) -> None:
-    """A pipe of 4 KiB was full after a dozen requests, and the server stood still."""
+@pytest.mark.point(24)
+def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Without a key file, or before the server had started, SIGHUP ended it. A pipe of 4 KiB was full after a dozen
+    requests, and the server stood still."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     process = start("one", checkpoint, tmp_path, "--no-replan", stderr=writing)
     os.close(writing)
     try:
+        status = Path(f"/proc/{process.pid}/status")
+        # It has read its options, and checks the plan or builds the engine.
+        assert eventually(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & 1 == 1, 60)
         said = b""
         while b"listening on " not in said:
-            said += os.read(reading, 4096)
-        host, port = said.rpartition(b"http://")[2].decode().strip().split(":")
+            process.send_signal(signal.SIGHUP)
+            said += (read := os.read(reading, 4096))
+            assert read, process.wait(10)
+        process.send_signal(signal.SIGHUP)
+        host, port = said.rpartition(b"http://")[2].decode().split()[0].split(":")
+        assert httpx.get(f"http://{host}:{port}/health", trust_env=False).status_code == 200
         for _ in range(100):
             with connect((host, int(port)), 20) as client:
                 client.sendall(b"GET /v1/nothing HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
@@ -70,31 +81,6 @@ def test_a_log_that_is_not_read_holds_up_no_request(checkpoint: Path, tmp_path: 
         process.kill()
         process.wait()
         os.close(reading)
-
-
-@pytest.mark.point(24)
-def test_a_hangup_ends_no_server(checkpoint: Path, tmp_path: Path) -> None:
-    """Without a key file, or before the server had started, it once did."""
-    process = start("one", checkpoint, tmp_path, "--no-replan", stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    try:
-        status = Path(f"/proc/{process.pid}/status")
-        # It has read its options, and checks the plan or builds the engine.
-        assert eventually(lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & 1 == 1, 60)
-        said = b""
-        while b"listening on " not in said:
-            process.send_signal(signal.SIGHUP)
-            said = process.stderr.readline()
-            assert said, process.wait(10)
-        process.send_signal(signal.SIGHUP)
-        url = said.split()[-1].decode()
-        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
-        process.terminate()
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 @pytest.mark.long

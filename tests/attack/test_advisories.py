@@ -1,0 +1,316 @@
+"""What public advisories of other servers describe, and ideas of our own, as requests to one running server.
+
+Each is answered as stated, within seconds, and the server is as it was: the same tokens, no traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tests.attack.client import ADMIN_KEY, connect, read_all, request
+from tests.attack.target import PROBE, Target
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.call_formats import HERMES
+from xrunner.server.api.call_reader import Calls
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Body = dict[str, Any]
+SOON_S = 10.0
+"""Seconds, on a machine with much else to do, for an answer to something that costs next to nothing."""
+
+
+@pytest.fixture(scope="module")
+def target(one_server: Target) -> Iterator[Target]:
+    before = one_server.probe()
+    yield one_server
+    assert one_server.probe() == before
+    assert not [line for line in one_server.served.lines if '"traceback"' in line]
+
+
+def chat(content: Any = "x", **fields: Any) -> Body:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+
+
+def tool(**parameters: Any) -> Body:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
+def cyclic() -> Body:
+    return {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}}}
+
+
+PROMPT: Body = {"prompt": [5, 6, 7], "max_tokens": 2}
+IMAGE = "http://127.0.0.1:{port}/image.png"
+BODIES: dict[str, tuple[str, Body, set[int]]] = {
+    # vLLM
+    "CVE-2024-8768 an empty prompt": (COMPLETIONS, {"prompt": "", "max_tokens": 2}, {200, 400}),
+    "CVE-2024-8768 no tokens": (COMPLETIONS, {"prompt": [], "max_tokens": 2}, {400}),
+    "CVE-2025-48942 a schema that is none": (CHAT, chat(guided_json={"properties": {"a": "string"}}), {400}),
+    "CVE-2025-48942 a schema that leads to itself": (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": cyclic()}}),
+        {200, 400},
+    ),
+    "CVE-2025-48943 an expression that is none": (COMPLETIONS, {**PROMPT, "guided_regex": "[a"}, {400}),
+    "CVE-2025-48944 a pattern that is none": (
+        CHAT,
+        chat(tool_choice="required", **tool(type="object", properties={"a": {"type": "string", "pattern": "\\d{"}})),
+        {200, 400},
+    ),
+    "CVE-2025-48944 a type that is none": (
+        CHAT,
+        chat(tool_choice="required", **tool(type="object", properties={"a": {"type": "something"}})),
+        {200, 400},
+    ),
+    "CVE-2025-61620 a template of the client's": (
+        CHAT,
+        chat(chat_template="{% for i in range(10**9) %}{% endfor %}"),
+        {400},
+    ),
+    "CVE-2025-61620 a template among its variables": (
+        CHAT,
+        chat(chat_template_kwargs={"chat_template": "{% for i in range(10**9) %}x{% endfor %}"}),
+        {200},
+    ),
+    "CVE-2025-62426 tokenised while rendered": (
+        CHAT,
+        chat("x" * 400, chat_template_kwargs={"tokenize": True, "return_dict": True, "padding": "max_length"}),
+        {200, 400},
+    ),
+    "CVE-2025-62164 a tensor as a prompt": (COMPLETIONS, {**PROMPT, "prompt_embeds": "gAJ9cQAu"}, {400}),
+    "CVE-2025-62372 tensors of another shape": (COMPLETIONS, {"prompt_embeds": ["AAAA"], "max_tokens": 2}, {400}),
+    "CVE-2026-22773 an image of one pixel": (
+        CHAT,
+        chat([{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]),
+        {400},
+    ),
+    "CVE-2026-34756 astronomically many choices": (COMPLETIONS, {**PROMPT, "n": 10**12}, {400}),
+    "CVE-2026-34756 in a chat": (CHAT, chat(n=10**12), {400}),
+    # llama.cpp, SGLang, Triton, TGI
+    "CVE-2026-21869 a negative count to discard": (COMPLETIONS, {**PROMPT, "n_discard": -(2**31), "n_keep": -1}, {400}),
+    "CVE-2026-7304 a processor of logits": (COMPLETIONS, {**PROMPT, "custom_logit_processor": "80049507"}, {400}),
+    "CVE-2026-7302 a file name that climbs": (
+        CHAT,
+        chat([{"type": "file", "file": {"filename": "../../etc/x", "file_data": "AAAA"}}]),
+        {400},
+    ),
+    "CVE-2026-24146 more outputs than fit": (
+        COMPLETIONS,
+        {"prompt": [[1]] * 4000, "n": 128, "max_tokens": 1},
+        {400, 429},
+    ),
+    # Our own ideas.
+    "a beam": (COMPLETIONS, {**PROMPT, "use_beam_search": True, "best_of": 10**9}, {400}),
+    "one token in many spellings": (
+        COMPLETIONS,
+        {**PROMPT, "logit_bias": {"5": 1, "05": 2, "+5": 3, " 5": 4, "\uff15": 5, "5_": 6}},
+        {400},
+    ),
+    "a bias for a token beyond all": (COMPLETIONS, {**PROMPT, "logit_bias": {"9" * 400: 1}}, {400}),
+    "an empty stop string": (COMPLETIONS, {**PROMPT, "stop": ["a", ""]}, {400}),
+    "a long stop string": (COMPLETIONS, {**PROMPT, "stop": "a" * 1_000_000}, {400}),
+    "many stop strings": (COMPLETIONS, {**PROMPT, "stop": ["a"] * 100_000}, {400}),
+    "a count that is text": (COMPLETIONS, {"prompt": [5], "max_tokens": "5"}, {400}),
+    "a count that is true": (COMPLETIONS, {"prompt": [5], "max_tokens": True}, {400}),
+    "a count with a fraction": (COMPLETIONS, {"prompt": [5], "max_tokens": 1.5}, {400}),
+    "text among ids": (COMPLETIONS, {"prompt": [[1], ["a"]], "max_tokens": 1}, {400}),
+    "ids that no text has": (COMPLETIONS, {"prompt": [2047, 2046, 2045], "max_tokens": 2, "echo": True}, {200}),
+    "ids beyond the vocabulary, shown": (COMPLETIONS, {"prompt": [2048], "max_tokens": 2, "echo": True}, {400}),
+    "echo many times": (COMPLETIONS, {"prompt": [[5] * 400] * 64, "n": 128, "echo": True, "logprobs": 20}, {400}),
+    "nulls only": (COMPLETIONS, {"prompt": "\0" * 400, "max_tokens": 2}, {200}),
+    "a lone mark for each byte": (COMPLETIONS, {"prompt": "\u0301" * 200, "max_tokens": 2}, {200}),
+    "text that runs both ways": (COMPLETIONS, {"prompt": "\u202e\u2066" * 60, "max_tokens": 2}, {200}),
+    "a field beside the known ones": (COMPLETIONS, {**PROMPT, "engine_id": "0", "data_parallel_rank": 7}, {400}),
+    "memory of another request": (COMPLETIONS, {**PROMPT, "kv_transfer_params": {"remote_host": "evil"}}, {400}),
+    "a salt of another key": (COMPLETIONS, {**PROMPT, "cache_salt": "admin"}, {200, 400}),
+    "a priority of its own": (COMPLETIONS, {**PROMPT, "priority": -(10**9)}, {200, 400}),
+    "a name for each message": (CHAT, {"messages": [{"role": "user", "content": "x", "name": "n" * 10**6}]}, {400}),
+    "calls without functions": (CHAT, chat(tool_choice={"type": "function", "function": {"name": "g"}}), {400}),
+    "a function of a long name": (CHAT, chat(tools=[{"type": "function", "function": {"name": "f" * 10**6}}]), {400}),
+    "an answer to no call": (
+        CHAT,
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "y" * 10**6}]},
+        {400},
+    ),
+    "calls in the history that are none": (
+        CHAT,
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{" * 10**5}}]}],
+            "max_tokens": 2,
+        },
+        {200, 400},
+    ),
+    "text to count": ("/tokenize", {"prompt": "a\U0001f600" * 200_000}, {200, 400, 413}),
+    "a chat to count": ("/tokenize", {"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}] * 5}, {200, 400}),
+    "ids to show": ("/detokenize", {"tokens": [3] * 400_000}, {200, 400, 413}),
+    "ids to show that are none": ("/detokenize", {"tokens": [2**31, -1]}, {400}),
+}
+
+
+@pytest.mark.point(28)
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body(name: str, target: Target) -> None:
+    path, body, expected = BODIES[name]
+    begin_s = time.monotonic()
+    status, answer = target.ask("POST", path, {"model": target.model, **body})
+    assert status in expected, answer[:300]
+    assert time.monotonic() - begin_s < SOON_S
+    assert len(answer) < 5000 or status == 200
+
+
+HEADS: dict[str, tuple[str, str, str, set[int]]] = {
+    "CVE-2026-48746 a path in Host": ("GET", "/v1/models", "Host: 127.0.0.1/health?\r\n", {400, 401, 421}),
+    "CVE-2026-48746 a fragment in Host": ("GET", "/plan", "Host: 127.0.0.1#/health\r\n", {400, 401, 421}),
+    "CVE-2026-27482 another method": ("DELETE", "/v1/models", "Host: 127.0.0.1\r\n", {401, 405}),
+    "CVE-2026-27482 from a page": ("DELETE", "/plan", "Host: 127.0.0.1\r\nOrigin: http://evil\r\n", {401, 403, 405}),
+    "CVE-2025-48956 a long header": ("GET", "/v1/models", f"Host: 127.0.0.1\r\nX: {'a' * 10**6}\r\n", {400}),
+    "CVE-2026-24208 a path that climbs": ("GET", "/v1/models/..%2f..%2fplan", "Host: 127.0.0.1\r\n", {401}),
+    "a path of a proxy's": (
+        "GET",
+        "/plan",
+        "Host: 127.0.0.1\r\nX-Original-URL: /health\r\nX-Rewrite-URL: /health\r\n",
+        {401},
+    ),
+    "a method of a proxy's": ("POST", "/plan", "Host: 127.0.0.1\r\nX-HTTP-Method-Override: GET\r\n", {401}),
+    "an address of a proxy's": ("GET", "/metrics", "Host: 127.0.0.1\r\nX-Forwarded-For: 127.0.0.1\r\n", {401}),
+    "a host of a proxy's": ("GET", "/metrics", "Host: evil\r\nX-Forwarded-Host: 127.0.0.1\r\n", {421}),
+    "a path with parameters": ("GET", "/health;/../plan", "Host: 127.0.0.1\r\n", {401, 404}),
+    "a path that ends in one that is open": ("GET", "/plan/health", "Host: 127.0.0.1\r\n", {401, 404}),
+    "an open path in capitals": ("GET", "/HEALTH", "Host: 127.0.0.1\r\n", {401, 404}),
+    "a key in the query": ("GET", f"/plan?api_key={ADMIN_KEY}&access_token={ADMIN_KEY}", "Host: 127.0.0.1\r\n", {401}),
+    "a key in a cookie": ("GET", "/plan", f"Host: 127.0.0.1\r\nCookie: Authorization=Bearer {ADMIN_KEY}\r\n", {401}),
+    "a key in another header": ("GET", "/plan", f"Host: 127.0.0.1\r\nX-Authorization: Bearer {ADMIN_KEY}\r\n", {401}),
+    "a key that is cut short": (
+        "GET",
+        "/plan",
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY[:-1]}\r\n",
+        {401},
+    ),
+    "a key and more": ("GET", "/plan", f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY}, x\r\n", {401}),
+    "a key in wide letters": (
+        "GET",
+        "/plan",
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer \xc3{ADMIN_KEY[1:]}\r\n",
+        {401},
+    ),
+    "a key of a pattern": ("GET", "/plan", "Host: 127.0.0.1\r\nAuthorization: Bearer *\r\n", {401}),
+    "no key's name": ("GET", "/plan", "Host: 127.0.0.1\r\nAuthorization: Bearer\r\n", {401}),
+    "a long key": ("GET", "/plan", f"Host: 127.0.0.1\r\nAuthorization: Bearer {'a' * 40_000}\r\n", {400, 401}),
+    "a page without an origin": (
+        "POST",
+        COMPLETIONS,
+        "Host: 127.0.0.1\r\nOrigin: null\r\nContent-Length: 0\r\n",
+        {401, 403},
+    ),
+    "many qualities": ("GET", "/metrics", f"Host: 127.0.0.1\r\nAccept: {'a;q=0.1,' * 5000}\r\n", {400, 401}),
+    "a length for no body": ("GET", "/plan", "Host: 127.0.0.1\r\nContent-Length: 99999999\r\n", {401, 413}),
+}
+"""What is asked without a valid key."""
+
+
+@pytest.mark.point(28)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head(name: str, target: Target) -> None:
+    method, path, headers, expected = HEADS[name]
+    with connect(target.address, SOON_S) as client:
+        with suppress(OSError):  # it is answered before it has been read
+            client.sendall(f"{method} {path} HTTP/1.1\r\n{headers}Connection: close\r\n\r\n".encode("latin-1"))
+        answer = read_all(client)
+    status = int(answer.split()[1]) if answer else 0
+    assert status in expected or (status == 0 and len(headers) > 50_000), answer[:300]
+    assert ADMIN_KEY.encode() not in answer and len(answer) < 5000
+    assert status in (0, 400) or b"x-frame-options: DENY" in answer
+
+
+@pytest.mark.point(28)
+def test_a_part_without_an_end(target: Target) -> None:
+    """GHSA-fh2c-86xm-pm2x (LiteLLM): characters after a boundary were looked at one by one, with a line of log each."""
+    head = "Content-Type: multipart/form-data; boundary=x\r\n"
+    num_lines = len(target.served.lines)
+    with connect(target.address, SOON_S) as client:
+        client.sendall(request(b"--x\r\n" + b"\r" * 5_000_000, extra=head + "Connection: close\r\n"))
+        answer = read_all(client)
+    assert int(answer.split()[1]) in (400, 415)
+    assert len(target.served.lines) <= num_lines + 2
+
+
+@pytest.mark.point(28)
+def test_nothing_is_fetched_for_a_client(target: Target) -> None:
+    """CVE-2026-0599 (TGI) and CVE-2025-6242 (vLLM): images in messages, and in the text of a prompt."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = IMAGE.format(port=listener.getsockname()[1])
+        target.ask(
+            "POST", COMPLETIONS, {"model": target.model, "prompt": f"![]({url}) <img src='{url}'>", "max_tokens": 2}
+        )
+        for kind in ("image_url", "input_image", "audio_url", "video_url"):
+            body = chat([{"type": kind, kind: {"url": url}}, {"type": "text", "text": f"![]({url})"}])
+            assert target.ask("POST", CHAT, {"model": target.model, **body})[0] == 400
+        listener.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+@pytest.mark.point(28)
+def test_a_key_is_asked_for_again_on_the_same_connection(target: Target) -> None:
+    """And is not taken from what comes after a body."""
+    get = "GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    key = f"Authorization: Bearer {ADMIN_KEY}\r\n"
+    chunked = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\nTrailer: Authorization\r\n"
+    )
+    with connect(target.address, SOON_S) as client:
+        client.sendall(f"{get}{key}\r\n{get}\r\n{chunked}\r\n2\r\n{{}}\r\n0\r\n{key}\r\n".encode())
+        client.shutdown(socket.SHUT_WR)
+        answer = read_all(client)
+    assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 401, 401]
+
+
+@pytest.mark.point(28)
+def test_what_clients_name_makes_no_series_of_metrics(target: Target) -> None:
+    """Nor memory: each name once kept is one that 16 million others may follow."""
+    target.probe()
+    before = len(target.ask("GET", "/metrics")[1].splitlines())
+    for number in range(100):
+        headers = {"Authorization": f"Bearer wrong-{number}", "X-Request-Id": str(number), "X-Class": f"class-{number}"}
+        target.ask("GET", f"/path/{number}", headers=headers)
+        target.ask("POST", COMPLETIONS, {"model": f"model-{number}", **PROBE, "user": f"user-{number}"})
+    assert len(target.ask("GET", "/metrics")[1].splitlines()) <= before + 10
+
+
+@pytest.mark.point(28)
+def test_keys_are_looked_up_by_their_digests() -> None:
+    """CVE-2025-59425 (vLLM): characters were compared one by one, and the clock told how many were right."""
+    keys = ApiKeys.parse(ADMIN_KEY)
+    assert keys.find(f"Bearer {ADMIN_KEY}".encode()) is not None
+    assert ADMIN_KEY not in repr(vars(keys))
+
+
+@pytest.mark.point(28)
+def test_reading_calls_takes_time_in_proportion(target: Target) -> None:
+    """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time."""
+
+    def took_s(count: int) -> float:
+        calls, begin_s = Calls("auto", None, HERMES), time.process_time()
+        for piece in ['<tool_call>{"name": "f", "arguments": {', *['"a": [[' * 3, "}}]]", '\\"<tool_call>'] * count]:
+            calls.push(piece)
+        calls.end()
+        return time.process_time() - begin_s
+
+    took_s(100)
+    assert took_s(8000) < 40 * max(took_s(1000), 0.002)
+
+
+@pytest.mark.point(28)
+def test_pages_load_nothing_of_others(target: Target) -> None:
+    """A page with a script of another site gives that site the key that it is asked for."""
+    status, page = target.ask("GET", "/")
+    assert status == 200
+    assert b'src="http' not in page and b"@import" not in page
+    assert json.loads(target.ask("GET", "/openapi.json")[1])["openapi"]
