@@ -99,9 +99,13 @@ def check_names(among: Iterable[str]) -> None:
 def load_engine(name: str) -> EngineSpec:
     """Return an engine by name or file; a framework's name stands for its newest version.
 
+    `xgpt-vllm`, or `xgpt-` before any of vLLM's versions, is vLLM with xgpt's scheduler class in it.
+
     Raises:
         InputError: there is no such engine, or what is there is none.
     """
+    if name.startswith("xgpt-vllm"):
+        return load_engine(name.removeprefix("xgpt-")).with_xgpt
     newest = [known for known in config_names("engines") if known.rpartition("-")[0] in (name, FRAMEWORKS.get(name))]
     chosen = max(newest, key=_version_of) if newest else name
     return parse(load_yaml(find_config("engines", chosen), "engine"), EngineSpec, "engine")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.schema import Constraint, Precision, Profile
+from xgpt.core.schema import Constraint, EngineSpec, Precision, Profile
 from xscheduler.engine_limits import why_not_divided
 from xscheduler.lower_tables import lowered
 from xscheduler.placement import Placement, Placements
@@ -133,7 +133,7 @@ class Candidates:
                 continue
             if problem.replicas not in (None, placement.replicas) or not placement.has(problem.fixed):
                 continue
-            limits = self._limits(placement)
+            limits = self._limits(kind, placement)
             if limits is not None:
                 space = self._space(kind, placement, problem.constraint, limits)
                 if space.capacity >= space.least_requests:
@@ -143,7 +143,7 @@ class Candidates:
         models = partial(self._models, kind, *(layout.lane for layout in placement.layouts))
         return Space(kind, placement, self.lengths, models, constraint, limits)
 
-    def _limits(self, placement: Placement) -> SpaceLimits | None:
+    def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
         """None where the weights do not fit."""
         # Prompts are kept where they are encoded.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
@@ -156,7 +156,7 @@ class Candidates:
             block_size=self._block_size,
             kv=self.problem.kv,
             max_batch=self._max_batch,
-            engine=self.problem.engine,
+            engine=self.problem.engine_of(kind),
             encode_memory=encode if len(placement.layouts) == 2 else None,
             fixed=self.problem.fixed,
             price_per_device_hour=self.problem.cluster.price_per_device_hour,
@@ -172,7 +172,7 @@ class Candidates:
             memory = self.memory(layout.lane)
             if isinstance(memory, InfeasibleError):
                 raise memory
-        limits = self._limits(placement)
+        limits = self._limits(kind, placement)
         assert limits is not None
         return self._space(kind, placement, self.problem.constraint, limits)
 
@@ -265,17 +265,17 @@ class _Predictors:
         self.floor = lowered(self._profile)
         self._problem, self._lengths = problem, lengths
         self._degrees, self._floor_degrees = Degrees(self._profile), Degrees(self.floor)
-        self._made: dict[tuple[Callable[..., Any], tuple[Lane, ...]], Models] = {}
+        self._made: dict[tuple[Callable[..., Any], str, tuple[Lane, ...]], Models] = {}
 
     def __call__(self, kind: str, *lanes: Lane) -> Models:
-        make = CHOICES[kind].model
-        found = self._made.get((make, lanes))
+        make, profile, engine = CHOICES[kind].model, self._profile, self._problem.engine_of(kind)
+        key = make, "" if engine is None else engine.name, lanes
+        found = self._made.get(key)
         if found is None:
-            profile, engine = self._profile, self._problem.engine
-            model = floor = self._model(make, lanes, profile, self._degrees)
+            model = floor = self._model(make, lanes, profile, self._degrees, engine)
             if self.floor is not profile or (engine is not None and engine.mixing):
-                floor = self._model(make, lanes, self.floor, self._floor_degrees, is_floor=True)
-            found = self._made[make, lanes] = Models(model, floor)
+                floor = self._model(make, lanes, self.floor, self._floor_degrees, engine, is_floor=True)
+            found = self._made[key] = Models(model, floor)
         return found
 
     def _model(
@@ -284,11 +284,11 @@ class _Predictors:
         lanes: tuple[Lane, ...],
         profile: Profile,
         degrees: Degrees,
+        engine: EngineSpec | None,
         *,
         is_floor: bool = False,
     ) -> Any:
-        constraint = self._problem.constraint
-        of, engine = self._problem.model, self._problem.engine
+        constraint, of = self._problem.constraint, self._problem.model
         costs = [LaneCost(of, profile, lane, degrees, engine, is_floor=is_floor) for lane in lanes]
         of_all = constraint.sla == "request"
         return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)

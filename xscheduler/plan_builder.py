@@ -46,7 +46,7 @@ def plan_of(
         dtype=profile.dtype,
         kv_dtype=profile.kv_dtype,
         cluster=problem.cluster,
-        engine=problem.engine,
+        engine=problem.engine_of(settings.kind),
         workload=problem.workload,
         constraint=problem.constraint,
         policy=settings,

@@ -75,6 +75,10 @@ class Problem:
             speculation=plan.speculation,
         )
 
+    def engine_of(self, kind: str) -> EngineSpec | None:
+        """Return the engine as it is started for a policy."""
+        return None if self.engine is None else self.engine.started_for(kind)
+
     def under(self, constraint: Constraint) -> Problem:
         """Return the same problem under another constraint."""
         return replace(self, constraint=constraint)

@@ -22,6 +22,7 @@ from xgpt.reporting.engine_command import engine_command
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
+from xrunner.vllm.command import runs_by_itself
 
 Target = Literal["vllm", "sglang", "k8s", "dynamo", "llm-d", "script"]
 
@@ -38,7 +39,7 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
     """
     check_memory(plan)
     writers = {
-        "vllm": _vllm if plan.speculation is None else _engine_itself,
+        "vllm": _engine_itself if plan.speculation is not None or runs_by_itself(plan) else _vllm,
         "sglang": _engine_itself,
         "k8s": kubernetes_files,
         "dynamo": dynamo_files,

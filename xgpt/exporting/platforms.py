@@ -18,10 +18,11 @@ from xgpt.exporting import pods
 from xgpt.exporting.kubernetes import check_deployable, kustomization, num_nodes, serving_command, weights_note
 from xgpt.exporting.packages import vllm_dockerfile
 from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, Work, of_pod, of_secret
+from xgpt.reporting.engine_command import vllm_draft
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.command import SCHEDULER, launch, launch_lane
+from xrunner.vllm.command import SCHEDULER, launch, launch_lane, own_arguments, runs_by_itself
 
 DYNAMO = "1.5.0"
 DYNAMO_IMAGE = "nvcr.io/nvidia/ai-dynamo/vllm-runtime"
@@ -111,10 +112,11 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         InputError: vLLM, or pods, cannot run the plan.
     """
     names = _checked(plan, "llm-d")
+    with_xgpt = len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
     objects = [pods.config_map(plan, names)]
     for lane, role in _lanes(plan, "both"):
-        if lane == "both":
+        if with_xgpt:
             work = Work(
                 image,
                 serving_command(names, FRONT_PORT),
@@ -125,7 +127,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
             )
         else:
             work = _llmd_lane(plan, names, image, lane)
-        spec = pods.pod(plan, names, work, fetches=lane == "both")
+        spec = pods.pod(plan, names, work, fetches=with_xgpt)
         if lane == "decode":
             spec["initContainers"] = [_routing_proxy()]
         labels = {"llm-d.ai/inference-serving": "true", "llm-d.ai/model": names.name, "llm-d.ai/role": role}
@@ -139,7 +141,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         pods.network_policy(plan, names, [{"protocol": "TCP", "port": FRONT_PORT}], among=True),
     ]
     values = {"router": _router(names, is_split=len(plan.policy.lanes) > 1)}
-    keys = "--from-file=keys=keys.txt" if len(plan.policy.lanes) == 1 else "--from-literal=key=KEY"
+    keys = "--from-file=keys=keys.txt" if with_xgpt else "--from-literal=key=KEY"
     comment = (
         f"# A plan by xgpt {__version__} on vLLM {TESTED_VERSION} behind llm-d's router, whose chart takes\n"
         f"# router.values.yaml:\n"
@@ -162,7 +164,11 @@ def _checked(plan: Plan, target: str) -> Names:
     if num_nodes(plan) > 1:
         says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
         raise InputError("plan.stages", plan.devices_per_replica, says)
-    check_vllm_runs(plan.model_copy(update={"replicas": 1}))
+    one = plan.model_copy(update={"replicas": 1})
+    if runs_by_itself(plan):
+        own_arguments(one)
+    else:
+        check_vllm_runs(one)
     return Names.of(plan)
 
 
@@ -187,6 +193,8 @@ def _model(plan: Plan) -> str:
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
     """vLLM's engine arguments for a lane of one replica."""
     one = plan.model_copy(update={"replicas": 1})
+    if runs_by_itself(plan):
+        return [*own_arguments(one), *vllm_draft(plan.speculation)]
     if lane != "both":
         return list(launch_lane(one, lane, _nixl("kv_both")).sizes)
     path = f"{ETC}/plan/plan.json"
@@ -217,22 +225,24 @@ def _component(plan: Plan, names: Names, work: Work, name: str, type_: str, repl
 def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> Work:
     """vLLM's own server as the worker of a lane; in front of the decode lane's is llm-d's proxy."""
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
-    role = {"encode": "kv_producer", "decode": "kv_consumer"}[lane]
+    role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
+    transfer = [] if role is None else ["--kv-transfer-config", json.dumps(_nixl(role))]
+    nixl = {} if role is None else {"nixl": NIXL_PORT}
     return Work(
         image,
         [
             *("vllm", "serve", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)),
-            *("--kv-transfer-config", json.dumps(_nixl(role)), "--port", str(port)),
+            *(*transfer, "--port", str(port)),
             *("--shutdown-timeout", str(pods.DRAIN_S)),
         ],
         _devices(plan, lane),
-        ports={"engine": port, "nixl": NIXL_PORT},
-        probed="engine",
+        ports={"http" if lane == "both" else "engine": port, **nixl},
+        probed="http" if lane == "both" else "engine",
         ready="/health",
         mounts_keys=False,
         env=[
             of_secret("VLLM_API_KEY", f"{names.name}-keys", "key"),
-            of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP"),
+            *([] if role is None else [of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP")]),
         ],
     )
 

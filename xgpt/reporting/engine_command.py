@@ -26,6 +26,8 @@ def engine_command(plan: Plan) -> str | None:
         return None
     if len({(stage.tp, stage.ep) for stage in stages}) > 1 or plan.model.is_encoder_decoder:
         return None
+    if plan.engine is not None and plan.engine.scheduler == "xgpt":
+        return None
     framework = "vllm" if plan.engine is None else plan.engine.framework
     if framework not in ENGINES:
         return None
@@ -43,7 +45,8 @@ def engine_command(plan: Plan) -> str | None:
         words += ["--gpu-memory-utilization", f"{share:g}"]
         words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
-        words += _vllm_draft(plan.speculation)
+        words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
+        words += vllm_draft(plan.speculation)
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp)]
         words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens)]
@@ -57,7 +60,7 @@ def engine_command(plan: Plan) -> str | None:
     return shlex.join(words)
 
 
-def _vllm_draft(speculation: Speculation | None) -> list[str]:
+def vllm_draft(speculation: Speculation | None) -> list[str]:
     """Return vLLM's option for a draft."""
     if speculation is None:
         return []

@@ -79,6 +79,7 @@ def engine_in_words(plan: Plan) -> list[str]:
     if engine is None or engine.framework == "native":
         return []
     parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
+    parts += ["xgpt's scheduler in it decides each step after the one before"] if engine.scheduler == "xgpt" else []
     if plan.request_path_s:
         parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside of its loop")
     if engine.mixing:

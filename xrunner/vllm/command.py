@@ -10,7 +10,7 @@ from typing import Any
 
 from xgpt.core.errors import InputError
 from xgpt.core.machine import num_cores
-from xgpt.core.schema import ClusterSpec, LaneName, Plan, Stage, WaaSettings
+from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Stage, WaaSettings
 from xrunner.vllm.lane import LEAST_KV, settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
@@ -22,6 +22,10 @@ MAX_RUNNING = 1024
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 """Where a lane's NixlConnector tells the other's how to reach its K/V: one of its own for each lane of a host."""
 HOST = "xrunner.vllm.host"
+ANOTHER_LOOP = (
+    "the plan is for vLLM's own scheduler, which xgpt's would replace: run the `vllm serve` that `xgpt plan` prints, "
+    "`xgpt export --to llm-d` or `--to dynamo`, or plan with `--engine xgpt-vllm`"
+)
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,26 @@ def launch(
         InputError: vLLM cannot run such a plan.
     """
     settings_of(plan)  # refuses what vLLM cannot run
+    if runs_by_itself(plan):
+        raise InputError("plan.engine", plan.engine and plan.engine.name, ANOTHER_LOOP)
     caching = "--enable-prefix-caching" if reuse and plan.vllm_shares_prompts else "--no-enable-prefix-caching"
     started = _launch(plan, "both", plan.stages, SCHEDULER, {"plan": plan_path, **(config or {})})
     return replace(started, arguments=(*started.arguments, caching))
+
+
+def runs_by_itself(plan: Plan) -> bool:
+    """Return whether a plan is for vLLM's own scheduler."""
+    return plan.engine is not None and plan.engine.framework == "vllm" and plan.engine.scheduler == "own"
+
+
+def own_arguments(plan: Plan) -> list[str]:
+    """Return the arguments of `vllm serve` that run one replica of a plan by vLLM's own scheduler.
+
+    Raises:
+        InputError: vLLM cannot run the plan.
+    """
+    settings_of(plan)
+    return list(_launch(plan, "both", plan.stages, "", {}).sizes)
 
 
 def launch_lane(
@@ -170,8 +191,9 @@ def _launch(
     tokens = min(stage.kv_blocks for stage in stages) * plan.block_size
     blocks = tokens // block_size
     environment |= variables(cluster, devices_of(plan, stages))
-    step = step_tokens(plan)
-    most = min(MAX_RUNNING, max_running(plan, blocks, block_size))
+    step, most = step_tokens(plan), min(MAX_RUNNING, max_running(plan, blocks, block_size))
+    if runs_by_itself(plan) and isinstance(plan.policy, ChunkedSettings):  # a step is a micro-batch's
+        step, most = plan.step_tokens(plan.policy.token_budget) // plan.policy.microbatches, plan.policy.max_batch
     sizes = [
         *("--dtype", plan.dtype),
         *("--max-model-len", str(min(spec.max_context, int(LEAST_KV * blocks) * block_size))),
@@ -183,7 +205,7 @@ def _launch(
         *("--data-parallel-size", str(plan.replicas)),
         *(["--enable-expert-parallel"] if by_experts else []),
         *(["--kv-cache-dtype", "fp8"] if plan.kv_dtype == "float8" else []),
-        "--no-async-scheduling",
+        "--async-scheduling" if plan.engine is not None and plan.engine.schedules_ahead else "--no-async-scheduling",
     ]
     if cluster.device.type == "gpu":
         sizes += ["--gpu-memory-utilization", f"{cluster.device.usable_memory:g}"]

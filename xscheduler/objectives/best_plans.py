@@ -34,13 +34,23 @@ class Task:
 
     Attributes:
         policy: a policy, or a group of them.
-        order: order of admission; None: fcfs, or the one that tuning finds.
+        order: order of admission; None: fcfs, or the one that tuning finds. Under another one, and for tuned
+            policies, vLLM has xgpt's scheduler class in it.
     """
 
     problem: Problem
     policy: PolicyChoice = "auto"
     search: SearchMethod = "branch-and-bound"
     order: AdmissionOrder | None = None
+
+    def __post_init__(self) -> None:
+        engine = self.problem.engine
+        if (
+            engine is not None
+            and engine.framework == "vllm"
+            and (self.policy in TUNED or self.order not in (None, "fcfs"))
+        ):
+            object.__setattr__(self, "problem", replace(self.problem, engine=engine.with_xgpt))
 
     def settle(self, progress: Progress | None = None) -> dict[str, Plan]:
         """Return each policy's best plan, the best of all first.

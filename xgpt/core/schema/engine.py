@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
 
-UNSOURCED = frozenset({"name", "framework", "version", "sources"})
+UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
 """Fields of an engine that are not figures, and so need no source."""
 
 
@@ -27,6 +27,12 @@ class EngineSpec(Frozen):
     """Version of that engine."""
     schedules_ahead: bool = False
     """Whether a step is decided while the one before it runs, before that one's tokens are known."""
+    scheduler: Literal["own", "xgpt"] = "own"
+    """Whether the engine decides steps by itself, or xgpt's scheduler class in it does."""
+    waiting_step_s: NonNegativeFloat = 0.0
+    """Further seconds of the loop for each step where it is decided after the one before, as by xgpt's scheduler."""
+    waiting_request_s: NonNegativeFloat = 0.0
+    """Further seconds then for each request in a step."""
     mixes: bool = True
     """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
     cuts_prompts: bool = True
@@ -102,6 +108,21 @@ class EngineSpec(Frozen):
         if unknown := sorted(self.sources.keys() - figures):
             raise ValueError(f"sources: {', '.join(unknown)} is not a figure of an engine; leave it out")
         return self
+
+    @property
+    def with_xgpt(self) -> EngineSpec:
+        """The engine with xgpt's scheduler class in it, which decides each step after the one before."""
+        if self.scheduler == "xgpt":
+            return self
+        name = {"scheduler": "xgpt", "name": f"xgpt-{self.name}"}
+        return self.model_copy(update={**name, "schedules_ahead": False})
+
+    def started_for(self, kind: str) -> EngineSpec:
+        """Return the engine as it is started for a policy: with xgpt's scheduler class if it does not run it by itself.
+
+        Only vLLM takes such a class, and by itself runs only chunked prompts under a token budget.
+        """
+        return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
     def request_path_s(self, prompt: float) -> float:
         """Return the seconds that a request spends outside of waiting and steps before each of its tokens.

@@ -1,0 +1,134 @@
+"""The engine that is started is the engine that was planned: flags of every way to start vLLM, against the plan."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from typing import Any
+
+import pytest
+import yaml
+
+import xgpt
+from xgpt.comparing.flags import FlagTable
+from xgpt.comparing.vllm_flags import ALIASES, TAKES
+from xgpt.core.errors import InputError
+from xgpt.core.schema import Plan
+from xgpt.exporting.export import Target, export
+from xgpt.reporting.engine_command import engine_command
+from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
+
+TABLE = FlagTable("vLLM", TAKES, ALIASES)
+PLANNED = {
+    "by itself": ("vllm", "chunked"),
+    "by itself, an older one": ("vllm-0.10", "chunked"),
+    "with xgpt's scheduler": ("xgpt-vllm", "chunked"),
+    "orca": ("vllm", "orca"),
+    "rra": ("vllm", "rra"),
+    "waa": ("vllm", "waa-c"),
+}
+TARGETS: tuple[Target, ...] = ("vllm", "k8s", "dynamo", "llm-d")
+
+
+@cache
+def planned(case: str) -> Plan:
+    engine, policy = PLANNED[case]
+    devices = {"cluster": "h100x8", "devices": 2} if policy.startswith("waa") else {"cluster": "h100x1"}
+    asked = {"model": "llama-3.1-8b", "workload": "chat-short", "latency_bound_s": 20, "objective": "saturated"}
+    plan = xgpt.plan(**asked, **devices, engine=engine, policy=policy)
+    return plan.model_copy(update={"checkpoint": "/weights", "replicas": 1})
+
+
+def words_in(node: Any) -> list[list[str]]:
+    """Return the commands of containers that start a vLLM."""
+    if isinstance(node, list):
+        return [words for each in node for words in words_in(each)]
+    if not isinstance(node, dict):
+        return []
+    command = node.get("command") or []
+    own = [command] if any(word in ("vllm", "dynamo.vllm", "xgpt") for word in command[:3]) else []
+    return own + [words for value in node.values() for words in words_in(value)]
+
+
+def started(plan: Plan, target: Target) -> list[list[str]]:
+    """Return vLLM's arguments of each engine that exported files start."""
+    files = export(plan, target)
+    if target == "vllm":
+        line = next(line for line in files["serve.sh"].splitlines() if line.startswith("exec "))
+        commands = [shlex.split(line.removeprefix("exec ").removesuffix('"$@"'))]
+    else:
+        texts = [text for name, text in files.items() if name.endswith(".yaml")]
+        commands = words_in([document for text in texts for document in yaml.safe_load_all(text)])
+    found = []
+    for command in commands:
+        if "xgpt" not in command[:3]:
+            own = [at for at, word in enumerate(command) if word == "--disaggregation-mode"]  # Dynamo's
+            cut = [word for at, word in enumerate(command) if at not in own and at - 1 not in own]
+            found.append(cut[2:] if command[0] == "vllm" else cut[3:])
+        elif len(plan.policy.lanes) == 1:
+            found.append(["/weights", *launch(plan, plan_path="plan.json").arguments])
+        else:
+            found += [["/weights", *launch_lane(plan, lane, {}).arguments] for lane in ("encode", "decode")]
+    return [words for words in found if words]
+
+
+def check(plan: Plan, words: list[str], *, is_lane: bool) -> None:
+    given, _ = TABLE.read(words)
+    engine = plan.engine
+    assert engine is not None
+    assert (given.get("async-scheduling", "yes") == "yes") is engine.schedules_ahead
+    assert (given.get("scheduler-cls") == SCHEDULER) is (engine.scheduler == "xgpt" and not is_lane)
+    stages = {(stage.tp, stage.ep > 1) for stage in plan.stages}
+    assert (int(given.get("tensor-parallel-size", 1)), "enable-expert-parallel" in given) in stages
+    assert given.get("dtype", plan.dtype) == plan.dtype
+    assert ("kv-cache-dtype" in given) is (plan.kv_dtype == "float8")
+    assert float(given["gpu-memory-utilization"]) == plan.cluster.device.usable_memory
+    if plan.policy.kind in ("chunked", "orca"):
+        assert int(given["max-num-batched-tokens"]) == max(step_tokens(plan), int(given["max-num-seqs"]))
+    if engine.scheduler == "own":
+        assert int(given["max-num-seqs"]) == plan.policy.max_batch
+        assert int(given["max-num-batched-tokens"]) == plan.policy.token_budget
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", PLANNED)
+def test_what_is_started_is_what_was_planned(case: str, target: Target) -> None:
+    plan = planned(case)
+    assert plan.engine is not None
+    assert plan.engine.scheduler == ("own" if case.startswith("by itself") else "xgpt")
+    if plan.engine.scheduler == "own" and target == "k8s":
+        with pytest.raises(InputError, match="plan with `--engine xgpt-vllm`"):
+            export(plan, target)
+        return
+    engines = started(plan, target)
+    assert len(engines) == len(plan.policy.lanes)
+    for words in engines:
+        check(plan, words, is_lane=len(plan.policy.lanes) > 1)
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_the_printed_command_is_of_plans_that_vllm_runs_by_itself(case: str) -> None:
+    plan, command = planned(case), engine_command(planned(case))
+    assert (command is not None) is case.startswith("by itself")
+    if command is not None:
+        given, _ = TABLE.read(shlex.split(command)[2:])
+        sizes = [given[name] for name in ("max-num-seqs", "max-num-batched-tokens", "gpu-memory-utilization")]
+        share = f"{plan.cluster.device.usable_memory:g}"
+        assert sizes == [str(plan.policy.max_batch), str(plan.policy.token_budget), share]
+        assert plan.engine is not None
+        assert given.get("async-scheduling", "yes") == ("yes" if plan.engine.schedules_ahead else "no")
+        with pytest.raises(InputError, match="the plan is for vLLM's own scheduler"):
+            launch(plan, plan_path="plan.json")
+
+
+def test_a_loop_that_waits_costs_what_it_costs() -> None:
+    """The same settings under xgpt's scheduler: each step is decided after the one before."""
+    ahead, waits = planned("by itself"), planned("with xgpt's scheduler")
+    assert waits.estimate.throughput_rps < ahead.estimate.throughput_rps
+    fixed = {"max_batch": ahead.policy.max_batch, "token_budget": ahead.policy.token_budget}
+    asked = {"model": "llama-3.1-8b", "workload": "chat-short", "latency_bound_s": None, "objective": "saturated"}
+    same = xgpt.plan(**asked, cluster="h100x1", engine="xgpt-vllm", policy="chunked", fix=fixed)
+    of = ahead.engine
+    assert of is not None
+    more = same.estimate.tpot_s - ahead.estimate.tpot_s
+    assert more > 0.8 * (of.waiting_step_s + of.waiting_request_s * ahead.policy.max_batch / 2)
