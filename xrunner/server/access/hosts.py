@@ -13,7 +13,7 @@ from xrunner.server.access.keys import ApiKeys
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Paths for probes, which say nothing about any request."""
 
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 ADMIN_PATHS = frozenset({"/", "/live", "/plan", "/plan/history", "/plan/decision", "/metrics"})
 """Paths that show all clients' requests."""
 

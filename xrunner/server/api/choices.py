@@ -8,7 +8,7 @@ from xrunner.generation import Logprobs, Token
 from xrunner.server.api.protocol import ChatRequest, GenerationRequest
 from xrunner.server.api.text import Detokenizer, StopStrings, TextCodec, token_bytes, token_text
 from xrunner.server.api.tools import NamedTool, ToolCall
-from xrunner.server.api.writers import Delta, LogprobsJson, TokenReport, Writer
+from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, TokenReport
 
 
 class Choice:
@@ -23,7 +23,7 @@ class Choice:
         request: GenerationRequest,
         codec: TextCodec | None,
         stop_token_ids: frozenset[int],
-        writer: Writer,
+        writer: AnswerWriter,
         prefix: str = "",
         scored: Sequence[int] = (),
         context: Sequence[int] = (),
@@ -106,7 +106,7 @@ class Choice:
             self.token_ids.append(token.token)
             self._texts.append(delta.text)
             self._reasoning.append(delta.reasoning)
-        delta.is_first, delta.logprobs = is_first, told
+        delta.is_first, delta.logprobs, delta.stopped_at = is_first, told, self.stopped_at
         if told is not None and not self._is_kept:
             self.logprobs = LogprobsJson(self._writer)
         return delta

@@ -1,4 +1,4 @@
-"""Answers with a status other than 200, in OpenAI's format."""
+"""Answers with a status other than 200, in OpenAI's format or Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from xgpt.core.errors import MAX_SHOWN, cut
 
@@ -20,7 +21,7 @@ def quoted(text: str) -> str:
 
 
 class ApiError(Exception):
-    """An answer with a status other than 200, in OpenAI's format.
+    """An answer with a status other than 200.
 
     Args:
         retry_after_s: seconds until trying again may help; None: it does not.
@@ -48,6 +49,7 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after_s)
 
     def body(self) -> bytes:
+        """Return the body of the answer in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout_error"}
         type_ = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": type_, "param": self.param, "code": self.code}
@@ -59,6 +61,35 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
     raise ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the error as an HTTP answer."""
-    return Response(error.body(), status_code=error.status, headers=error.headers, media_type="application/json")
+ANTHROPIC_PATH = "/v1/messages"
+"""Paths that begin so answer in Anthropic's format."""
+
+
+def anthropic_error(error: ApiError) -> dict[str, str]:
+    """Return the member `error` of an error in Anthropic's format."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": kind, "message": str(error)}
+
+
+class ErrorResponse(Response):
+    """An error as an HTTP answer, in the format of the API whose path was asked for."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__()  # routes copy headers and background tasks onto any response
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error, body = self._error, self._error.body()
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            body = msgspec.json.encode({"type": "error", "error": anthropic_error(error)})
+        answer = Response(body, status_code=error.status, headers=error.headers, media_type="application/json")
+        await answer(scope, receive, send)

@@ -9,7 +9,9 @@ import msgspec
 
 from xgpt.core.schema import ModelSpec
 from xgpt.core.version import __version__
+from xrunner.server.api.messages import CountRequest, MessagesRequest
 from xrunner.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from xrunner.server.api.responses import ResponsesRequest
 
 Json = dict[str, Any]
 
@@ -39,6 +41,10 @@ _CHAT = (
     "plan's quantile of outputs (admission.promise_quantile): a longer output waits while other requests need the "
     "memory, and then goes on; with static batches and models with an encoder it ends there."
 )
+
+_NOT_KEPT = " Answers are not kept: send the items before in input."
+_COUNTING = ("400", "401", "403", "404", "408", "413", "421", "429", "503")
+_ANTHROPIC = "AnthropicError"
 
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _TEXT: Json = {"type": "string"}
@@ -80,6 +86,27 @@ _ANSWERS: dict[str, Json] = {
     "Tokens": _object(count=_COUNT, max_model_len=_COUNT, tokens=_IDS),
     "Text": _object(prompt=_TEXT),
     "Models": _object(object={"const": "list"}, data={"type": "array", "items": _object(id=_TEXT)}),
+    "Response": _object(
+        id={"type": "string", "pattern": "^resp_"},
+        object={"const": "response"},
+        created_at=_COUNT,
+        model=_TEXT,
+        status={"enum": ["completed", "incomplete"]},
+        output={"type": "array", "items": _object(type=_TEXT), "minItems": 1},
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "Message": _object(
+        id={"type": "string", "pattern": "^msg_"},
+        type={"const": "message"},
+        role={"const": "assistant"},
+        model=_TEXT,
+        content={"type": "array", "items": _object(type=_TEXT), "minItems": 1},
+        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        stop_sequence=_TEXT_OR_NULL,
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
+    ),
+    "Counted": _object(input_tokens=_COUNT),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
     "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
 }
 
@@ -87,7 +114,16 @@ _ANSWERS: dict[str, Json] = {
 def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
     """Return the OpenAPI document of a server of a model with these names."""
     bodies, components = msgspec.json.schema_components(
-        (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest), ref_template="#/components/schemas/{name}"
+        (
+            CompletionRequest,
+            ChatRequest,
+            TokenizeRequest,
+            DetokenizeRequest,
+            ResponsesRequest,
+            MessagesRequest,
+            CountRequest,
+        ),
+        ref_template="#/components/schemas/{name}",
     )
     _say_what_types_do_not(components, names, spec)
     generation = ("400", "401", "403", "404", "408", "413", "421", "429", "500", "503", "504")
@@ -100,6 +136,19 @@ def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
         "/v1/chat/completions": {
             "post": _operation("Answer a chat.", _json("Chat", stream=True), generation, bodies[1])
             | {"description": _SAMPLING + _CHAT}
+        },
+        "/v1/responses": {
+            "post": _operation("Answer as OpenAI's Responses.", _json("Response", stream=True), generation, bodies[4])
+            | {"description": _SAMPLING + _CHAT + _NOT_KEPT}
+        },
+        "/v1/messages": {
+            "post": _operation(
+                "Answer as Anthropic's Messages.", _json("Message", stream=True), generation, bodies[5], _ANTHROPIC
+            )
+            | {"description": _SAMPLING}
+        },
+        "/v1/messages/count_tokens": {
+            "post": _operation("Tokens of the prompt of a message.", _json("Counted"), _COUNTING, bodies[6], _ANTHROPIC)
         },
         "/tokenize": {
             "post": _operation("Token ids of a text, or of a chat.", _json("Tokens"), _READING + _WITH_BODY, bodies[2])
@@ -144,9 +193,10 @@ def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSp
     prompts = [{"type": "array", "items": one, "minItems": 1} for one in (text, tokens)]
     components["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, tokens, *prompts]}
     components["DetokenizeRequest"]["properties"]["tokens"] = tokens | {"minItems": 0}
+    for request in (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountRequest):
+        components[request.__name__]["properties"]["model"] = {"type": "string", "enum": list(names)}
     for request in (CompletionRequest, ChatRequest):
         properties = components[request.__name__]["properties"]
-        properties["model"] = {"type": "string", "enum": list(names)}
         properties["logit_bias"] |= {"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
         for name, (neutral, reason) in request.WITHOUT_EFFECT.items():
             accepted = [None] if neutral is None else [None, neutral]
@@ -179,11 +229,13 @@ def _reference(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _operation(summary: str, content: Json, refusals: Sequence[str], body: Json | None = None) -> Json:
+def _operation(
+    summary: str, content: Json, refusals: Sequence[str], body: Json | None = None, error: str = "Error"
+) -> Json:
     asked: Json = {}
     if body is not None:
         asked = {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}}
-    refused = {status: {"description": _REFUSALS[status], "content": _json("Error")} for status in refusals}
+    refused = {status: {"description": _REFUSALS[status], "content": _json(error)} for status in refusals}
     return {
         "summary": summary,
         **asked,

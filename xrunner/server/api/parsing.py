@@ -9,6 +9,7 @@ import msgspec
 
 from xgpt.core.numbers import decimal
 from xrunner.server.api.errors import ApiError, refuse
+from xrunner.server.api.messages import NAMES, CountRequest, MessagesRequest, MessagesWriter
 from xrunner.server.api.protocol import (
     MAX_DEADLINE_S,
     ChatRequest,
@@ -16,6 +17,8 @@ from xrunner.server.api.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from xrunner.server.api.responses import ResponsesRequest
+from xrunner.server.api.translated import Translated
 
 MAX_ITEMS = 1 << 18
 """Largest number of items of all lists in a body, about: mostly prompt tokens. Half a million block the event loop for
@@ -25,7 +28,7 @@ MAX_FREE_BYTES = 256 << 10
 """Largest size of a field whose form is the client's, as it stands in a body; without white space less is accepted."""
 MAX_PROMPTS = 4096
 """Largest number of lists of token ids in a long body."""
-LONG_FIELDS = ("prompt", "messages", "tokens")
+LONG_FIELDS = ("prompt", "messages", "tokens", "input", "instructions", "system")
 """Fields that are as long as a body may be."""
 MAX_BESIDE_BYTES = 2 << 20
 """Largest size of all else in a body."""
@@ -50,6 +53,12 @@ class _Free(msgspec.Struct):
     web_search_options: msgspec.Raw = msgspec.Raw()
     functions: msgspec.Raw = msgspec.Raw()
     function_call: msgspec.Raw = msgspec.Raw()
+    text: msgspec.Raw = msgspec.Raw()
+    output_config: msgspec.Raw = msgspec.Raw()
+    context_management: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     tokens: msgspec.Raw = msgspec.Raw()
@@ -64,6 +73,9 @@ _decode_completion = msgspec.json.Decoder(CompletionRequest).decode
 _decode_chat = msgspec.json.Decoder(ChatRequest).decode
 _decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
 _decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
+_decode_responses = msgspec.json.Decoder(ResponsesRequest).decode
+_decode_messages = msgspec.json.Decoder(MessagesRequest).decode
+_decode_count = msgspec.json.Decoder(CountRequest).decode
 
 
 def parse_completion(body: bytes | bytearray) -> CompletionRequest:
@@ -84,6 +96,30 @@ def parse_tokenize(body: bytes | bytearray) -> TokenizeRequest:
 def parse_detokenize(body: bytes | bytearray) -> DetokenizeRequest:
     """Return the request in a body. Raises ApiError (400)."""
     return _parse(body, _decode_detokenize)
+
+
+def parse_responses(body: bytes | bytearray) -> Translated:
+    """Return the chat that a response is asked of, checked as a chat's body is. Raises ApiError (400)."""
+    return _checked(_parse(body, _decode_responses).translated())
+
+
+def parse_messages(body: bytes | bytearray) -> Translated:
+    """Return the chat that a message of Anthropic's is asked of. Raises ApiError (400)."""
+    return _checked(_parse(body, _decode_messages).translated())
+
+
+def parse_count(body: bytes | bytearray) -> Translated:
+    """Return the chat whose tokens are to be counted. Raises ApiError (400)."""
+    request: CountRequest = _parse(body, _decode_count)
+    return _checked(Translated(request.chat(), MessagesWriter(request.model), NAMES))
+
+
+def _checked(translated: Translated) -> Translated:
+    try:
+        translated.chat.check()
+    except ApiError as error:
+        translated.refuse_as_named(error)
+    return translated
 
 
 def parse_deadline(header: str | None, field_s: float | None) -> float | None:

@@ -10,17 +10,20 @@ In addition to OpenAI's fields an answer carries:
 
 from __future__ import annotations
 
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import msgspec
 
 if TYPE_CHECKING:
     from xrunner.server.api.call_reader import CallPiece
     from xrunner.server.api.choices import Choice
+    from xrunner.server.api.errors import ApiError
+    from xrunner.server.api.protocol import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class Delta:
     reasoning: str = ""
     is_reasoning: bool = False
     """Whether its token is one of reasoning."""
+    stopped_at: str | None = None
+    """The stop string that ends the choice."""
 
 
 class PromptTokens(NamedTuple):
@@ -68,8 +73,37 @@ class PromptTokens(NamedTuple):
     cached: int
 
 
-class Writer(ABC):
-    """Renders one answer; most of a stream's chunk is the same bytes each time.
+class AnswerWriter(ABC):
+    """Writes one answer in the form that an API has for it: whole, or as the events of a stream."""
+
+    logprobs_rest: ClassVar[dict[str, Any]] = {}
+    """What else the member `logprobs` holds."""
+    num_kept_bytes: int = 0
+    """Memory of what it tells of the request."""
+
+    @abstractmethod
+    def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
+        """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
+
+    @abstractmethod
+    def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
+        """Return what follows the last chunk of a stream."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
+        """The answer of a request that is no stream, piece by piece."""
+
+    @abstractmethod
+    def logprobs(self, report: TokenReport) -> dict[str, Any]:
+        """Return what a token adds to each of the lists in the member `logprobs` of a choice."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the event with which a stream breaks off."""
+        return b"data: " + error.body() + b"\n\n"
+
+
+class Writer(AnswerWriter):
+    """Writes completions and chats as OpenAI has them; most of a stream's chunk is the same bytes each time.
 
     Args:
         include_usage: a stream ends with its usage.
@@ -79,8 +113,6 @@ class Writer(ABC):
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    logprobs_rest: ClassVar[dict[str, Any]] = {}
-    """What else the member `logprobs` holds."""
 
     def __init__(self, model: str, created: int, *, include_usage: bool, continuous: bool = False) -> None:
         self._envelope = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": "", "created": created, "model": model}
@@ -90,8 +122,14 @@ class Writer(ABC):
         self._silent: dict[int, list[int]] = {}
         """Tokens of choices that came without anything to say, and go out with the next one."""
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
-        self._head = f'data: {head},"choices":[{{"index":'
+        self._head = f'{head},"choices":[{{"index":'
         self._tail = ',"usage":null' if include_usage else ""
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> Self:
+        """Return the writer of a request's answer."""
+        usage, continuous = request.include_usage, request.include_continuous_usage
+        return cls(request.model, int(time.time()), include_usage=usage, continuous=continuous)
 
     @abstractmethod
     def piece(self, quoted: str, delta: Delta) -> str:
@@ -101,12 +139,7 @@ class Writer(ABC):
     def text(self, choice: Choice) -> dict[str, Any]:
         """Return the member of a whole choice that holds its text, and the functions that it calls."""
 
-    @abstractmethod
-    def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        """Return what a token adds to each of the lists in the member `logprobs` of a choice."""
-
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
-        """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
         self._num_reasoning += delta.is_reasoning
         shows = delta.text or delta.reasoning or delta.calls or delta.finish or delta.logprobs or delta.is_first
         if delta.may_wait and not shows:
@@ -139,13 +172,12 @@ class Writer(ABC):
         if self._continuous:
             tail = f',"usage":{msgspec.json.encode(_usage(prompt, num_tokens, self._num_reasoning)).decode()}'
         extension = f',"xgpt":{msgspec.json.encode(timings).decode()}' if timings else ""
-        return _event(
+        return event_line(
             f'{self._head}{delta.index},{self.piece(quoted, delta)},"token_ids":[{",".join(map(str, tokens))}],'
-            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}\n\n'
+            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}{extension}}}'
         )
 
     def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
-        """Return what follows the last chunk of a stream."""
         if not self._include_usage:
             return b"data: [DONE]\n\n"
         last = {
@@ -156,7 +188,6 @@ class Writer(ABC):
         return b"data: " + msgspec.json.encode(self._envelope | last) + b"\n\ndata: [DONE]\n\n"
 
     def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
-        """The answer of a request that is no stream, piece by piece."""
         yield msgspec.json.encode(self._envelope | {"object": self.whole_object})[:-1] + b',"choices":['
         num_tokens = 0
         for index, choice in enumerate(choices):
@@ -176,7 +207,7 @@ class Writer(ABC):
 class LogprobsJson:
     """The member `logprobs` of a choice, as it will be written: a tenth of what the numbers take."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: AnswerWriter) -> None:
         self._writer = writer
         self._lists: dict[str, bytearray] = {}
 
@@ -237,9 +268,14 @@ class ChatWriter(Writer):
         return {"message": message}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        top = [_entry(*pair) for pair in report.top]
-        assert report.logprob is not None, "of a chat's prompt nothing is reported"
-        return {"content": _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}}
+        return {"content": scored_token(report)}
+
+
+def scored_token(report: TokenReport) -> dict[str, Any]:
+    """Return a token of a chat's with its log probability, and those of the most probable ones."""
+    top = [_entry(*pair) for pair in report.top]
+    assert report.logprob is not None, "of a chat's prompt nothing is reported"
+    return _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}
 
 
 def _with_chosen(report: TokenReport) -> dict[str, float]:
@@ -261,12 +297,12 @@ def _call(piece: CallPiece) -> dict[str, Any]:
 _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"})
 
 
-def _event(event: str) -> bytes:
-    """Return what is sent of an event of JSON: one line also for clients that end lines where Unicode does.
+def event_line(event: str) -> bytes:
+    """Return an event of JSON, one line also for clients that end lines where Unicode does.
 
     httpx's `aiter_lines` does, and clients that read streams with it; JSON itself escapes the others.
     """
-    return (event if event.isascii() else event.translate(_LINE_ENDS)).encode()
+    return f"data: {event if event.isascii() else event.translate(_LINE_ENDS)}\n\n".encode()
 
 
 def _entry(text: str, logprob: float, raw: bytes) -> dict[str, Any]:

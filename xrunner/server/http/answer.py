@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from xrunner.generation import Token
-from xrunner.server.api.errors import ApiError, error_response
-from xrunner.server.api.writers import Writer
+from xrunner.server.api.errors import ApiError, ErrorResponse
+from xrunner.server.api.writers import AnswerWriter
 from xrunner.server.http.bodies import Memory
 from xrunner.server.http.outputs import TOKENS_AT_ONCE, Outputs
 from xrunner.server.observe.metrics import Metrics
@@ -32,7 +32,9 @@ class Answer(Response):
     """Submits a request's outputs when it is its turn to be sent; takes them out of the engine when the client goes
     away."""
 
-    def __init__(self, outputs: Outputs, writer: Writer, memory: Memory, metrics: Metrics, *, stream: bool) -> None:
+    def __init__(
+        self, outputs: Outputs, writer: AnswerWriter, memory: Memory, metrics: Metrics, *, stream: bool
+    ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
         self._outputs = outputs
         self._writer = writer
@@ -54,7 +56,7 @@ class Answer(Response):
             outputs.submit()
         except ApiError as error:
             outputs.settle("refused")
-            await error_response(error)(scope, receive, send)
+            await ErrorResponse(error)(scope, receive, send)
             return
         answer = asyncio.ensure_future(self._write(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -96,7 +98,7 @@ class Answer(Response):
                     num_tokens = 0
                     await asyncio.sleep(0)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await ErrorResponse(error)(scope, receive, send)
             return
         sampled_s = outputs.last_token_s
         pieces: deque[bytes] = deque()
@@ -157,9 +159,9 @@ class Answer(Response):
             self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
         if failure is not None:
             if has_begun:
-                await _send_body(send, b"data: " + failure.body() + b"\n\n", more=False)
+                await _send_body(send, self._writer.failure(failure), more=False)
             else:
-                await error_response(failure)(scope, receive, send)
+                await ErrorResponse(failure)(scope, receive, send)
 
     async def _first(self, send: Send) -> Sequence[Token] | ApiError:
         """Return the first tokens, or why there are none; if they take long, send the head, and then comments."""

@@ -25,7 +25,7 @@ from xgpt.pages import render_live
 from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts
 from xrunner.server.access.keys import ApiKeys
-from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.api.model import ServedModel
 from xrunner.server.api.openapi import describe
 from xrunner.server.engine_client import EngineClient
@@ -60,6 +60,9 @@ def create_app(
         routes=[
             Route("/v1/completions", service.complete, methods=["POST"]),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/v1/responses", service.respond, methods=["POST"]),
+            Route("/v1/messages", service.message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", service.count, methods=["POST"]),
             Route("/tokenize", service.tokenize, methods=["POST"]),
             Route("/detokenize", service.detokenize, methods=["POST"]),
             *_model_routes(engine, model, has_keys=keys is not None),
@@ -118,7 +121,7 @@ async def _refuse(http: Request, error: Exception) -> Response:
             says = f"there is no {http.method} {http.url.path[:MAX_PATH_SHOWN]} here; /openapi.json has what there is"
         error = ApiError(error.status_code, says, headers=error.headers)
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def _say_nothing(_: Request, __: Exception) -> Response:

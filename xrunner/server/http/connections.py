@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from xgpt.core.errors import MachineError
 from xrunner.server.access.hosts import OPEN_PATHS
-from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.http.parser import CHUNK_BYTES, FREE_CHUNKS, Parser
 from xrunner.server.request_info import ABORT
 
@@ -370,6 +370,6 @@ def _probes_only(app: ASGIApp) -> Any:
         error = ApiError(
             503, "all connections are in use", code="too_many_connections", retry_after_s=1, headers=headers
         )
-        await error_response(error)(scope, receive, send)
+        await ErrorResponse(error)(scope, receive, send)
 
     return answer

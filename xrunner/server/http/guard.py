@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from xrunner.server.access.classes import HEADER, Classes
 from xrunner.server.access.hosts import ADMIN_PATHS, GENERATION_PATHS, OPEN_PATHS, AllowedHosts
 from xrunner.server.access.keys import ApiKeys
-from xrunner.server.api.errors import ApiError, error_response
+from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.request_info import RequestInfo
 
 if TYPE_CHECKING:
@@ -34,7 +34,16 @@ SECURITY_HEADERS = [
 ]
 
 
-SINGLE_HEADERS = ("host", "authorization", "origin", "content-type", "x-class", "x-deadline-s", "x-request-id")
+SINGLE_HEADERS = (
+    "host",
+    "authorization",
+    "x-api-key",
+    "origin",
+    "content-type",
+    "x-class",
+    "x-deadline-s",
+    "x-request-id",
+)
 """Headers that must not occur twice: the server and a proxy before it might each use another one."""
 
 
@@ -87,12 +96,12 @@ class Guard:
             if refusal is None:
                 await self._app(scope, receive, send_on)
             else:
-                await error_response(refusal)(scope, receive, send_on)
+                await ErrorResponse(refusal)(scope, receive, send_on)
         except Exception:
             # Only this request fails, whatever the error is.
             logger.exception("a request has failed", extra={"fields": {"request_id": id_, "path": scope["path"]}})
             if not status:
-                await error_response(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
+                await ErrorResponse(ApiError(500, "the server has failed at this request"))(scope, receive, send_on)
         finally:
             if self._tracer is not None and scope["path"] in GENERATION_PATHS:
                 self._tracer.note(scope["method"], scope["path"], headers, status, info)
@@ -114,11 +123,12 @@ class Guard:
         if self._keys is None or path in OPEN_PATHS:
             return None
         # Headers hold latin-1, whatever a client has sent.
-        key = self._keys.find(headers.get("authorization", "").encode("latin-1"))
+        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+        key = self._keys.find(given.encode("latin-1"))
         if key is None:
             return ApiError(
                 401,
-                "no valid API key came with the request; send it as 'Authorization: Bearer KEY'",
+                "no valid API key came with the request; send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": 'Basic realm="xgpt", charset="UTF-8"'},
             )

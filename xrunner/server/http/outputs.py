@@ -18,7 +18,7 @@ from xrunner.server.api.model import ServedModel
 from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.text import CONTEXT
-from xrunner.server.api.writers import Delta, PromptTokens, Writer
+from xrunner.server.api.writers import AnswerWriter, Delta, PromptTokens
 from xrunner.server.engine_client import EngineClient, Inbox, Promise, Stream, Submission
 from xrunner.server.http.limits import Limits
 from xrunner.server.observe.metrics import Bounds
@@ -55,7 +55,7 @@ class Outputs:
         limits: Limits,
         request: GenerationRequest,
         prompts: list[CheckedPrompt],
-        writer: Writer,
+        writer: AnswerWriter,
         info: RequestInfo,
     ) -> None:
         self._engine = engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,15 @@ from xrunner.server.access.quota import Quotas
 from xrunner.server.api.allowance import check_tokens
 from xrunner.server.api.errors import ApiError, quoted, refuse
 from xrunner.server.api.model import ServedModel
-from xrunner.server.api.parsing import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from xrunner.server.api.parsing import (
+    parse_chat,
+    parse_completion,
+    parse_count,
+    parse_detokenize,
+    parse_messages,
+    parse_responses,
+    parse_tokenize,
+)
 from xrunner.server.api.protocol import (
     TOKEN_BYTES,
     ChatRequest,
@@ -27,7 +34,8 @@ from xrunner.server.api.protocol import (
     GenerationRequest,
 )
 from xrunner.server.api.tools import must_call
-from xrunner.server.api.writers import ChatWriter, CompletionWriter
+from xrunner.server.api.translated import Translated
+from xrunner.server.api.writers import AnswerWriter, ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import Answer
 from xrunner.server.http.bodies import Bodies, Memory
@@ -36,7 +44,7 @@ from xrunner.server.http.outputs import CheckedPrompt, Outputs
 from xrunner.server.http.prompting import Prompts
 from xrunner.server.request_info import RequestInfo
 
-R = TypeVar("R", CompletionRequest, ChatRequest)
+R = TypeVar("R", CompletionRequest, ChatRequest, Translated)
 
 MAX_OUTPUTS = 1024
 """Largest number of outputs, prompts times choices, of one request."""
@@ -66,6 +74,14 @@ class Service:
     async def chat(self, http: Request) -> Response:
         """Answer a chat."""
         return await self._generate(http, parse_chat, self._chat)
+
+    async def respond(self, http: Request) -> Response:
+        """Answer as OpenAI's Responses do."""
+        return await self._generate(http, parse_responses, self._translated)
+
+    async def message(self, http: Request) -> Response:
+        """Answer as Anthropic's Messages do."""
+        return await self._generate(http, parse_messages, self._translated)
 
     async def _generate(
         self,
@@ -115,13 +131,31 @@ class Service:
                 replace(one, echo=await self._prompts.text(info, prompt))
                 for one, prompt in zip(checked, shown, strict=True)
             ]
-        return self._answer(http, request, checked, CompletionWriter, memory)
+        return self._answer(http, request, checked, CompletionWriter.of(request), memory)
 
-    async def _chat(self, http: Request, request: ChatRequest, memory: Memory) -> Answer:
+    async def _translated(self, http: Request, request: Translated, memory: Memory) -> Answer:
+        try:
+            return await self._chat(http, request.chat, memory, request.writer)
+        except ApiError as error:
+            request.refuse_as_named(error)
+
+    async def _chat(
+        self, http: Request, request: ChatRequest, memory: Memory, writer: AnswerWriter | None = None
+    ) -> Answer:
         self._check(request)
         info: RequestInfo = http.scope["xgpt"]
+        text, tokens = await self._render(info, request)
+        if self._codec is not None:
+            request.take_form(self._codec.form.within(self._spec.vocab_size).after(text))
+        await self._check_grammar(info, request)
+        tokens = request.kept_of(tokens, self._spec.max_context)
+        checked = self._checked(request, [tokens])
+        return self._answer(http, request, checked, writer or ChatWriter.of(request), memory)
+
+    async def _render(self, info: RequestInfo, request: ChatRequest) -> tuple[str, list[int]]:
+        """Return a chat's prompt, and its tokens; raise ApiError (400)."""
         tools = request.tools if request.chosen_tools != "none" else None
-        text, tokens = await self._prompts.render(
+        return await self._prompts.render(
             info,
             request.messages,
             tools or [],
@@ -130,11 +164,22 @@ class Service:
             continue_final_message=bool(request.continue_final_message),
             add_special_tokens=bool(request.add_special_tokens),
         )
-        if self._codec is not None:
-            request.take_form(self._codec.form.within(self._spec.vocab_size).after(text))
-        await self._check_grammar(info, request)
-        tokens = request.kept_of(tokens, self._spec.max_context)
-        return self._answer(http, request, self._checked(request, [tokens]), ChatWriter, memory)
+
+    async def count(self, http: Request) -> Response:
+        """Return how many tokens the prompt of a message of Anthropic's has."""
+        info = self._begin(http)
+        memory = self._bodies.memory(http)
+        try:
+            request = parse_count(await self._bodies.read(http, memory))
+            memory.set(request.num_text_bytes)
+            try:
+                self._check(request.chat)
+                _, tokens = await self._render(info, request.chat)
+            except ApiError as error:
+                request.refuse_as_named(error)
+        finally:
+            memory.free()
+        return _json({"input_tokens": len(tokens)})
 
     async def tokenize(self, http: Request) -> Response:
         """Return the token ids of a text or a chat."""
@@ -241,7 +286,7 @@ class Service:
         http: Request,
         request: GenerationRequest,
         checked: list[CheckedPrompt],
-        writer: type[CompletionWriter | ChatWriter],
+        writer: AnswerWriter,
         memory: Memory,
     ) -> Answer:
         info: RequestInfo = http.scope["xgpt"]
@@ -260,16 +305,11 @@ class Service:
         request.forget_text()
         memory.keep(
             request.num_kept_bytes
+            + writer.num_kept_bytes
             + sum(TOKEN_BYTES * len(prompt.tokens) + getsizeof(prompt.echo) for prompt in checked)
         )
-        to_write = writer(
-            request.model,
-            int(time.time()),
-            include_usage=request.include_usage,
-            continuous=request.include_continuous_usage,
-        )
-        outputs = Outputs(self._engine, self._model, self._limits, request, checked, to_write, info)
-        return Answer(outputs, to_write, memory, self._engine.metrics, stream=bool(request.stream))
+        outputs = Outputs(self._engine, self._model, self._limits, request, checked, writer, info)
+        return Answer(outputs, writer, memory, self._engine.metrics, stream=bool(request.stream))
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -1,0 +1,307 @@
+"""Anthropic's Messages over chats: POST /v1/messages and /v1/messages/count_tokens.
+
+A message of the assistant's at the end is gone on with. `thinking` switches a template's reasoning on or off
+(`enable_thinking`); its budget is a hint, which models here do not know. Images, documents, and tools that Anthropic
+runs are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from xrunner.server.api.errors import ApiError, anthropic_error, refuse
+from xrunner.server.api.protocol import (
+    MAX_DEADLINE_S,
+    MAX_INT,
+    MAX_TOOLS,
+    ChatMessage,
+    ChatRequest,
+    Count,
+    JsonSchema,
+    JsonSchemaFormat,
+    Stop,
+    TextPart,
+)
+from xrunner.server.api.tools import NAME, Function, FunctionCall, NamedFunction, NamedTool, Tool, ToolCall, ToolChoice
+from xrunner.server.api.translated import Block, BlockWriter, Translated, named_event, new_id, parts_of
+from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
+
+if TYPE_CHECKING:
+    from xrunner.server.api.choices import Choice
+
+NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
+
+
+SHARED = ("stream", "temperature", "top_p", "top_k", "min_p", "seed", "deadline_s", "max_tokens")
+"""Fields that a chat has by the same name."""
+
+
+class ContentBlock(msgspec.Struct):
+    """A part of a message; of its fields those of its type count. Others (`cache_control`, ...) are hints."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str = ""
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+
+
+class Message(msgspec.Struct):
+    """A message, or an instruction between messages."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class ClientTool(msgspec.Struct):
+    """A function that the client runs."""
+
+    name: Annotated[str, Meta(pattern=NAME)]
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+
+
+class Choosing(msgspec.Struct):
+    """Whether functions are called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    system: str | list[ContentBlock] | None = None
+    tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    context_management: Any = None
+    mcp_servers: list[Any] | None = None
+
+    def check(self) -> None:
+        """Raises ApiError (400)."""
+        if self.mcp_servers:
+            refuse("mcp_servers", "no tools are run here; leave it out, and send tools")
+        for tool in self.tools or ():
+            if tool.type not in (None, "custom") or tool.input_schema is None:
+                refuse(
+                    "tools", f"{tool.name} is no function with an input_schema; Anthropic's own tools are not run here"
+                )
+
+    def chat(self, **fields: Any) -> ChatRequest:
+        """Return the chat that is asked for. Raises ApiError (400)."""
+        messages = [] if not self.system else [ChatMessage("system", _texts(self.system, "system"))]
+        for message in self.messages:
+            messages += _messages(message)
+        is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        chat = ChatRequest(
+            model=self.model,
+            messages=messages,
+            continue_final_message=is_begun or None,
+            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            tool_choice=None if self.tool_choice is None else _choice(self.tool_choice),
+            **fields,
+        )
+        if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use:
+            chat.parallel_tool_calls = False
+        if self.thinking is not None:
+            chat.chat_template_kwargs = {"enable_thinking": self.thinking.type != "disabled"}
+        config = self.output_config
+        if config is not None:
+            chat.reasoning_effort = config.effort
+            if config.format is not None:
+                chat.response_format = JsonSchemaFormat(JsonSchema("answer", config.format.schema))
+        return chat
+
+
+class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages; `min_p`, `seed` and `deadline_s` as in chats."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
+    container: Any = None
+
+    def check(self) -> None:
+        """Raises ApiError (400)."""
+        super().check()
+        if self.container is not None:
+            refuse("container", "no code is run here; leave it out")
+
+    def translated(self) -> Translated:
+        """Return the chat that is asked for, and what writes its answer. Raises ApiError (400)."""
+        chat = self.chat(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in SHARED})
+        return Translated(chat, MessagesWriter(self.model), NAMES)
+
+
+def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:
+    """Return a content of texts only. Raises ApiError (400)."""
+    if isinstance(content, str):
+        return content
+    return parts_of([_text(block, field) for block in content])
+
+
+def _text(block: ContentBlock, field: str) -> str:
+    if block.type != "text" or block.text is None:
+        refuse(field, f"a content block of type {block.type!r} is not read here, text is")
+    return block.text
+
+
+def _messages(message: Message) -> list[ChatMessage]:
+    """Return a message as chats have it: results of calls first, each a message of its own. Raises ApiError (400)."""
+    if isinstance(message.content, str):
+        return [ChatMessage(message.role, message.content)]
+    results: list[ChatMessage] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in message.content:
+        match block.type, message.role:
+            case "tool_result", "user":
+                content = "" if block.content is None else _texts(block.content, "messages")
+                results.append(ChatMessage("tool", content or "", tool_call_id=block.tool_use_id))
+            case "tool_use", "assistant" if block.name is not None:
+                arguments = json.dumps(block.input or {}, ensure_ascii=False)
+                calls.append(ToolCall(FunctionCall(block.name, arguments), block.id))
+            case "thinking", "assistant":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking", "assistant":
+                pass  # nobody can read it
+            case _:
+                texts.append(_text(block, "messages"))
+    if results and not texts:
+        return results
+    said = ChatMessage(message.role, parts_of(texts) if texts else "")
+    said.tool_calls, said.reasoning_content = calls or None, "\n".join(thoughts) or None
+    return [*results, said]
+
+
+def _tool(tool: ClientTool) -> Tool:
+    return Tool(Function(tool.name, tool.description, tool.input_schema))
+
+
+def _choice(choice: Choosing) -> ToolChoice:
+    """Return whether functions are called, in a chat's words. Raises ApiError (400)."""
+    if choice.type == "tool":
+        return NamedTool(NamedFunction(choice.name or refuse("tool_choice", "a tool has a name")))
+    return "required" if choice.type == "any" else choice.type
+
+
+class MessagesWriter(BlockWriter):
+    """Writes a chat's answer as a message of Anthropic's."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._message = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": model}
+
+    def begin(self, prompt: PromptTokens) -> Iterator[bytes]:
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(prompt, 0)}
+        yield named_event("message_start", message=self._message | empty)
+
+    def opened(self, block: Block) -> Iterator[bytes]:
+        content: dict[str, Any] = {"type": "text", "text": ""}
+        if block.kind == "reasoning":
+            content = {"type": "thinking", "thinking": "", "signature": ""}
+        elif block.call is not None:
+            content = {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
+        yield named_event("content_block_start", index=self._num_blocks - 1, content_block=content)
+
+    def added(self, block: Block, text: str, logprobs: LogprobsJson | None) -> bytes:
+        delta = {
+            "reasoning": {"type": "thinking_delta", "thinking": text},
+            "text": {"type": "text_delta", "text": text},
+            "call": {"type": "input_json_delta", "partial_json": text},
+        }[block.kind]
+        return named_event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def closed(self, block: Block, text: str) -> Iterator[bytes]:
+        yield named_event("content_block_stop", index=self._num_blocks - 1)
+
+    def ended(self, last: Delta, prompt: PromptTokens, num_tokens: int) -> Iterator[bytes]:
+        delta = _stopped(last.finish, last.stopped_at, has_calls=self._has_calls)
+        yield named_event("message_delta", delta=delta, usage=_usage(prompt, num_tokens))
+        yield named_event("message_stop")
+
+    def failure(self, error: ApiError) -> bytes:
+        return named_event("error", error=anthropic_error(error))
+
+    def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if choice.text or not (content or choice.calls):
+            content.append({"type": "text", "text": choice.text})
+        for call in choice.calls:
+            input_ = msgspec.Raw(_object(call.function.arguments))
+            content.append({"type": "tool_use", "id": call.id, "name": call.function.name, "input": input_})
+        stopped = _stopped(choice.finish, choice.stopped_at, has_calls=bool(choice.calls))
+        return self._message | {"content": content, **stopped, "usage": _usage(prompt, choice.num_tokens)}
+
+    def logprobs(self, report: TokenReport) -> dict[str, Any]:
+        return {}  # messages have none
+
+
+def _object(arguments: str) -> bytes:
+    """Return a call's arguments as the object that they are, or, cut off, as an empty one."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return b"{}"
+    return arguments.encode() if isinstance(found, dict) else b"{}"
+
+
+def _stopped(finish: str | None, stopped_at: str | None, *, has_calls: bool) -> dict[str, Any]:
+    reason = "end_turn"
+    if finish == "length":
+        reason = "max_tokens"
+    elif stopped_at is not None:
+        reason = "stop_sequence"
+    elif has_calls:
+        reason = "tool_use"
+    return {"stop_reason": reason, "stop_sequence": stopped_at}
+
+
+def _usage(prompt: PromptTokens, output_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": prompt.total - prompt.cached,
+        "cache_read_input_tokens": prompt.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": output_tokens,
+    }

@@ -1,0 +1,431 @@
+"""OpenAI's Responses over chats: POST /v1/responses.
+
+Nothing is kept: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
+`store: false`. Tools are functions; reasoning comes as an item with its text, and goes back as it came.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from xrunner.server.api.errors import ApiError, refuse
+from xrunner.server.api.protocol import (
+    MAX_DEADLINE_S,
+    MAX_INT,
+    MAX_LOGPROBS,
+    MAX_TOOLS,
+    ChatMessage,
+    ChatRequest,
+    Count,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    StreamOptions,
+    TextFormat,
+    TextPart,
+)
+from xrunner.server.api.tools import (
+    NAME,
+    Allowed,
+    AllowedTools,
+    Function,
+    FunctionCall,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from xrunner.server.api.translated import Block, BlockWriter, Translated, named_event, new_id, parts_of
+from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport, scored_token
+
+if TYPE_CHECKING:
+    from xrunner.server.api.choices import Choice
+
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+}
+SHARED = (
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "deadline_s",
+    "chat_template_kwargs",
+)
+"""Fields that a chat has by the same name."""
+TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+"""Types of parts that are text."""
+WITH_LOGPROBS = "message.output_text.logprobs"
+
+
+class Part(msgspec.Struct):
+    """A part of an item's content. Its other fields (`annotations`, ...) say nothing to a model."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct):
+    """An item of the input; of its fields those of its type count."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    call_id: str = ""
+    name: str | None = None
+    arguments: str = ""
+    output: str | list[Part] | None = None
+
+
+class ResponseTool(msgspec.Struct, omit_defaults=True):
+    """A function; other types of tools are run by OpenAI, and not here."""
+
+    type: str
+    name: Annotated[str, Meta(pattern=NAME)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Chosen(msgspec.Struct, omit_defaults=True):
+    """Which functions are called: one by its name, or some of them."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[Chosen] = []
+
+
+class NamedSchema(msgspec.Struct, tag_field="type", tag="json_schema"):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | JsonObjectFormat | NamedSchema | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/responses; `top_k` and those after it as in chats."""
+
+    WITHOUT_EFFECT: ClassVar[dict[str, str]] = {
+        "previous_response_id": "answers are not kept here; send the items before in input",
+        "conversation": "conversations are not kept here; send their items in input",
+        "background": "answers are not kept here; leave it out",
+        "prompt": "prompts are not kept here; send instructions and input",
+        "moderation": "nothing is moderated here; leave it out",
+    }
+
+    model: str
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Count | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    context_management: Any = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    moderation: Any = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raises ApiError (400)."""
+        for field, reason in self.WITHOUT_EFFECT.items():
+            if getattr(self, field):
+                refuse(field, reason)
+        for tool in self.tools or ():
+            if tool.type != "function" or tool.name is None:
+                refuse("tools", f"a tool of type {tool.type!r} is not run here; send functions, with their names")
+
+    def translated(self) -> Translated:
+        """Return the chat that is asked for, and what writes its answer. Raises ApiError (400)."""
+        instructions = [ChatMessage("system", self.instructions)] if self.instructions else []
+        is_scored = WITH_LOGPROBS in (self.include or ())
+        chat = ChatRequest(
+            model=self.model,
+            messages=[*instructions, *_messages(self.input)] or refuse("input", "it is empty"),
+            max_tokens=self.max_output_tokens,
+            logprobs=is_scored or None,
+            top_logprobs=self.top_logprobs if is_scored else None,
+            tools=[_tool(tool) for tool in self.tools or ()] or None,
+            tool_choice=_choice(self.tool_choice),
+            response_format=_format(self.text),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            **{name: getattr(self, name) for name in SHARED},
+        )
+        return Translated(chat, ResponsesWriter(self), NAMES)
+
+
+def _messages(items: str | list[Item]) -> list[ChatMessage]:
+    """Return the messages that items make: reasoning and calls belong to a message of the assistant's."""
+    if isinstance(items, str):
+        return [ChatMessage("user", items)]
+    messages: list[ChatMessage] = []
+    thought = ""
+    is_open = False
+    """Whether the last message may take further calls."""
+    for item in items:
+        if item.type == "reasoning":
+            thought += "\n".join(_texts(item.content or item.summary or []))
+            is_open = False
+            continue
+        if item.type == "function_call" and item.name is not None:
+            call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
+            if is_open and not thought:
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+                continue
+            message = ChatMessage("assistant", tool_calls=[call])
+        elif item.type == "function_call_output":
+            message = ChatMessage("tool", _content(item.output), tool_call_id=item.call_id)
+        elif item.type == "message" and item.role is not None:
+            message = ChatMessage(item.role, _content(item.content))
+        else:
+            refuse("input", f"an item of type {item.type!r} is not read here; messages, calls and their outputs are")
+        is_open = message.role == "assistant"
+        if thought and is_open:
+            message.reasoning_content, thought = thought, ""
+        messages.append(message)
+    if thought:
+        messages.append(ChatMessage("assistant", reasoning_content=thought))
+    return messages
+
+
+def _content(content: str | list[Part] | None) -> str | list[TextPart]:
+    if isinstance(content, str):
+        return content
+    return parts_of(_texts(content)) if content else ""
+
+
+def _texts(parts: str | list[Part]) -> list[str]:
+    """Return the texts of parts. Raises ApiError (400)."""
+    if isinstance(parts, str):
+        return [parts]
+    for part in parts:
+        if part.type not in TEXTS:
+            refuse("input", f"a part of type {part.type!r} is not read here, text is")
+    return [part.text or part.refusal or "" for part in parts]
+
+
+def _tool(tool: ResponseTool) -> Tool:
+    return Tool(Function(tool.name or "", tool.description, tool.parameters, tool.strict))
+
+
+def _choice(choice: str | Chosen | None) -> ToolChoice | None:
+    """Return which functions are called, in a chat's words. Raises ApiError (400)."""
+    if not isinstance(choice, Chosen):
+        found: ToolChoice | None = msgspec.convert(choice, ToolChoice | None)
+        return found
+    if choice.type == "function" and choice.name is not None:
+        return NamedTool(NamedFunction(choice.name))
+    if choice.type == "allowed_tools" and all(tool.name is not None for tool in choice.tools):
+        named = [NamedTool(NamedFunction(tool.name or "")) for tool in choice.tools]
+        return AllowedTools(Allowed(named, choice.mode))
+    refuse("tool_choice", f"{choice.type!r} is not known here; name a function, or send none, auto or required")
+
+
+def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
+    found = None if text is None else text.format
+    if isinstance(found, NamedSchema):
+        return JsonSchemaFormat(JsonSchema(found.name, found.schema))
+    return found
+
+
+class ResponsesWriter(BlockWriter):
+    """Writes a chat's answer as a response of OpenAI's."""
+
+    def __init__(self, request: ResponsesRequest) -> None:
+        super().__init__()
+        said = {
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": request.model,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": request.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+        }
+        self._id = new_id("resp")
+        # As it will be written, so that the request need not be kept.
+        self._said = msgspec.json.encode(said)
+        self.num_kept_bytes = len(self._said)
+        self._items: list[dict[str, Any]] = []
+        self._logprobs: list[Any] = []
+        self._num_events = 0
+
+    def begin(self, prompt: PromptTokens) -> Iterator[bytes]:
+        for event in ("response.created", "response.in_progress"):
+            yield self._event(event, response=self._response("in_progress", [], None))
+
+    def opened(self, block: Block) -> Iterator[bytes]:
+        index = len(self._items)
+        item = _item(block, None, "in_progress", [])
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        if block.kind != "call":
+            part = _part(block, "", [])
+            yield self._event("response.content_part.added", **self._place(block), content_index=0, part=part)
+
+    def added(self, block: Block, text: str, logprobs: LogprobsJson | None) -> bytes:
+        members = self._place(block) | {"delta": text}
+        if block.kind == "call":
+            return self._event("response.function_call_arguments.delta", **members)
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **members, content_index=0)
+        scored = [] if logprobs is None else msgspec.json.decode(logprobs.render())["content"]
+        self._logprobs += scored
+        return self._event("response.output_text.delta", **members, content_index=0, logprobs=scored)
+
+    def closed(self, block: Block, text: str) -> Iterator[bytes]:
+        place, logprobs = self._place(block), self._logprobs
+        self._logprobs = []
+        if block.kind == "call":
+            assert block.call is not None
+            done = place | {"name": block.call.name, "arguments": text}
+            yield self._event("response.function_call_arguments.done", **done)
+        else:
+            done = place | {"content_index": 0, "text": text}
+            if block.kind == "text":
+                yield self._event("response.output_text.done", **done, logprobs=logprobs)
+            else:
+                yield self._event("response.reasoning_text.done", **done)
+            part = _part(block, text, logprobs)
+            yield self._event("response.content_part.done", **place, content_index=0, part=part)
+        item = _item(block, text, "completed", logprobs)
+        self._items.append(item)
+        yield self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def ended(self, last: Delta, prompt: PromptTokens, num_tokens: int) -> Iterator[bytes]:
+        status = _status(last.finish)
+        response = self._response(status, self._items, self._usage(prompt, num_tokens))
+        yield self._event(f"response.{status}", response=response)
+
+    def failure(self, error: ApiError) -> bytes:
+        code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
+        return self._event("error", code=code, message=str(error), param=error.param)
+
+    def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
+        logprobs = [] if choice.logprobs is None else msgspec.json.decode(choice.logprobs.render())["content"]
+        items = []
+        if choice.reasoning:
+            items.append(_item(Block("reasoning", 0, new_id("rs")), choice.reasoning, "completed", []))
+        if choice.text or not (items or choice.calls):
+            items.append(_item(Block("text", 0, new_id("msg")), choice.text, "completed", logprobs))
+        items += [_call(new_id("fc"), call.id, call.function.name, call.function.arguments) for call in choice.calls]
+        return self._response(_status(choice.finish), items, self._usage(prompt, choice.num_tokens))
+
+    def logprobs(self, report: TokenReport) -> dict[str, Any]:
+        return {"content": scored_token(report)}
+
+    def _event(self, kind: str, **members: Any) -> bytes:
+        self._num_events += 1
+        return named_event(kind, sequence_number=self._num_events - 1, **members)
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        return {"item_id": block.id, "output_index": len(self._items)}
+
+    def _response(self, status: str, items: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        is_cut = status == "incomplete"
+        changing = {
+            "id": self._id,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": items,
+            "usage": usage,
+        }
+        said: dict[str, Any] = msgspec.json.decode(self._said)
+        return changing | said
+
+    def _usage(self, prompt: PromptTokens, num_tokens: int) -> dict[str, Any]:
+        return {
+            "input_tokens": prompt.total,
+            "input_tokens_details": {"cached_tokens": prompt.cached, "cache_write_tokens": 0},
+            "output_tokens": num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
+            "total_tokens": prompt.total + num_tokens,
+        }
+
+
+def _status(finish: str | None) -> str:
+    return "incomplete" if finish == "length" else "completed"
+
+
+def _part(block: Block, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _item(block: Block, text: str | None, status: str, logprobs: list[Any]) -> dict[str, Any]:
+    """Return a block as an item of the output; `text`: None, it has only begun."""
+    if block.kind == "call":
+        assert block.call is not None
+        return _call(block.id, block.call.id or "", block.call.name or "", text or "", status)
+    content = [] if text is None else [_part(block, text, logprobs)]
+    item: dict[str, Any] = {"id": block.id, "status": status, "content": content}
+    if block.kind == "reasoning":
+        return item | {"type": "reasoning", "summary": []}
+    return item | {"type": "message", "role": "assistant"}
+
+
+def _call(id_: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+    item = {"id": id_, "type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+    return item | {"status": status}

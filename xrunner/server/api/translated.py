@@ -1,0 +1,167 @@
+"""What adapters of other APIs have in common: a request becomes a chat, its answer blocks that are written in turn."""
+
+from __future__ import annotations
+
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+
+import msgspec
+
+from xrunner.server.api.errors import ApiError
+from xrunner.server.api.protocol import ChatRequest, TextPart
+from xrunner.server.api.writers import AnswerWriter, Delta, LogprobsJson, PromptTokens, event_line
+
+if TYPE_CHECKING:
+    from xrunner.server.api.call_reader import CallPiece
+    from xrunner.server.api.choices import Choice
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+def new_id(prefix: str) -> str:
+    """Return an id of an answer or of a part of it."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A request of another API.
+
+    Attributes:
+        chat: the chat that it asks for.
+        writer: writes the answer as that API has it.
+        names: that API's names of the chat's fields, for errors.
+    """
+
+    chat: ChatRequest
+    writer: BlockWriter
+    names: Mapping[str, str]
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Return the memory of the texts that the prompt is made from."""
+        return self.chat.num_text_bytes
+
+    def refuse_as_named(self, error: ApiError) -> NoReturn:
+        """Raise an error about the chat as one about the request."""
+        name = self.names.get(error.param or "", error.param)
+        message = str(error)
+        if error.param and message.startswith(f"{error.param}:"):
+            message = f"{name}{message[len(error.param) :]}"
+        renamed = ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
+        raise renamed from None
+
+
+def parts_of(texts: Sequence[str]) -> str | list[TextPart]:
+    """Return a message's content: one text as it is, several as parts."""
+    return texts[0] if len(texts) == 1 else [TextPart(text) for text in texts]
+
+
+class Block(NamedTuple):
+    """A part of an answer: reasoning, text, or a call with its name and id."""
+
+    kind: Kind
+    number: int
+    id: str
+    call: CallPiece | None = None
+
+
+class BlockWriter(AnswerWriter):
+    """Writes an answer of one choice in blocks, each opened, filled and closed, as named events or as one object."""
+
+    def __init__(self) -> None:
+        self._num_reasoning = 0
+        self._num_blocks = 0
+        self._block: Block | None = None
+        self._written: list[str] = []
+        """The text of the open block."""
+        self._has_calls = False
+        self._last: Delta | None = None
+        self._has_begun = False
+
+    @abstractmethod
+    def begin(self, prompt: PromptTokens) -> Iterator[bytes]:
+        """Yield the events before the first block."""
+
+    @abstractmethod
+    def opened(self, block: Block) -> Iterator[bytes]:
+        """Yield the events with which a block begins."""
+
+    @abstractmethod
+    def added(self, block: Block, text: str, logprobs: LogprobsJson | None) -> bytes:
+        """Return the event of text that is added to a block."""
+
+    @abstractmethod
+    def closed(self, block: Block, text: str) -> Iterator[bytes]:
+        """Yield the events with which a block of this text ends."""
+
+    @abstractmethod
+    def ended(self, last: Delta, prompt: PromptTokens, num_tokens: int) -> Iterator[bytes]:
+        """Yield the events after the last block."""
+
+    @abstractmethod
+    def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
+        """Return the answer of a request that is no stream."""
+
+    def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
+        self._num_reasoning += delta.is_reasoning
+        self._last = delta
+        out: list[bytes] = []
+        if not self._has_begun:
+            self._has_begun = True
+            out += self.begin(prompt)
+        for kind, number, text, call in _pieces(delta):
+            block = self._block
+            if block is None or (block.kind, block.number) != (kind, number):
+                out += self._close()
+                block = self._open(kind, number, call)
+                out += self.opened(block)
+            if text:
+                self._written.append(text)
+                out.append(self.added(block, text, delta.logprobs if kind == "text" else None))
+        return b"".join(out)
+
+    def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
+        assert self._last is not None
+        out: list[bytes] = []
+        if not self._num_blocks:
+            out += self.opened(self._open("text", 0, None))
+        out += self._close()
+        out += self.ended(self._last, prompt, completion_tokens)
+        return b"".join(out)
+
+    def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
+        (choice,) = choices
+        self._num_reasoning = choice.num_reasoning
+        yield msgspec.json.encode(self.answer(choice, prompt))
+
+    def _open(self, kind: Kind, number: int, call: CallPiece | None) -> Block:
+        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[kind]
+        self._block = Block(kind, number, new_id(prefix), call)
+        self._written.clear()
+        self._has_calls = self._has_calls or kind == "call"
+        self._num_blocks += 1
+        return self._block
+
+    def _close(self) -> Iterator[bytes]:
+        if self._block is not None:
+            block, self._block = self._block, None
+            yield from self.closed(block, "".join(self._written))
+
+
+def _pieces(delta: Delta) -> Iterator[tuple[Kind, int, str, CallPiece | None]]:
+    """Yield what a token adds: the kind and number of the block, its text, and a call's first piece."""
+    if delta.reasoning:
+        yield "reasoning", 0, delta.reasoning, None
+    if delta.text:
+        yield "text", 0, delta.text, None
+    for call in delta.calls:
+        yield "call", call.number, call.arguments, call
+
+
+def named_event(kind: str, **members: Any) -> bytes:
+    """Return an event with its name, which is also its member `type`."""
+    return f"event: {kind}\n".encode() + event_line(msgspec.json.encode({"type": kind, **members}).decode())
