@@ -250,7 +250,8 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
     if uniform is None:
         return "no uniform plan (equal stages, no rra, no waa) keeps the bound"
     gain = maximised(best) / maximised(uniform) - 1
-    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.3f} req/s"
+    unit = "arrivals/s" if best.constraint.maximises_arrivals else "req/s, saturated"
+    what = f"{uniform.policy.kind}, {settings_text(uniform)}: {maximised(uniform):.4g} {unit}"
     than = f"{100 * abs(gain):.1f}% {'more' if gain >= 0 else 'less'}"
     return f"best uniform plan: {what}; the chosen one serves {than}"
 
