@@ -1,8 +1,9 @@
-"""How fast the simulator is: one closed-form estimate, a sweep of them, and a run request by request.
+"""How fast the simulator is: one closed-form estimate, a sweep of them, a run request by request, and one by counts.
 
     python -m benchmarks.simulator [--json FILE]
 
-GPT-3 175B on 32 A40 for the closed forms; OPT-13B on four A40, summarisation, for the run. CPU seconds of this process.
+GPT-3 175B on 32 A40 for the closed forms; OPT-13B on four A40, summarisation, for the run; GPT-3 341B on 48 A40 for
+what a plan's search would take if it ran the engine itself. CPU seconds of this process.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import click
 import numpy as np
 
+import xgpt
 from xgpt.core.policies import OneLane, Pool, lane_settings
+from xgpt.core.rates import rate_of
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings, StaticSettings, WaaSettings
 from xgpt.core.workload import sample
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
+from xsimulator.capacity import Trial
 from xsimulator.clock import LaneClock
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -106,6 +112,25 @@ def request_level() -> list[dict[str, object]]:
     return rows
 
 
+def of_48_devices() -> list[dict[str, object]]:
+    """Runs of a plan's search for the highest arrival rate on 48 devices: how many, by counts, and by the engine."""
+    return [_searched(kind) for kind in ("chunked", "orca", "rra", "waa")]
+
+
+def _searched(kind: str) -> dict[str, object]:
+    asked = {"model": "gpt3-341b", "cluster": "a40x48", "workload": "summarization", "latency_bound_s": 60.0}
+    planned = xgpt.solve(**asked, policy=kind)  # compiles the runs, too
+    started = time.process_time()
+    with mock.patch.object(Trial, "at", autospec=True, side_effect=Trial.at) as run:
+        xgpt.solve(**asked, policy=kind)
+    found = {"policy": planned.best.policy.kind, "search_s": time.process_time() - started, "runs": run.call_count}
+    plan, profile = planned.best, planned.problem.profile
+    for name, by_request in (("counts_s", False), ("engine_s", True)):
+        trial = Trial(plan, profile, by_request=by_request)
+        found[name] = _seconds(partial(trial.at, 0.9 * rate_of(plan)), 1, 1)
+    return found
+
+
 def _row(kind: str, one: Callable[[], object], sweep: Callable[[], object]) -> dict[str, object]:
     return {"policy": kind, "one_us": 1e6 * _seconds(one, 50), "sweep_per_s": SWEEP / _seconds(sweep, 1)}
 
@@ -126,16 +151,23 @@ def _seconds(run: Callable[[], object], times: int, repeats: int = 5) -> float:
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(json_path: Path | None) -> None:
     """Measure, and print the figures with their goals."""
-    forms, runs = closed_forms(), request_level()
+    forms, runs, large = closed_forms(), request_level(), of_48_devices()
     click.echo(f"{'policy':10}{'one estimate, us':>18}{'configurations a second':>26}")
     for row in forms:
         click.echo(f"{row['policy']:10}{row['one_us']:18.0f}{row['sweep_per_s']:26.0f}")
     click.echo("asked for          200 or less            20000 or more\n")
     for run in runs:
         click.echo(f"{run['requests']} requests, {run['stages']} stages: {run['steps']} steps, {run['seconds']:.2f} s")
-    click.echo("asked for: 3 s or less")
+    click.echo("asked for: 3 s or less\n")
+    for row in large:
+        click.echo(
+            f"48 devices, {row['policy']}: {row['search_s']:.2f} s for a search with {row['runs']} runs; "
+            f"a run by counts {1e3 * row['counts_s']:.1f} ms, by the engine {1e3 * row['engine_s']:.0f} ms"  # type: ignore[operator]
+        )
     if json_path is not None:
-        json_path.write_text(json.dumps({"closed_forms": forms, "request_level": runs}, indent=1) + "\n")
+        json_path.write_text(
+            json.dumps({"closed_forms": forms, "request_level": runs, "of_48_devices": large}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from xgpt.core.io import cache_dir
 
-ROOMS = ("xrunner/cpu", "xsimulator")
+ROOMS = ("xrunner/cpu", "xsimulator/counts", "xsimulator/costs")
 """Where functions are compiled."""
 KEPT_S = 30 * 86400.0
 """For which directories of other states of the sources are kept."""
