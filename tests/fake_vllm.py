@@ -21,9 +21,10 @@ from xgpt.core.io import load_json
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Arrival, StepRecord
+from xrunner.channel.messages import Began, Cancel
 from xrunner.prefixes import Prefixes
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.channel import Alive, Began, Cancel, CoreSide, HostSide, Output, Ready, Stepped, Submit
+from xrunner.vllm.channel import Alive, CoreSide, HostSide, Output, Ready, Stepped, Submit
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 
 VOCAB_SIZE = 1000
@@ -43,11 +44,12 @@ def program(directory: Path) -> Path:
 class FakeVllm:
     """A host and its engine core in one process."""
 
-    def __init__(self, address: str, lane: str, config: dict[str, str], *, reuse: bool = False) -> None:
+    def __init__(self, directory: str, lane: str, config: dict[str, str], *, reuse: bool = False) -> None:
         self.prefixes = Prefixes() if reuse else None
         plan = load_json(Path(config["plan"]), Plan, "plan") if "plan" in config else None
         self.lane = lane
-        self.core, self.host = CoreSide(address, follows_plans=plan is not None), HostSide(address, lane)  # type: ignore[arg-type]
+        self.core = CoreSide(directory, lane, follows_plans=plan is not None)  # type: ignore[arg-type]
+        self.host = HostSide(directory, lane)  # type: ignore[arg-type]
         settings = LaneSettings(mix=True, max_batch=64)
         self.schedule = build_lane(plan, ROOM) if plan else OneLane(settings, Pool(1000, block_size=16))
         self.requests: dict[int, Submit] = {}

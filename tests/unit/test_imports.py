@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "xrunner.server.observe": LOW | {"xrunner.server.observe", "xrunner.server.served", "xrunner.server.request_info"},
     "xrunner.cpu": LOW | ROOM,
     "xrunner.vllm": LOW | {"xrunner.vllm", "xrunner.channel"},
-    "xrunner.vllm.engine": LOW | {"xrunner.vllm", "xrunner.executor", "xrunner.generation"},
+    "xrunner.vllm.engine": LOW | {"xrunner.vllm", "xrunner.channel", "xrunner.executor", "xrunner.generation"},
     "xrunner.vllm.waa": LOW | {"xrunner.vllm", "xrunner.executor", "xrunner.generation"},
     "xprofiler": LOW | {"xgpt.resolve", "xprofiler"},
     "xprofiler.vllm": LOW | {"xprofiler", "xrunner.vllm"},

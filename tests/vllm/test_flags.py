@@ -19,7 +19,7 @@ from xrunner.vllm.waa import launches
 
 
 def engine_arguments(started: Launch) -> AsyncEngineArgs:
-    words = started.command("python3", "ipc:///tmp/nowhere")
+    words = started.command("python3", "/tmp/nowhere")
     assert words[:3] == ["python3", "-m", HOST]
     return AsyncEngineArgs.from_cli_args(parser().parse_args(words[3:]))
 

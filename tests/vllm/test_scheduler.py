@@ -83,10 +83,10 @@ class Running(NamedTuple):
 @pytest.fixture(scope="module")
 def running(checkpoint: Path, expected: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     directory = tmp_path_factory.mktemp("running")
-    plan, log, address = directory / "plan.json", directory / "steps.jsonl", f"ipc://{directory}"
+    plan, log = directory / "plan.json", directory / "steps.jsonl"
     plan.write_text(dump_json(plan_with(RRA)))
-    front = FrontSide(address, [])
-    config = {"plan": str(plan), "step_log": str(log), "front": address, "lane": "both"}
+    front = FrontSide(str(directory))
+    config = {"plan": str(plan), "step_log": str(log), "front": str(directory), "lane": "both"}
     llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config)
     while not front.reaches([], 1):
         pass

@@ -47,6 +47,7 @@ def main() -> None:
     """Run the engine until the front has gone, or the engine has failed."""
     from xrunner.channel.ends import EngineEnd
     from xrunner.channel.host import Host
+    from xrunner.channel.messages import decode_down
     from xrunner.memory import keep_freed_memory
     from xrunner.server.observe.logs import log_json
 
@@ -57,7 +58,7 @@ def main() -> None:
     log_json(order.log_level)
     if _is_alone(order.plan):
         keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
-    host = Host(EngineEnd(socket.socket(fileno=int(sys.argv[1]))), partial(_build, order))
+    host = Host(EngineEnd(socket.socket(fileno=int(sys.argv[1])), decode_down), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
     engine.start()
     host.read()

@@ -12,12 +12,15 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Generic, TypeVar
 
-from xrunner.channel.messages import Down, Up, decode_down, decode_up, encode
+from xrunner.channel.messages import encode
 
 READ_BYTES = 1 << 18
+T = TypeVar("T")
+Decode = Callable[[bytes], T]
 _LENGTH = struct.Struct("!I")
 
 
@@ -42,29 +45,34 @@ class _Frames:
         del self._bytes[:start]
 
 
-def _frame(message: Down | Up) -> bytes:
+def _frame(message: object) -> bytes:
     content = encode(message)
     return _LENGTH.pack(len(content)) + content
 
 
-class EngineEnd:
+class EngineEnd(Generic[T]):
     """The end in an engine's process. Any thread may send; one receives."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, decode: Decode[T]) -> None:
         connected.setblocking(True)
         self._socket = connected
+        self._decode = decode
         self._frames = _Frames()
         self._received: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
         self._lock = threading.Lock()
 
-    def send(self, message: Up) -> None:
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when something has come."""
+        return self._socket.fileno()
+
+    def send(self, message: object) -> None:
         """Send a message; if the front has gone, `receive` says so."""
         with self._lock, suppress(OSError):
             self._socket.sendall(_frame(message))
 
-    def receive(self, timeout_s: float) -> Down | None:
+    def receive(self, timeout_s: float) -> T | None:
         """Return the next message, or None when the time is over.
 
         Raises:
@@ -82,24 +90,29 @@ class EngineEnd:
                 raise EOFError
             self._frames.add(some)
             self._received.extend(self._frames.whole())
-        return decode_down(self._received.popleft())
+        return self._decode(self._received.popleft())
 
-    def close(self) -> None:
-        """Let the front, and whoever receives here, know that no more is coming."""
+    def end(self) -> None:
+        """Let the front, and whoever receives here in another thread, know that no more is coming."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """Close the connection, when no other thread receives."""
+        self._socket.close()
 
-class FrontEnd:
+
+class FrontEnd(Generic[T]):
     """The end in the front. Belongs to one thread, and never blocks but in `wait`.
 
     Attributes:
         has_gone: whether the engine's end is closed.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, decode: Decode[T]) -> None:
         connected.setblocking(False)
         self.has_gone = False
+        self._decode = decode
         self._socket = connected
         self._frames = _Frames()
         self._received: deque[bytes] = deque()
@@ -120,14 +133,14 @@ class FrontEnd:
         if not self._received:
             self._selector.select(timeout_s)
 
-    def send(self, message: Down) -> None:
+    def send(self, message: object) -> None:
         """Send a message, at once or when there is room."""
         is_first = not self._unsent
         self._unsent += _frame(message)
         if is_first:
             self._write()
 
-    def receive(self) -> Up | None:
+    def receive(self) -> T | None:
         """Return the next message that has come; None: there is none."""
         if not self._received and not self.has_gone:
             for _, mask in self._selector.select(0):
@@ -135,7 +148,7 @@ class FrontEnd:
                     self._write()
                 if mask & selectors.EVENT_READ:
                     self._read()
-        return decode_up(self._received.popleft()) if self._received else None
+        return self._decode(self._received.popleft()) if self._received else None
 
     def _read(self) -> None:
         try:

@@ -91,7 +91,7 @@ class Host:
     which the front is then told.
     """
 
-    def __init__(self, end: EngineEnd, build: Build) -> None:
+    def __init__(self, end: EngineEnd[Down], build: Build) -> None:
         self._end = end
         self._build = build
         self._engine: HostedEngine
@@ -123,7 +123,7 @@ class Host:
             self._end.send(Failed.of(error))
         finally:
             self._stopping.set()
-            self._end.close()
+            self._end.end()
 
     def _note(self, record: StepRecord) -> None:
         self._records.append(record)

@@ -31,6 +31,8 @@ from xrunner.channel.messages import (
     Room,
     Stepped,
     Submit,
+    decode_down,
+    decode_up,
 )
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
@@ -201,7 +203,7 @@ class EngineThreads:
 
     def __init__(self, engine: ListenedEngine) -> None:
         self.connected, self._theirs = pair()
-        end = EngineEnd(self._theirs)
+        end = EngineEnd(self._theirs, decode_down)
 
         def build(on_step: OnStep) -> HostedEngine:
             engine.listen(on_step)
@@ -252,7 +254,7 @@ class RemoteEngine:
     def _begin(self, far_end: FarEnd) -> None:
         """Return once the engine takes requests."""
         self._far_end = far_end
-        self._front = FrontEnd(self._far_end.connected)
+        self._front = FrontEnd(self._far_end.connected, decode_up)
         try:
             while not isinstance(ready := self._receive(), Ready):
                 if self._is_closed:

@@ -1,23 +1,27 @@
-"""The channel between `xgpt serve` and its vLLMs: requests and plans go down, steps and tokens come up.
+"""The channel between `xgpt serve` and its vLLMs, over the sockets of `xrunner.channel`.
 
-ZeroMQ carries msgpack over sockets in a directory that is ours alone; nothing that arrives is executed. Three kinds of
-socket: requests go to the host of each lane (`host`), plans to all engine cores, and whatever hosts and cores tell
-comes back on one. An engine core reads plans between two steps, so an idle one answers when its next request has come.
+The front listens on a socket in a directory that is ours alone. The host of each lane (`host`) connects to it and gets
+requests; each engine core connects, tells of its steps, and gets plans. A core reads plans between two steps, so an
+idle one answers when its next request has come.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+import selectors
+import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-import zmq
 
 from xgpt.core.io import sha256
 from xgpt.core.schema import ANYONE, Account, LaneName, Plan
 from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel.ends import EngineEnd, FrontEnd
+from xrunner.channel.messages import Began, Cancel, Follow
 
 WARM_UP = -1
 """The number of a request that is a host's own."""
@@ -43,12 +47,6 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     promised_output: int | None = None
     account: Account = ANYONE
     transfer: dict[str, Any] | None = None
-
-
-class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Its client has gone."""
-
-    id: int
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
@@ -86,12 +84,6 @@ class Output(msgspec.Struct, array_like=True):
     transfer: dict[str, Any] | None = None
 
 
-class Began(msgspec.Struct, tag="began", array_like=True):
-    """A step of the plan's schedule has begun with these requests' prompts."""
-
-    ids: list[int]
-
-
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step of vLLM's has been executed.
 
@@ -125,60 +117,67 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     reason: str
 
 
-Down = Submit | Cancel
-Up = Ready | Alive | Failed | Began | Stepped | Accepted | Refused
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """The first message of a connection: a lane's host, or an engine core of it that follows plans or does not.
 
-_encode = msgspec.msgpack.Encoder().encode
+    Attributes:
+        plans: as an engine core; None: it is the host.
+    """
+
+    lane: LaneName
+    plans: bool | None = None
+
+
+Down = Submit | Cancel | Follow
+Up = Hello | Ready | Alive | Failed | Began | Stepped | Accepted | Refused
+
 _decode_down = msgspec.msgpack.Decoder(Down).decode
 _decode_up = msgspec.msgpack.Decoder(Up).decode
-
-
-def _socket(kind: int) -> zmq.Socket[bytes]:
-    """Holds whatever is sent until it is read, for as long as both ends live."""
-    made: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-    for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-        made.setsockopt(option, 0)
-    return made
+_FRONT = "front"
+"""The name of the socket in a run's directory that the front listens on."""
 
 
 class Reports:
-    """What hosts and cores have in common: they tell, and never wait."""
+    """What hosts and cores have in common.
 
-    def __init__(self, address: str) -> None:
-        self._up = _socket(zmq.PUSH)
-        self._up.connect(f"{address}/reports")
+    Args:
+        directory: of this run.
+    """
+
+    def __init__(self, directory: str, hello: Hello) -> None:
+        connected = socket.socket(socket.AF_UNIX)
+        connected.connect(f"{directory}/{_FRONT}")
+        self._end = EngineEnd(connected, _decode_down)
+        self.send(hello)
 
     def send(self, message: Up) -> None:
-        self._up.send(_encode(message))
+        """Tell the front."""
+        self._end.send(message)
+
+    def _come(self) -> Iterator[Down]:
+        """Yield what has come since the last call."""
+        with suppress(EOFError):  # the front has gone, and `supervised` ends this process
+            while (message := self._end.receive(0)) is not None:
+                yield message
 
     def close(self) -> None:
-        self._up.close()
+        self._end.close()
 
 
 class HostSide(Reports):
     """The end in the host of a lane."""
 
-    def __init__(self, address: str, lane: LaneName) -> None:
-        super().__init__(address)
-        self._down = _socket(zmq.PULL)
-        self._down.connect(f"{address}/{lane}")
+    def __init__(self, directory: str, lane: LaneName) -> None:
+        super().__init__(directory, Hello(lane))
 
     @property
     def fd(self) -> int:
         """Readable when something may have come."""
-        return int(self._down.getsockopt(zmq.FD))
+        return self._end.fileno()
 
     def requests(self) -> Iterator[Down]:
         """Those that have come since the last call."""
-        while True:
-            try:
-                yield _decode_down(self._down.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-
-    def close(self) -> None:
-        self._down.close()
-        super().close()
+        return self._come()
 
 
 class CoreSide(Reports):
@@ -188,13 +187,9 @@ class CoreSide(Reports):
         follows_plans: or is vLLM's own scheduler.
     """
 
-    def __init__(self, address: str, *, follows_plans: bool) -> None:
-        super().__init__(address)
+    def __init__(self, directory: str, lane: LaneName, *, follows_plans: bool) -> None:
+        super().__init__(directory, Hello(lane, follows_plans))
         self.core = os.getpid()
-        self._plans = _socket(zmq.SUB)
-        if follows_plans:
-            self._plans.setsockopt(zmq.SUBSCRIBE, b"")
-            self._plans.connect(f"{address}/plans")
 
     def accept(self, plan: Plan) -> None:
         self.send(Accepted(self.core, sha256(plan)))
@@ -204,69 +199,89 @@ class CoreSide(Reports):
 
     def plans(self) -> Iterator[Plan]:
         """The plans that have come since the last call."""
-        while True:
-            try:
-                yield Plan.model_validate_json(self._plans.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-
-    def close(self) -> None:
-        self._plans.close()
-        super().close()
+        for message in self._come():
+            if isinstance(message, Follow):
+                yield Plan.model_validate_json(message.plan)
 
 
 class FrontSide:
-    """The end in `xgpt serve`, of all lanes. Any thread may send; one receives."""
+    """The end in the front, of all lanes: one connection to each lane's host, and one to each engine core."""
 
-    def __init__(self, address: str, lanes: Sequence[LaneName]) -> None:
-        self._lock = threading.Lock()
-        self._reports = _socket(zmq.PULL)
-        self._reports.bind(f"{address}/reports")
-        self._plans = _socket(zmq.XPUB)
-        self._plans.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is told
-        self._num_subscribed = 0
-        self._plans.bind(f"{address}/plans")
-        self._requests = {lane: _socket(zmq.PUSH) for lane in lanes}
-        for lane, socket in self._requests.items():
-            socket.bind(f"{address}/{lane}")
+    def __init__(self, directory: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{directory}/{_FRONT}")
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._ends: list[FrontEnd[Up]] = []
+        self._hosts: dict[LaneName, FrontEnd[Up]] = {}
+        self._cores: list[FrontEnd[Up]] = []
+        """Engine cores that follow plans."""
+        self._received: deque[Up] = deque()
 
     def reaches(self, lanes: Sequence[LaneName], num_cores: int) -> bool:
-        """Whether the hosts of these lanes, and `num_cores` engine cores, would get what is sent now."""
-        with self._lock:
-            while self._plans.poll(0):
-                self._num_subscribed += self._plans.recv()[0]  # 1: one more, 0: one has gone
-            hosts = all(self._requests[lane].poll(0, zmq.POLLOUT) for lane in lanes)
-            return hosts and self._num_subscribed >= num_cores
+        """Return whether the hosts of these lanes, and `num_cores` engine cores, would get what is sent now."""
+        self._take_in()
+        return set(lanes) <= self._hosts.keys() and len(self._cores) >= num_cores
 
     def send(self, lane: LaneName, message: Down) -> None:
         """A host that has gone takes nothing any more; that it has gone is told elsewhere."""
-        with self._lock:
-            try:
-                self._requests[lane].send(_encode(message), zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        if (host := self._hosts.get(lane)) is not None:
+            host.send(message)
 
     def send_plan(self, plan: Plan) -> None:
         """Have every engine core go over to this plan."""
-        with self._lock:
-            self._plans.send(plan.model_dump_json().encode())
+        for core in self._cores:
+            core.send(Follow(plan.model_dump_json()))
 
-    @property
-    def fd(self) -> int:
-        """Readable when something may have come: only once until all of it has been received."""
-        return int(self._reports.getsockopt(zmq.FD))
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` has something to do."""
+        descriptor: int = self._selector.fileno()
+        return descriptor
 
     def wait(self, timeout_s: float) -> None:
         """Return when something has come, or when the time is over."""
-        self._reports.poll(round(1000 * timeout_s))
+        if not self._received:
+            self._selector.select(timeout_s)
 
     def receive(self) -> Up | None:
         """The next that has come; None: nothing has."""
-        try:
-            return _decode_up(self._reports.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+        if not self._received:
+            self._take_in()
+        return self._received.popleft() if self._received else None
+
+    def _take_in(self) -> None:
+        """Accept connections, and read what has come on all of them."""
+        with suppress(BlockingIOError):
+            while True:
+                end = FrontEnd(self._listener.accept()[0], _decode_up)
+                self._ends.append(end)
+                self._selector.register(end, selectors.EVENT_READ)
+        for end in list(self._ends):
+            while (message := end.receive()) is not None:
+                if isinstance(message, Hello):
+                    self._greet(end, message)
+                else:
+                    self._received.append(message)
+            if end.has_gone:
+                self._leave(end)
+
+    def _greet(self, end: FrontEnd[Up], hello: Hello) -> None:
+        if hello.plans is None:
+            self._hosts[hello.lane] = end
+        elif hello.plans:
+            self._cores.append(end)
+
+    def _leave(self, end: FrontEnd[Up]) -> None:
+        self._ends.remove(end)
+        self._hosts = {lane: host for lane, host in self._hosts.items() if host is not end}
+        self._cores = [core for core in self._cores if core is not end]
+        self._selector.unregister(end)
+        end.close()
 
     def close(self) -> None:
-        for socket in (self._reports, self._plans, *self._requests.values()):
-            socket.close()
+        for end in list(self._ends):
+            self._leave(end)
+        self._selector.close()
+        self._listener.close()

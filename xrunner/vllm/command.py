@@ -45,9 +45,9 @@ class Launch:
     kv_blocks: int = 0
     block_size: int = 0
 
-    def command(self, python: str, address: str) -> list[str]:
-        """The words that start it with the Python that has vLLM, its requests coming from this address."""
-        return [python, "-m", HOST, f"--model={self.model}", *self.arguments, address, self.lane]
+    def command(self, python: str, directory: str) -> list[str]:
+        """Return the words that start it with the Python that has vLLM; requests come by a socket in the directory."""
+        return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 
 
 def block_size_of(cluster: ClusterSpec) -> int:

@@ -3,100 +3,57 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xgpt.core.io import dump_json
 from xgpt.core.policies import Request
 from xgpt.core.schema import Plan
-from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel.messages import Began, Room
+from xrunner.channel.remote import Inside, OnStep
 from xrunner.executor import Use
 from xrunner.generation import FinishReason, Generation, Logprobs, SamplingParams, Token
-from xrunner.vllm.channel import Accepted, Began, Failed, Output, Refused, Stepped, Submit, Up
+from xrunner.vllm.channel import Accepted, Failed, Output, Refused, Stepped, Submit, Up
 from xrunner.vllm.command import Launch, launch
 from xrunner.vllm.instance import Instances
 from xrunner.vllm.lane import settings_of
 
 logger = logging.getLogger(__name__)
 
-OnStep = Callable[[StepRecord], None]
 
+class Memory(NamedTuple):
+    """vLLM's K/V memory, as a request finds it that is alone."""
 
-class Inside:
-    """The requests that vLLM has, as far as its steps have told: what an endpoint asks a pool.
-
-    Args:
-        kv_blocks: those that one request can have.
-    """
-
-    def __init__(self, kv_blocks: int, block_size: int) -> None:
-        self.kv_blocks = kv_blocks
-        self.block_size = block_size
-        self.waiting: dict[int, None] = {}
-        self.running: dict[int, None] = {}
-        self._taken: dict[int, tuple[int, int, int]] = {}
-        """Blocks set aside, preemptions and blocks kept, by engine core."""
+    kv_blocks: int
+    block_size: int
 
     @property
     def prompt_blocks(self) -> int:
         return self.kv_blocks
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
     def can_ever_fit(self, request: Request) -> bool:
-        """vLLM's memory holds it alone."""
         return -(-request.longest // self.block_size) <= self.kv_blocks
 
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
+
+class InsideVllm(Inside):
+    """The requests that vLLM has, as far as its steps have told."""
+
+    def __init__(self, kv_blocks: int, block_size: int) -> None:
+        super().__init__(Memory(kv_blocks, block_size))
+        self._rooms: dict[int, Room] = {}
+        """As each engine core has told."""
+
+    def take(self, core: int, reserved_blocks: int, num_preemptions: int, kept_blocks: int = 0) -> None:
+        """Note how the schedule of an engine core stands."""
+        self._rooms[core] = Room(reserved_blocks, kept_blocks, num_preemptions)
+        reserved, kept, preempted = (sum(room[at] for room in self._rooms.values()) for at in range(3))
+        self.room = Room(reserved, kept, preempted)
 
     @property
     def reserved_blocks(self) -> int:
         """As of the last step; an idle engine tells nothing, and holds none."""
-        return sum(blocks for blocks, _, _ in list(self._taken.values())) if self.running else 0
-
-    @property
-    def kept_blocks(self) -> int:
-        return sum(blocks for _, _, blocks in list(self._taken.values()))
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(count for _, count, _ in list(self._taken.values()))
-
-    def take(self, core: int, reserved_blocks: int, num_preemptions: int, kept_blocks: int = 0) -> None:
-        """So stands the schedule of an engine core."""
-        self._taken[core] = reserved_blocks, num_preemptions, kept_blocks
-
-    def note(self, stepped: Stepped) -> None:
-        """A step has been executed."""
-        self.take(stepped.core, stepped.reserved_blocks, stepped.num_preemptions, stepped.kept_blocks)
-        for record in stepped.records:
-            for id_ in record.preempted:
-                if id_ in self.running:
-                    del self.running[id_]
-                    self.waiting[id_] = None
-            for id_, _, _ in record.encode:
-                self.begin(id_)
-        for output in stepped.outputs:
-            self.begin(output.id)
-
-    def begin(self, id_: int) -> None:
-        """A step has taken up a request that waited."""
-        if id_ in self.waiting:
-            del self.waiting[id_]
-            self.running[id_] = None
-
-    def leave(self, id_: int) -> bool:
-        """A request has ended, or is taken out; whether it was there."""
-        was_waiting, was_running = id_ in self.waiting, id_ in self.running
-        self.waiting.pop(id_, None)
-        self.running.pop(id_, None)
-        return was_waiting or was_running
+        return super().reserved_blocks if self.running else 0
 
 
 class VllmEngine:
@@ -104,9 +61,6 @@ class VllmEngine:
 
     Args:
         reuse: requests of the same API key share the K/V of what their prompts have in common.
-
-    `submit`, `cancel` and `go_over_to` may be called from any thread; everything else belongs to the one thread that
-    calls `step`.
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -118,7 +72,6 @@ class VllmEngine:
     def __init__(self, plan: Plan, *, on_step: OnStep | None = None, reuse: bool = True) -> None:
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None
-        self._lock = threading.Lock()
         self._reuse = reuse
         self._start(plan)
 
@@ -132,12 +85,12 @@ class VllmEngine:
         def launches(directory: Path) -> list[Launch]:
             path = directory / "plan.json"
             path.write_text(dump_json(plan), encoding="utf-8")
-            config = {"front": f"ipc://{directory}", "lane": "both"}
+            config = {"front": str(directory), "lane": "both"}
             return [launch(plan, plan_path=str(path), config=config, reuse=self._reuse)]
 
         self._vllm = Instances(launches, num_cores=plan.replicas)
         (started,) = self._vllm.launches
-        self.pool = Inside(started.kv_blocks, started.block_size)
+        self.pool = InsideVllm(started.kv_blocks, started.block_size)
 
     def listen(self, on_step: OnStep) -> None:
         self._listeners.append(on_step)
@@ -154,17 +107,15 @@ class VllmEngine:
 
     def submit(self, generation: Generation) -> None:
         request = request_of(generation, seeded=self.takes_seeds)
-        with self._lock:
-            if self._next is None:
-                self._hand_over(request)
-            else:
-                self._parked[request.id] = request
+        if self._next is None:
+            self._hand_over(request)
+        else:
+            self._parked[request.id] = request
 
     def cancel(self, id_: int) -> None:
-        with self._lock:
-            if self._parked.pop(id_, None) is None and self.pool.leave(id_):
-                self._vllm.cancel("both", id_)
-                self._go_on_if_empty()
+        if self._parked.pop(id_, None) is None and self.pool.leave(id_):
+            self._vllm.cancel("both", id_)
+            self._go_on_if_empty()
 
     def go_over_to(self, plan: Plan) -> None:
         """Have steps follow another plan on the same stages: the next one, or once all that run have ended.
@@ -173,9 +124,8 @@ class VllmEngine:
             InputError: vLLM cannot run it.
         """
         settings_of(plan)
-        with self._lock:
-            self._vllm.change_plan(plan)
-            self._asked = plan
+        self._vllm.change_plan(plan)
+        self._asked = plan
 
     def fileno(self) -> int:
         return self._vllm.fileno()
@@ -200,22 +150,18 @@ class VllmEngine:
             case Stepped() as stepped:
                 return self._settle(stepped)
             case Began() as began:
-                with self._lock:
-                    for id_ in began.ids:
-                        self.pool.begin(id_)
+                self.pool.begin(began.ids)
             case Failed() as failed:
                 logger.error("vLLM has given up request %d: %s", failed.id, failed.reason)
-                with self._lock:
-                    self.pool.leave(failed.id)
-                    self._go_on_if_empty()
+                self.pool.leave(failed.id)
+                self._go_on_if_empty()
                 return [Token(failed.id, 0, "error")]
             case Accepted() as accepted:
                 logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": accepted.plan_sha256}})
             case Refused() as refused:
                 logger.info("vLLM's plan waits until no request runs", extra={"fields": {"reason": refused.reason}})
-                with self._lock:
-                    self._next = self._asked
-                    self._go_on_if_empty()
+                self._next = self._asked
+                self._go_on_if_empty()
         return None
 
     def uses(self) -> list[Use]:
@@ -230,13 +176,11 @@ class VllmEngine:
         self._vllm.close()
 
     def _settle(self, stepped: Stepped) -> list[Token]:
-        with self._lock:
-            self.pool.note(stepped)
-            tokens = [token for output in stepped.outputs for token in tokens_of(output)]
-            for token in tokens:
-                if token.finish is not None:
-                    self.pool.leave(token.id)
-            self._go_on_if_empty()
+        tokens = [token for output in stepped.outputs for token in tokens_of(output)]
+        self.pool.take(stepped.core, stepped.reserved_blocks, stepped.num_preemptions, stepped.kept_blocks)
+        self.pool.begin([output.id for output in stepped.outputs])
+        self.pool.note(stepped.records, tokens)
+        self._go_on_if_empty()
         for record in stepped.records:
             for listener in self._listeners:
                 listener(record)

@@ -1,4 +1,4 @@
-"""Run vLLM's engine without a server: `python -m xrunner.vllm.host ADDRESS LANE vLLM's flags ...`.
+"""Run vLLM's engine without a server: `python -m xrunner.vllm.host DIRECTORY LANE vLLM's flags ...`.
 
 Takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
 engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`).
@@ -18,7 +18,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from xrunner.vllm.channel import WARM_UP, Alive, Cancel, Down, Failed, HostSide, Ready, Submit
+from xrunner.channel.messages import Cancel
+from xrunner.vllm.channel import WARM_UP, Alive, Down, Failed, HostSide, Ready, Submit
 
 if TYPE_CHECKING:
     from xgpt.core.schema import LaneName
@@ -103,9 +104,9 @@ def sampling_params(request: Submit) -> SamplingParams:
     )
 
 
-async def serve(address: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
+async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
     """Start vLLM, and give it what comes."""
-    front = HostSide(address, lane)
+    front = HostSide(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
         await Host(engine, front).run(lane)
@@ -117,7 +118,7 @@ async def serve(address: str, lane: LaneName, arguments: AsyncEngineArgs) -> Non
 def parser() -> FlexibleArgumentParser:
     """vLLM's own flags, and what is ours."""
     made = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    made.add_argument("address")
+    made.add_argument("directory")
     made.add_argument("lane", choices=("both", "encode", "decode"))
     return made
 
@@ -126,7 +127,7 @@ def main() -> None:
     """Serve until vLLM has died, or `supervised` ends us."""
     given = parser().parse_args()
     try:
-        asyncio.run(serve(given.address, given.lane, AsyncEngineArgs.from_cli_args(given)))
+        asyncio.run(serve(given.directory, given.lane, AsyncEngineArgs.from_cli_args(given)))
     except EngineDeadError as error:
         sys.exit(f"EngineDeadError: {error}")
 

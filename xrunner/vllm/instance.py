@@ -18,7 +18,8 @@ from subprocess import Popen
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import LaneName, Plan, StepRecord
 from xrunner.channel import EngineLost
-from xrunner.vllm.channel import WARM_UP, Alive, Cancel, FrontSide, Ready, Stepped, Submit, Up
+from xrunner.channel.messages import Cancel
+from xrunner.vllm.channel import WARM_UP, Alive, FrontSide, Ready, Stepped, Submit, Up
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started
 
@@ -92,16 +93,15 @@ class Instances:
         if len(str(directory)) > MAX_PATH:
             raise MachineError(f"{directory} is too long a path for sockets; set TMPDIR to a shorter one")
         packages = self._at_end.enter_context(package_path(directory))
-        address = f"ipc://{directory}"
         self.launches = tuple(launches(directory))
-        self._channel = FrontSide(address, [launch.lane for launch in self.launches])
+        self._channel = FrontSide(str(directory))
         self._at_end.callback(self._channel.close)
         vllm_python = python()
         # What vLLM's processes tell each other is not for others on this machine, either.
         own = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
         for launch in self.launches:
             variables = own | launch.variables | preload(vllm_python)
-            command = launch.command(vllm_python, address)
+            command = launch.command(vllm_python, str(directory))
             self._readers.append(_Reader(self._at_end.enter_context(started(command, packages, variables))))
         missing = {launch.lane for launch in self.launches}
         while missing or not self._channel.reaches([launch.lane for launch in self.launches], num_cores):
@@ -121,8 +121,8 @@ class Instances:
         self._channel.send_plan(plan)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when something may have come; `receive` until there is nothing left."""
-        return self._channel.fd
+        """Return a descriptor that is readable when `receive` has something to do."""
+        return self._channel.fileno()
 
     def wait(self, timeout_s: float) -> None:
         """Return when something has come, or when the time is over."""

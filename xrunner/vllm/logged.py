@@ -26,8 +26,8 @@ logger = logging.getLogger("vllm.xgpt")
 class LoggedScheduler(Scheduler):
     """Schedules as vLLM does; `additional_config={"xgpt": {"step_log": FILE}}` has it write down what it executed.
 
-    With `front`, the address of an `xgpt serve` and the lane that this is, each step and its tokens are told there.
-    A request has the number that `xgpt serve` has given it, else they are counted from 0 as they come. A prompt whose
+    With `front`, the directory of an `xgpt serve`'s run, and `lane`, each step and its tokens are told there. A request
+    has the number that `xgpt serve` has given it, else they are counted from 0 as they come. A prompt whose
     first tokens' K/V came from elsewhere begins, in the log, where the computing began.
     """
 
@@ -40,7 +40,7 @@ class LoggedScheduler(Scheduler):
         self._log = None if log is None else StepLogWriter(Path(log))
         self._front: CoreSide | None = None
         if "front" in self.config:
-            self._front = CoreSide(self.config["front"], follows_plans="plan" in self.config)
+            self._front = CoreSide(self.config["front"], self.config["lane"], follows_plans="plan" in self.config)
         self._settled: list[StepRecord] = []
         """Steps that are still to be told of."""
         self._number: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Start vLLM: find the Python that has it, and set the environment of its processes.
 
 vLLM may live in an environment of its own, whose torch is another one. Its processes get xgpt and xrunner on their
-path and nothing else of ours; of vLLM's packages they share pydantic, msgspec, numpy and pyzmq.
+path and nothing else of ours; of vLLM's packages they share pydantic, msgspec and numpy.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from xgpt.core.io import load_json
 from xgpt.core.policies import BlockTable, Step
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
-from xrunner.vllm.channel import Began
+from xrunner.channel.messages import Began
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
 from xrunner.vllm.mirror import Mirror, chain_of

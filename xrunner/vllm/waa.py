@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +27,7 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 from xrunner.vllm.channel import Failed, Output, Stepped, Submit, Up
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
-from xrunner.vllm.engine import Inside, OnStep, repeats, request_of, resumes, takes_seeds, tokens_of
+from xrunner.vllm.engine import InsideVllm, OnStep, repeats, request_of, resumes, takes_seeds, tokens_of
 from xrunner.vllm.instance import Instances
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def launches(plan: Plan, directory: Path) -> list[Launch]:
     """How to start both lanes."""
     made = []
     for lane in LANES:
-        config = {"front": f"ipc://{directory}", "lane": lane}
+        config = {"front": str(directory), "lane": lane}
         started = launch_lane(plan, lane, connector_of(plan, directory), config=config)
         made.append(replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(_free_port())}))
     return made
@@ -108,7 +107,7 @@ def _free_port() -> int:
 
 
 class WaaEngine:
-    """A WAA plan in two vLLMs. Threads as those of `VllmEngine`.
+    """A WAA plan in two vLLMs.
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -122,7 +121,6 @@ class WaaEngine:
         self.takes_seeds = takes_seeds(plan)
         self._listeners = [] if on_step is None else [on_step]
         self.on_refused: Callable[[str], None] = lambda reason: None
-        self._lock = threading.Lock()
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
@@ -134,7 +132,7 @@ class WaaEngine:
         self._vllm = Instances(lambda directory: launches(plan, directory))
         self._files = self._vllm.directory / FILES
         self._pruned_s = 0.0
-        self.pool = Inside(self._schedule.pool.kv_blocks, self._schedule.pool.block_size)
+        self.pool = InsideVllm(self._schedule.pool.kv_blocks, self._schedule.pool.block_size)
 
     def listen(self, on_step: OnStep) -> None:
         self._listeners.append(on_step)
@@ -151,19 +149,17 @@ class WaaEngine:
         # Memory is set aside for all that may come: what the decode lane does with it this rule does not see.
         size = len(request.prompt), request.max_output
         known = Request(request.id, *size, now_ns, request.deadline_ns, account=request.account)
-        with self._lock:
-            if not self._schedule.pool.can_ever_fit(known):
-                self._broken.append(request.id)  # the encode lane's memory is too small for the prompt
-                return
-            self._inside[request.id] = _Inside(request, now_ns / 1e9)
-            self.pool.waiting[request.id] = None
-            self._schedule.submit(known)
-            self._advance()
+        if not self._schedule.pool.can_ever_fit(known):
+            self._broken.append(request.id)  # the encode lane's memory is too small for the prompt
+            return
+        self._inside[request.id] = _Inside(request, now_ns / 1e9)
+        self.pool.waiting[request.id] = None
+        self._schedule.submit(known)
+        self._advance()
 
     def cancel(self, id_: int) -> None:
-        with self._lock:
-            self._leave(id_)
-            self._advance()
+        self._leave(id_)
+        self._advance()
 
     def go_over_to(self, plan: Plan) -> None:
         """Refuses: vLLM keeps a plan for several devices as it is."""
@@ -188,18 +184,17 @@ class WaaEngine:
 
     def _take(self, message: Up | None) -> list[Token] | None:
         """Note what a vLLM tells; return the tokens of a step, and the ends of requests."""
-        with self._lock:
-            broken, self._broken = self._broken, []
-            tokens = [Token(id_, 0, "error") for id_ in broken]
-            match message:
-                case Stepped():
-                    tokens += self._settle(message)
-                case Failed():
-                    logger.error("vLLM has given up request %d: %s", message.id, message.reason)
-                    tokens += self._break(message.id)
-                case _ if not tokens:
-                    return None
-            self._advance()
+        broken, self._broken = self._broken, []
+        tokens = [Token(id_, 0, "error") for id_ in broken]
+        match message:
+            case Stepped():
+                tokens += self._settle(message)
+            case Failed():
+                logger.error("vLLM has given up request %d: %s", message.id, message.reason)
+                tokens += self._break(message.id)
+            case _ if not tokens:
+                return None
+        self._advance()
         if isinstance(message, Stepped):
             for record in message.records:
                 # A request arrives and ends once, though both lanes see it come and go.
@@ -287,7 +282,7 @@ class WaaEngine:
             for chunk in step.encode:
                 inside = self._inside[chunk.id]
                 inside.lane = "encode"
-                self.pool.begin(chunk.id)
+                self.pool.begin([chunk.id])
                 # NixlConnector keeps no other K/V.
                 told = {"do_remote_decode": True}
                 self._vllm.submit("encode", Submit(chunk.id, inside.request.prompt, 1, transfer=told))

@@ -189,9 +189,8 @@ def test_an_order_by_deadlines_has_them_and_its_row() -> None:
 
 
 def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}"
-    front = FrontSide(address, ["both"])
-    core, host = CoreSide(address, follows_plans=True), HostSide(address, "both")
+    front = FrontSide(str(tmp_path))
+    core, host = CoreSide(str(tmp_path), "both", follows_plans=True), HostSide(str(tmp_path), "both")
 
     def told() -> Up:
         front.wait(5)
