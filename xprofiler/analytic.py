@@ -92,7 +92,7 @@ def profile(
         devices_per_node=cluster.devices_per_node,
         engine=None if engine is None else engine.framework,
         engine_version=None if engine is None else engine.version,
-        layers=tuple(_layer(spec, kernels, tp, ep) for tp, ep in groups(spec, cluster)),
+        layers=tuple(_layer(spec, kernels, tp, ep) for tp, ep in groups(spec, cluster) + shared_groups(spec, cluster)),
         encoder_layers=tuple(_encoder_layer(spec, kernels, degree) for degree in degrees)
         if spec.is_encoder_decoder
         else (),
@@ -116,6 +116,24 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
         for t in degrees
         for ep in dict.fromkeys((1, t))
         if all(_shares_experts(of, t // ep, ep) for of in experts)
+    )
+
+
+def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
+    """Return tensor-parallel degrees with larger numbers of devices over which such groups may spread the experts.
+
+    Those are the devices of a node, and of all nodes.
+    """
+    found = [kind.experts for kind in spec.kinds if kind.experts is not None]
+    linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
+    sizes = dict.fromkeys((cluster.devices_per_node, linked))
+    if not found or cluster.intra_node is None:
+        return ()
+    return tuple(
+        (t, size)
+        for t in tp_degrees(spec, cluster)
+        for size in sizes
+        if size > t and size % t == 0 and all(experts.number % size == 0 for experts in found)
     )
 
 
@@ -202,7 +220,7 @@ class Kernels:
         self._rate, self._bandwidth = rate, bandwidth
         self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
         self.size, self.kv_dtype = BYTES_PER_ELEMENT[dtype], kv_dtype or dtype
-        self._link = cluster.intra_node
+        self._link, self._far_link, self._per_node = cluster.intra_node, cluster.inter_node, cluster.devices_per_node
 
     def matrix(
         self, tokens: float, params: float, num_products: float = 1, stored: Quantization | None = None
@@ -269,6 +287,21 @@ class Kernels:
         """Return the seconds in which each device gets all `elements`."""
         return self._around(elements, devices, 1)
 
+    def exchange(self, sent_bytes: float, devices: int) -> float:
+        """Return the seconds in which each device sends each other one its share of `sent_bytes`, and gets as much.
+
+        What stays in the node and what leaves it pass at once; a device has an adapter of its own.
+        """
+        assert self._link is not None
+        near = min(devices, self._per_node)
+        fixed = self.efficiency.all_reduce_s or self._link.latency_s
+        near_s = sent_bytes * (near - 1) / devices / (self._link.bandwidth_bytes_per_s * self.efficiency.bus)
+        if near == devices:
+            return near_s + fixed
+        assert self._far_link is not None, "shared_groups offers no group of several nodes without a link"
+        far_s = sent_bytes * (devices - near) / devices / (self._far_link.bandwidth_bytes_per_s * self.efficiency.links)
+        return max(near_s, far_s) + self._far_link.latency_s
+
     def _around(self, elements: float, devices: int, times: int) -> float:
         if devices == 1:
             return 0.0
@@ -292,6 +325,9 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
             attention=surface(lambda b, length: kernels.decode_attention(b, length, kept_bytes)),
         )
     products, num_all_reduces = _products(spec, kernels, t, ep, cross_kv_params), _all_reduces(spec)
+
+    if ep > t:
+        num_all_reduces -= _share_with_experts(spec)
 
     def rest(tokens: int) -> float:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
@@ -320,6 +356,11 @@ def _all_reduces(spec: ModelSpec) -> float:
         for kind in spec.kinds
     ]
     return _mean(spec, of_kind)
+
+
+def _share_with_experts(spec: ModelSpec) -> float:
+    """Return the share of layers that have experts."""
+    return _mean(spec, [float(kind.experts is not None) for kind in spec.kinds])
 
 
 def _mean(spec: ModelSpec, values: Sequence[float]) -> float:
@@ -365,12 +406,18 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
         return lambda tokens: sum(kernels.matrix(tokens, params, n, of) for of, (params, n) in groups)
     add("shared", sizes.beside_experts(kind) / t, 1 + 2 * (experts.shared_ffn_size > 0))
     groups = list(by_format.items())
-    routing, each = Routing(experts, ep), sizes.expert(kind) / (t // ep)
+    routing, each = Routing(experts, ep), sizes.expert(kind) / max(1, t // ep)
     of_experts = None if stored is None else stored.of("experts")
+    sharing = max(1, ep // t)
+    # Tokens are sent in eight bits where products take them so, and come back in the activations' type.
+    there = 1 if of_experts is not None and of_experts.computes_in_eight_bits else kernels.size
+    sent = experts.active * experts.width_in(spec.hidden_size) / t
 
     def seconds(tokens: int) -> float:
         others = sum(kernels.matrix(tokens, params, n, of) for of, (params, n) in groups)
-        return others + kernels.grouped(tokens, each, routing, of_experts)
+        if sharing > 1:
+            others += kernels.exchange(tokens * sent * there, ep) + kernels.exchange(tokens * sent * kernels.size, ep)
+        return others + kernels.grouped(tokens * sharing, each, routing, of_experts)
 
     return seconds
 

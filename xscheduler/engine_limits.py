@@ -7,6 +7,9 @@ from xgpt.core.schema import Block, EngineSpec, ModelSpec, Quantization
 GROUPED = ("fp8_block", "int4")
 """Formats whose weights are scaled by blocks or groups, which devices of a group must hold whole."""
 
+SHARING = ("vllm", "sglang")
+"""Engines of which several replicas hold the experts together."""
+
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
     """Return why an engine cannot divide a model's layers among `tp` devices; None: it can.
@@ -24,6 +27,8 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
             reason = _cut(model, kind, tp, ep)
         if reason is not None:
             return reason
+    if ep > tp and (engine is None or engine.framework not in SHARING):
+        return f"experts over {ep} devices of several replicas of {tp}: only {' and '.join(SHARING)} share them"
     return None
 
 

@@ -47,6 +47,11 @@ class LanePlacement:
         return len(self.lane)
 
     @property
+    def shares_experts(self) -> bool:
+        """Whether several replicas hold the experts together."""
+        return self.tp.ep_degree > self.tp.degree
+
+    @property
     def is_uniform(self) -> bool:
         return len({stage.tp for stage in self.lane}) == 1
 
@@ -171,7 +176,11 @@ class Placements:
                 yield Placement(replicas, (layout,), tp | fixed)
 
     def _standing(self, size: int, replicas: int) -> Iterator[LanePlacement]:
-        return (layout for layout in self.layouts(size) if self._fits_nodes((layout,), replicas))
+        return (
+            layout
+            for layout in self.layouts(size)
+            if self._fits_nodes((layout,), replicas) and not replicas % max(1, layout.tp.ep_degree // size)
+        )
 
     def _two_lanes(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
         for encoders, allocations in self._allocations(size).items():
@@ -180,6 +189,8 @@ class Placements:
                 continue
             for encode in self.layouts(encoders, decode=False):
                 for decode in self.layouts(size - encoders, encode=False, first_device=encoders):
+                    if encode.shares_experts or decode.shares_experts:
+                        continue
                     if not self._fits_nodes((encode, decode), replicas):
                         continue
                     for count in sorted({1, decode.num_stages}):
@@ -203,6 +214,8 @@ class Placements:
     def _layouts(self, size: int, encode: bool, decode: bool, first_device: int) -> Iterator[LanePlacement]:
         model, profile = self._model, self._profile
         for degree, ep in self._groups:
+            if ep > degree and size != degree:
+                continue  # replicas that share experts have one stage
             for tp_devices in _splits(size, degree):
                 tps = degrees(size, degree, tp_devices)
                 if len(tps) > 1 and profile.hop is None:
@@ -238,7 +251,7 @@ class Placements:
     def _spread_over(
         self, tps: tuple[int, ...], ep: int, num_layers: int, encode: bool, decode: bool
     ) -> tuple[int, ...]:
-        groups = [(tp, ep if tp > 1 else 1) for tp in tps]
+        groups = [(tp, ep if tp > 1 or len(tps) == 1 else 1) for tp in tps]
         layer_s = [self._layer_seconds(group, encode, decode) for group in groups]
         fixed_s = [0.0] * len(tps)
         fixed_s[-1] = (encode + decode * self._lengths.mean_decodes) * self._head_seconds(tps[-1])

@@ -326,7 +326,7 @@ class EngineRun:
         columns = np.broadcast_arrays(stream.inputs, stream.max_output, stream.outputs, stream.arrivals_ns)
         lengths = zip(*(column.tolist() for column in columns), strict=True)
         self._requests = [SimulatedRequest(i, *of) for i, of in enumerate(lengths)]
-        self._tokens = stream.tokens if len(stream.tokens) else stream.outputs
+        self._tokens = np.asarray(stream.tokens if len(stream.tokens) else stream.outputs).tolist()
         self._engine = SimulatedEngine(schedule, clock, self._requests)
         self._emits = schedule.pool.encode_emits
         self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))

@@ -94,7 +94,8 @@ def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
         if kind.recurrent is not None:
             wide = max(wide, kind.recurrent.weights / spec.hidden_size)
         if (experts := kind.experts) is not None:
-            width, inner = experts.ffn_size * stage.ep / stage.tp, experts.width_in(spec.hidden_size)
+            width = experts.ffn_size * min(stage.ep, stage.tp) / stage.tp
+            inner = experts.width_in(spec.hidden_size)
             wide = max(wide, products * experts.shared_ffn_size)
             between = max(between, experts.active * (max(width, inner) + max((products - 1) * width, inner)))
         layer = max(layer, wide / stage.tp)
@@ -165,7 +166,13 @@ class LaneMemory:
         )
         shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
         tables = tables * table + embeds * state * spec.layer_embedding_params
-        self.weight_bytes: Array = (shared + tables) / tp + unshared
+        # Where replicas hold the experts together, a device has fewer of them than its group's share.
+        fewer = 1 / tp - 1 / np.maximum(tp, [stage.ep for stage in lane])
+        experts = [
+            spec.expert_bytes(precision.weights, int(end - count), int(end))
+            for end, count in zip(last, decoder, strict=True)
+        ]
+        self.weight_bytes: Array = (shared + tables) / tp + unshared - fewer * experts
         if keeps is not None:
             multiples = 1, keeps.expert_multiple
             if keeps.marlin_multiples is not None and not OWN_KERNELS.match(cluster.device.name):
@@ -281,11 +288,11 @@ def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: 
         more = 0.0
         for kind in spec.kinds:
             if (experts := kind.experts) is not None:
-                width = experts.ffn_size * stage.ep / stage.tp
+                width = experts.ffn_size * min(stage.ep, stage.tp) / stage.tp
                 layers = kind.count(int(end) - stage.decoder_layers, int(end))
                 grows = _rounded(spec.hidden_size, multiples[0]) * _rounded(width, multiples[1]) - 1
                 more += grows * layers * experts.number * spec.sizes.expert(kind)
-        grown.append(more * size / stage.tp)
+        grown.append(more * size / max(stage.tp, stage.ep))
     return np.asarray(grown)
 
 

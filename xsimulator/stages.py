@@ -93,7 +93,8 @@ def lane(
     """Stages on consecutive devices.
 
     Args:
-        ep: parts into which each group of several devices divides the experts.
+        ep: parts into which each group of several devices divides the experts; of a lane of one group also more than
+            it has devices, shared with other replicas.
         heads: the lane makes tokens (not so the encode lane of an encoder-decoder).
         first_device: index of its first device in the cluster: it decides which hops are between nodes.
     """
@@ -110,7 +111,7 @@ def lane(
                 embeds=i == 0,
                 heads=heads and i == len(degrees) - 1,
                 far=i > 0 and starts_on != node,
-                ep=ep if tp > 1 else 1,
+                ep=ep if tp > 1 or len(degrees) == 1 else 1,
             )
         )
         device += tp

@@ -38,8 +38,9 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
             run it.
     """
     check_memory(plan)
+    by_engine = plan.speculation is not None or plan.sharing_replicas > 1 or runs_by_itself(plan)
     writers = {
-        "vllm": _engine_itself if plan.speculation is not None or runs_by_itself(plan) else _vllm,
+        "vllm": _engine_itself if by_engine else _vllm,
         "sglang": _engine_itself,
         "k8s": kubernetes_files,
         "dynamo": dynamo_files,
@@ -105,7 +106,8 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
             "an engine by itself runs plans of chunked on equal stages of GPUs; vLLM and SGLang also with a draft"
         )
         raise InputError("plan.policy", plan.policy.kind, accepted)
-    head = f"# One of {plan.replicas} replicas, by the engine's own scheduler.\n"
+    times = plan.replicas // plan.sharing_replicas
+    head = f"# By the engine's own scheduler; {times} of them make the plan.\n"
     return {"serve.sh": f'#!/bin/sh\n{head}set -eu\nexec {command} "$@"\n'}
 
 

@@ -36,11 +36,11 @@ def engine_command(plan: Plan) -> str | None:
         return None
     tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
     model = hub.id_of(plan.checkpoint) or plan.checkpoint or hub.id_of_shipped(plan.model.name) or plan.model.name
-    share = plan.cluster.device.usable_memory
+    share, sharing = plan.cluster.device.usable_memory, plan.sharing_replicas
     in_eight, kv_in_eight = plan.dtype == "float8", (plan.kv_dtype or plan.dtype) == "float8"
     if framework == "vllm":
         words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
-        words += ["--enable-expert-parallel"] if ep > 1 else []
+        words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]
         words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(policy.max_batch)]
         words += ["--gpu-memory-utilization", f"{share:g}"]
         words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
@@ -48,9 +48,11 @@ def engine_command(plan: Plan) -> str | None:
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += vllm_draft(plan.speculation)
     elif framework == "sglang":
-        words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp)]
-        words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens)]
-        words += ["--max-running-requests", str(policy.max_batch), "--mem-fraction-static", f"{share:g}"]
+        words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
+        words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []
+        # SGLang divides both sizes among the groups that share the experts.
+        words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens * sharing)]
+        words += ["--max-running-requests", str(policy.max_batch * sharing), "--mem-fraction-static", f"{share:g}"]
         words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
         words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
         words += _sglang_draft(plan.speculation)
@@ -94,7 +96,8 @@ def command_in_words(plans: dict[str, Plan]) -> list[str]:
     if runs is None:
         return []
     name = ENGINES["vllm" if runs.engine is None else runs.engine.framework]
-    each = f", {runs.replicas} times" if runs.replicas > 1 else ""
+    times = runs.replicas // runs.sharing_replicas
+    each = f", {times} times" if times > 1 else ""
     lines = [f"run in {name} itself{each}: {engine_command(runs)}"]
     if runs.engine is None:
         lines.append(f"figures are without an engine's loop: --engine vllm has {name}'s")

@@ -44,7 +44,8 @@ def placement_in_words(plan: Plan) -> str:
             sizes = [(stage.tp, stage.ep) for stage in stages]
             groups = [
                 f"{sizes.count((tp, ep))} x {tp} device{'s' * (tp > 1)}"
-                + (f", experts in {ep} parts" if ep > 1 else "")
+                + (f", experts in {ep} parts" if 1 < ep <= tp else "")
+                + (f", experts over {ep} devices of {ep // tp} replicas, which run in step" if ep > tp else "")
                 for tp, ep in dict.fromkeys(sizes)
             ]
             parts.append(f"{len(stages)} {name}stage{'s' * (len(stages) > 1)} ({' and '.join(groups)})")
@@ -259,7 +260,8 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
 def _shape(plan: Plan) -> str:
     """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]".
 
-    "4e2" is a group of four devices that divides the experts into two parts.
+    "4e2" is a group of four devices that divides the experts into two parts, "1e8" one of eight single devices that
+    hold the experts together.
     """
     lanes = []
     for lane in ("both", "encode", "decode"):

@@ -148,7 +148,7 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         InputError: the plan is for another engine, or the model does not run in the plan's dtype.
     """
     dtype_of(plan.model, plan.cluster, plan.dtype, plan.profile.engine)
-    check_no_draft(plan)
+    check_own_schedule(plan)
     check_engine(plan, engine)
     check_devices(plan, num_nodes)
     offered = detect(plan.num_devices // num_nodes).device.memory_bytes
@@ -159,12 +159,18 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         )
 
 
-def check_no_draft(plan: Plan) -> None:
-    """Refuse a plan with a draft: xgpt's own engine, and its scheduler in vLLM, make one token a step.
+def check_own_schedule(plan: Plan) -> None:
+    """Refuse a plan that only an engine's own scheduler runs: with a draft, or with experts that replicas share.
 
     Raises:
-        InputError: the plan has a draft.
+        InputError: the plan has either.
     """
+    if plan.sharing_replicas > 1:
+        accepted = (
+            "xgpt's own schedule runs replicas by themselves: run the engine's command that `xgpt plan` prints, or fix "
+            f"ep to at most tp, {plan.stages[0].tp}"
+        )
+        raise InputError("plan.stages.ep", plan.stages[0].ep, accepted)
     if plan.speculation is not None:
         accepted = "xgpt's own schedule makes one token a step: run the engine's command that `xgpt plan` prints"
         raise InputError("plan.speculation", plan.speculation.method, accepted)
@@ -203,7 +209,7 @@ def check_vllm_runs(plan: Plan) -> None:
     from xrunner.vllm.command import launch
     from xrunner.vllm.waa import check_waa
 
-    check_no_draft(plan)
+    check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):
         accepted = "vLLM pages the states of recurrent layers by itself; run it under vLLM's own scheduler"
         raise InputError("plan.model", plan.model.name, accepted)

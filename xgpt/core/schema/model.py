@@ -359,6 +359,14 @@ class ModelSpec(ModelShape):
             total += kind.count(first, last) * of_layer
         return total
 
+    def expert_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
+        """Return the bytes of the routed experts of decoder layers [first, last), by default of all."""
+        last, total = self.num_layers if last is None else last, 0
+        for kind in self.kinds:
+            if kind.experts is not None:
+                total += kind.count(first, last) * kind.experts.number * self.sizes.expert(kind)
+        return total * self.bytes_per_weight(dtype, "experts")
+
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
         """Return the bytes of weights of decoder layers that every device of a tensor-parallel group holds whole."""
         last = self.num_layers if last is None else last

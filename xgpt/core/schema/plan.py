@@ -59,7 +59,9 @@ class Stage(Frozen):
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
-    """Number of parts into which its devices divide a layer's experts; devices of a part hold slices of its experts."""
+    """Number of parts into which its devices divide a layer's experts; devices of a part hold slices of its experts.
+    More than `tp`: replicas hold the experts together, each of their devices whole ones, and run in step; attention and
+    K/V are each replica's own (attention by data parallelism)."""
     kv_blocks: PositiveInt
     """Number of K/V blocks."""
 
@@ -136,6 +138,11 @@ class Plan(Frozen):
     profile: ProfileRef
     """The profile from which the figures were predicted."""
 
+    @property
+    def sharing_replicas(self) -> int:
+        """Number of replicas that hold the experts together: attention by data parallelism. 1: each holds all."""
+        return max(1, self.stages[0].ep // self.stages[0].tp)
+
     def step_tokens(self, budget: int) -> int:
         """Return the largest number of tokens of a whole step, from that of a step of the schedule."""
         if self.speculation is None:
@@ -167,9 +174,16 @@ class Plan(Frozen):
         if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
             raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of one stage alone")
         experts = 1 if self.model.experts is None else self.model.experts.number
-        if any(stage.tp % stage.ep or experts % stage.ep for stage in self.stages):
+        if any((stage.ep <= stage.tp and stage.tp % stage.ep) or experts % stage.ep for stage in self.stages):
             parts = [stage.ep for stage in self.stages]
             raise ValueError(f"stages: ep {parts} must divide tp of each stage and {experts}, the experts of a layer")
+        if any(stage.ep % stage.tp for stage in self.stages) and self.sharing_replicas > 1:
+            raise ValueError(f"stages: ep {self.stages[0].ep} is no multiple of tp {self.stages[0].tp}")
+        if self.replicas % self.sharing_replicas or (self.sharing_replicas > 1 and len(self.stages) > 1):
+            raise ValueError(
+                f"stages: ep {self.stages[0].ep} beyond tp needs replicas of one stage, in groups of "
+                f"{self.sharing_replicas}; there are {self.replicas} of {len(self.stages)}"
+            )
         if self.replicas * len(devices) > self.cluster.num_devices:
             raise ValueError(
                 f"replicas: {self.replicas} of {len(devices)} devices do not fit in the cluster's "

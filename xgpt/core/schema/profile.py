@@ -119,7 +119,8 @@ class LayerTimes(Frozen):
     tp_degree: PositiveInt = 1
     """Devices of the group."""
     ep_degree: PositiveInt = 1
-    """Parts into which a layer's experts are divided; the devices of each part hold slices of its experts."""
+    """Parts into which a layer's experts are divided; the devices of each part hold slices of its experts. More than
+    `tp_degree`: groups share the experts, and each passes as many tokens as this one."""
     rest: Curve
     """Everything but attention, against tokens."""
     last: Curve | None = None
@@ -239,8 +240,8 @@ class Profile(Frozen):
         degrees, groups = self.tp_degrees, self.groups
         if len(set(groups)) != len(groups):
             raise ValueError(f"layers: a pair of tp_degree and ep_degree is repeated in {groups}")
-        if any(tp % ep for tp, ep in groups):
-            raise ValueError(f"layers: an ep_degree does not divide its tp_degree in {groups}")
+        if any(max(tp, ep) % min(tp, ep) for tp, ep in groups):
+            raise ValueError(f"layers: an ep_degree neither divides its tp_degree nor is a multiple of it in {groups}")
         encoder_degrees = tuple(layer.tp_degree for layer in self.encoder_layers)
         if encoder_degrees and encoder_degrees != degrees:
             raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} are not those of layers, {degrees}")
