@@ -170,11 +170,9 @@ class Host:
                 return
             if message is not None:
                 self._take(message)
-            if time.monotonic() >= alive_s + ALIVE_S and self._is_ready:
+            if time.monotonic() >= alive_s + ALIVE_S:
                 alive_s = time.monotonic()
-                self._end.send(Alive(self._engine.uses()))
-            elif not self._is_ready:
-                alive_s = time.monotonic()
+                self._end.send(Alive(self._engine.uses() if self._is_ready else []))
 
     def _take(self, message: Down) -> None:
         match message:

@@ -13,9 +13,10 @@ from typing import Protocol
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
+from xgpt.core.processes import is_at_work
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.channel import SILENCE_S, EngineLost
+from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, STEP_S, EngineLost
 from xrunner.channel.ends import EngineEnd, FrontEnd, pair
 from xrunner.channel.host import Host, HostedEngine, HostedPool
 from xrunner.channel.messages import (
@@ -155,6 +156,9 @@ class FarEnd(Protocol):
     def why_ended(self) -> str | None:
         """Return how it has ended; None: it runs."""
 
+    def is_at_work(self) -> bool:
+        """Return whether it is seen to run, or to wait for a processor."""
+
     def end(self, within_s: float) -> None:
         """Return once it has ended; after the given time, or at once if it is 0, kill it."""
 
@@ -180,6 +184,9 @@ class EngineProcess:
         if code is None:
             return None
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def is_at_work(self) -> bool:
+        return is_at_work(self._process.pid)
 
     def end(self, within_s: float) -> None:
         with suppress(subprocess.TimeoutExpired):
@@ -216,6 +223,9 @@ class EngineThreads:
 
     def why_ended(self) -> str | None:
         return None if self._threads[0].is_alive() else "its thread has ended"
+
+    def is_at_work(self) -> bool:
+        return False
 
     def end(self, within_s: float) -> None:
         for thread in self._threads:
@@ -255,10 +265,14 @@ class RemoteEngine:
         """Return once the engine takes requests."""
         self._far_end = far_end
         self._front = FrontEnd(self._far_end.connected, decode_up)
+        self._heard_s = self._looked_s = self._stepped_s = time.monotonic()
         try:
             while not isinstance(ready := self._receive(), Ready):
                 if self._is_closed:
                     raise MachineError("the engine is closed while it starts")
+                if ready is not None:
+                    self._heard_s = time.monotonic()
+                self._check_alive()
                 self._front.wait(POLL_S)
         except BaseException as error:
             self._close(0.0)
@@ -266,7 +280,6 @@ class RemoteEngine:
                 raise MachineError(f"the engine does not start: {error}") from None
             raise
         self.takes_seeds, self.scores_prompts, self._resumes = ready.takes_seeds, ready.scores_prompts, ready.resumes
-        self._heard_s = self._looked_s = time.monotonic()
 
     def _receive(self) -> Ready | Alive | Began | Stepped | Rested | Followed | Refused | None:
         """Return the next message. Raises EngineLost, or the engine's last error."""
@@ -336,6 +349,7 @@ class RemoteEngine:
             self._heard_s = time.monotonic()
             match message:
                 case Stepped():
+                    self._stepped_s = self._heard_s
                     self.pool.room = message.room
                     self.pool.note(message.records, message.tokens)
                     for record in message.records:
@@ -359,13 +373,18 @@ class RemoteEngine:
         return None
 
     def _check_alive(self) -> None:
-        """Raise EngineLost if nothing has come for `SILENCE_S`."""
+        """Raise EngineLost if the process hangs."""
         now_s = time.monotonic()
         if now_s - self._looked_s > SILENCE_S / 4:  # this process did not run itself
-            self._heard_s = now_s
+            self._heard_s = self._stepped_s = now_s
+        if not self.pool.running or self.is_emptying or self._uses:
+            self._stepped_s = now_s
         self._looked_s = now_s
-        if now_s - self._heard_s > SILENCE_S:
-            raise EngineLost(f"its process has reported nothing for {SILENCE_S:g} s")
+        silent_s, stepless_s = now_s - self._heard_s, now_s - self._stepped_s
+        if silent_s > SILENCE_S and (silent_s > BUSY_S or not self._far_end.is_at_work()):
+            raise EngineLost(f"its process has reported nothing for {silent_s:.0f} s")
+        if stepless_s > STEP_S and (stepless_s > LONG_STEP_S or not self._far_end.is_at_work()):
+            raise EngineLost(f"it has requests, and has ended no step for {stepless_s:.0f} s")
 
     def uses(self) -> list[Use]:
         """Return what each process of the engine has done, if others than one do."""

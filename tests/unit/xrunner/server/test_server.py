@@ -30,6 +30,7 @@ from tests.fakes import (
 )
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Step
+from xrunner.channel import EngineLost, remote
 from xrunner.channel.remote import in_threads
 from xrunner.engine import Engine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams
@@ -322,6 +323,29 @@ def test_shutdown_ends_what_is_left_with_an_error(stream: bool, caplog: pytest.L
         body = answer.result().text.split("data: ")[-1]
     assert json.loads(body)["error"]["message"] == "the server is shutting down"
     assert [record.exc_info for record in caplog.records] == [None]  # uvicorn's line, no traceback
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, while it goes on to report that it is alive; or stopped before it has built anything."""
+    if is_stopped:
+        monkeypatch.setattr(remote, "SILENCE_S", 1.0)
+        monkeypatch.setattr(remote, "POLL_S", 0.05)
+        monkeypatch.setattr(remote.Host, "read", lambda _: None)
+        monkeypatch.setattr(remote.Host, "run", lambda _: time.sleep(3))
+        engine = fake_engine(FakeExecutor())
+        far_end = remote.EngineThreads(engine)
+        with pytest.raises(MachineError, match="does not start: its process has reported nothing for"):
+            remote.RemoteEngine(far_end, engine.pool, lambda _: far_end, lambda _: engine.pool)
+        far_end.end(10)
+        return
+    with closing(in_threads(fake_engine(FakeExecutor(step_s=3)))) as hanging:
+        monkeypatch.setattr(remote, "STEP_S", 1.0)
+        hanging.submit(Generation(0, (1, 2), 3))
+        with pytest.raises(EngineLost, match="has requests, and has ended no step for"):
+            while True:
+                hanging.step()
+                hanging.wait(0.1)
 
 
 def test_port_in_use(url: str) -> None:
