@@ -23,6 +23,8 @@ STEP = 1.35
 TIGHTER = 0.8
 MOST_TIGHTER = 6
 """Ratio of ever tighter bounds whose best settings are tried, too, and their number."""
+NEARLY_BEST = 0.85
+"""Placements are searched more closely whose best settings on a grid reach this share of a policy's best ones."""
 MOST_PLACEMENTS = 48
 """Placements of a policy that are searched: those with the highest bounds."""
 
@@ -50,27 +52,40 @@ def by_rate(
     for space in ordered[:MOST_PLACEMENTS]:
         if space.bound < at_least:
             break
-        best = best_of(space, constraint, at_least)
+        best = _best_on_a_grid(space, constraint, at_least)
         if known is not None:
             known[space] = best
         if best is not None:
             found.append(best)
             at_least = max(at_least, 0.9 * best.rate)
+    top = max((rated.rate for rated in found), default=0.0)
+    for i, rated in enumerate(found):
+        if rated.rate >= NEARLY_BEST * top:
+            found[i] = _best_nearby(rated, constraint)
+            if known is not None:
+                known[rated.space] = found[i]
     found.sort(key=lambda rated: -rated.rate)
     return found
 
 
 def best_of(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
     """Return the best settings of a placement; None: none reaches the rate."""
-    outer, best = _outer_values(space, space.forecast.num_curves), None
-    for round_ in range(2):
-        best = max(
-            filter(None, (best, _best_on(space, constraint, outer, at_least))), default=None, key=lambda r: r.rate
-        )
-        if best is None or round_ or len(outer) == 1:
-            break
-        outer = _finer(space, outer, best.settings)
-    return best
+    best = _best_on_a_grid(space, constraint, at_least)
+    return None if best is None else _best_nearby(best, constraint)
+
+
+def _best_on_a_grid(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
+    """Return the best settings along curves that begin at values of the other variable, far apart."""
+    return _best_on(space, constraint, _outer_values(space, space.forecast.num_curves), at_least)
+
+
+def _best_nearby(best: Rated, constraint: Constraint) -> Rated:
+    """Return the settings, or the best along curves between the neighbours of theirs."""
+    outer = _outer_values(best.space, best.space.forecast.num_curves)
+    if len(outer) == 1:
+        return best
+    other = _best_on(best.space, constraint, _finer(best.space, outer, best.settings), best.rate)
+    return best if other is None or other.rate <= best.rate else other
 
 
 def closed_rate(space: Space, settings: PolicySettings, constraint: Constraint) -> float:

@@ -21,7 +21,7 @@ from xscheduler.arrival_rate import (
     closed_rate,
     one_step_from,
 )
-from xscheduler.objectives.base import TOGETHER, Objective, Ranked, simulating
+from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept
 from xscheduler.objectives.sampling import BOUND as SAMPLED
@@ -45,14 +45,13 @@ DOUBT_NEARBY = 0.15
 """The same for plans of the best one's placement: the closed form may be off by as much, and they are few."""
 MOST_SETTLED = 12
 """Largest number of further placements whose best plan is simulated."""
-MOST_SECONDS = 20.0
-"""After this time no further placement is settled: the gap says what remains."""
 DRAWS = (1, 2)
 """Seeds of further draws of lengths and arrivals, from which the best rate's error is estimated."""
 DEVIATIONS = 2.0
 """Standard deviations by which rates must differ for simulation to tell them apart."""
 NOISE = 0.05
 """Share by which a simulated rate may be above its bound: chance in a run of `LEAST_REQUESTS`."""
+ENDED_EARLY = f"the search ended after {MOST_SECONDS:g} s: on a faster machine it finds a better plan or a closer bound"
 UNBOUND = "none: a simulated rate is above what bounds it, since closed forms do not tell what these lengths do"
 
 
@@ -77,7 +76,7 @@ class Arrivals(Objective):
         """Of the search of each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
         """The best settings in closed form of each placement that was searched."""
-        self._simulations, self._sampled = 0, False
+        self._simulations, self._sampled, self._ended_early = 0, False, False
 
     def rank(self, kinds: Sequence[str]) -> Ranked:
         started = time.perf_counter()
@@ -177,8 +176,9 @@ class Arrivals(Objective):
         elif together or breach > NOISE:
             search["bound"] = TOGETHER if together else UNBOUND
         else:
-            most = self._branches.most(rate) if best else self._branches.most_of(kind, rate)
-            search |= {"gap": (1 + breach) * most / rate - 1, "bound": BOUND}
+            most = self._branches.most(rate, None if best else kind)
+            ended = f"; {ENDED_EARLY}" if self._ended_early else ""
+            search |= {"gap": (1 + breach) * most / rate - 1, "bound": BOUND + ended}
         return plan.model_copy(update={"search": plan.search.model_copy(update=search)})
 
     def _say(self, done: int, parts: int, what: str) -> None:
@@ -253,9 +253,9 @@ class Arrivals(Objective):
         if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > NOISE:
             return self._sampled_by_optuna(best)
         # Each policy has been simulated by now: compiling its simulation, once on a machine, does not count.
-        started, settled, self._branches.best_rate = time.perf_counter(), 0, best.rate
-        for branch in self._branches.open():
-            if settled == MOST_SETTLED or time.perf_counter() - started > MOST_SECONDS:
+        until, settled, self._branches.best_rate = time.perf_counter() + MOST_SECONDS, 0, best.rate
+        for branch in self._branches.open(until):
+            if settled == MOST_SETTLED:
                 break
             if branch.space not in self._rated:
                 self._rated[branch.space] = best_of(branch.space, self._in_loop, 0.0)
@@ -271,6 +271,7 @@ class Arrivals(Objective):
                 best = self._best_nearby(better)
                 best.precision = SHARP
                 self._branches.best_rate = best.rate
+        self._ended_early = not self._branches.tighten(until)
         return best
 
     def _sampled_by_optuna(self, best: CapacitySearch) -> CapacitySearch:

@@ -13,6 +13,8 @@ Ranked = dict[str, list[tuple[Plan, float]]]
 """Each policy's plans with their value in closed form, in requests a second, the highest first."""
 
 
+MOST_SECONDS = 20.0
+"""A search ends after this time with the best plan so far, and says so. What it does at once takes far less."""
 BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
 """The bounds of a constraint, by name."""
 TOGETHER = "none: requests that began together stay together, which closed forms do not know"

@@ -10,7 +10,8 @@ the best simulated rate.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -57,13 +58,39 @@ class Branch:
     is_refined: bool = False
 
     @property
+    def alike(self) -> Hashable:
+        """The same for branches that differ in nothing but the name of their policy."""
+        placement = self.space.placement
+        name = "waa" if len(placement.layouts) == 2 else self.kind
+        other = tuple(sorted((name, of) for name, of in placement.fixed.items() if name != "allocation"))
+        return name, placement.layouts, placement.replicas, other
+
+    @property
     def evaluations(self) -> int:
         """Number of points that were predicted, under either constraint."""
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Bound the settings by branch and bound; no closer than to this rate."""
-        self.bound, self.is_refined = min(self.bound, self._most(at_least, waits)), True
+        """Bound the settings by what is served in the time that waits at a rate leave; no closer than to this rate.
+
+        The higher a rate, the longer the waits, and the less time they leave for decoding. So what is served then
+        bounds all rates from this one on, and if it is no more than the rate itself, no settings keep that.
+        """
+        self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
+
+    def tighten(self, at_least: float, waits: Waits | None) -> None:
+        """Bound the settings as closely as bisection of the rate does; no closer than to this rate."""
+        low = at_least
+        self.refine(at_least, waits)
+        for _ in range(WAIT_STEPS):
+            if self.bound <= (1 + CLOSE) * low or waits is None:
+                break
+            rate = (low + self.bound) / 2
+            served = self._served(rate, rate, waits)
+            if served <= rate:
+                self.bound = rate
+            else:
+                low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
         """Return the share by which a simulated rate, or a random point, is above what bounds it."""
@@ -98,21 +125,6 @@ class Branch:
             relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_budget)
         return upper_bound([relaxed], at_least)
 
-    def _most(self, at_least: float, waits: Waits | None) -> float:
-        """Return the rate that no settings keep, or `at_least` if that is higher.
-
-        The higher a rate, the longer the waits, and the less time they leave for decoding. What is served in that time
-        bounds all rates from this one on, so if it is no more than the rate itself, no settings keep that.
-        """
-        low, most = at_least, self._served(at_least, at_least, waits)
-        for _ in range(WAIT_STEPS):
-            if most <= (1 + CLOSE) * low or waits is None or not (self.in_steps or self.prompt_s):
-                break
-            rate = (low + most) / 2
-            served = self._served(rate, rate, waits)
-            low, most = (low, rate) if served <= rate else (rate, min(most, served))
-        return most
-
 
 class Branches:
     """All branches of some policies.
@@ -130,6 +142,7 @@ class Branches:
         self.best_rate = 0.0
         self._constraint, self._lengths = constraint, candidates.lengths
         self._waits: Waits | None = None
+        self._refined: dict[Hashable, float] = {}
         self.all = [
             _branch(candidates, kind, space, other)
             for kind in kinds
@@ -156,26 +169,54 @@ class Branches:
         """Return the branch of a space."""
         return next(one for one in self.all if (one.kind, one.space.placement) == (space.kind, space.placement))
 
-    def open(self) -> Iterator[Branch]:
-        """Yield the branches that may keep more than the best rate so far, the highest bound first."""
-        heap = [(-branch.bound, i) for i, branch in enumerate(self.all)]
+    def open(self, until: float) -> Iterator[Branch]:
+        """Yield the branches that may keep more than the best rate so far, the highest bound first.
+
+        Args:
+            until: the time (`time.perf_counter`) after which none is yielded.
+        """
+        heap, yielded = [(-branch.bound, i) for i, branch in enumerate(self.all)], set[Hashable]()
         heapq.heapify(heap)
-        while heap and -heap[0][0] > (1 + CLOSE) * self.best_rate:
+        while heap and -heap[0][0] > (1 + CLOSE) * self.best_rate and time.perf_counter() < until:
             _, i = heapq.heappop(heap)
             branch = self.all[i]
             if branch.is_refined:
-                yield branch
+                if branch.alike not in yielded:
+                    yield branch
+                yielded.add(branch.alike)
             else:
-                branch.refine(self.best_rate, self._waits)
+                self._refine(branch)
                 heapq.heappush(heap, (-branch.bound, i))
 
-    def most(self, rate: float) -> float:
-        """Return the rate that no settings of any branch keep, or this rate if that is higher."""
-        return max((branch.bound for branch in self.all), default=rate)
+    def _refine(self, branch: Branch) -> None:
+        """Bound a branch; waa-c and waa-m may divide devices alike."""
+        alike = branch.alike
+        if alike not in self._refined:
+            branch.refine(self.best_rate, self._waits)
+            self._refined[alike] = branch.bound
+        branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
 
-    def most_of(self, kind: str, rate: float) -> float:
-        """Return the rate that no settings of a policy keep, or this rate if that is higher."""
-        return upper_bound([branch.relaxed for branch in self.all if branch.kind == kind], rate)
+    def tighten(self, until: float) -> bool:
+        """Bound the branches as closely as it takes for the highest bound of all; return whether time sufficed."""
+        highest, closest = self.best_rate, dict[Hashable, float]()
+        for branch in sorted(self.all, key=lambda one: -one.bound):
+            if branch.bound <= (1 + CLOSE) * highest:
+                break
+            if time.perf_counter() > until:
+                return False
+            if branch.alike not in closest:
+                branch.tighten(highest, self._waits)
+                closest[branch.alike] = branch.bound
+            branch.bound = min(branch.bound, closest[branch.alike])
+            highest = max(highest, branch.bound)
+        return True
+
+    def most(self, rate: float, kind: str | None = None) -> float:
+        """Return the rate that no settings of any branch, or of any of one policy, keep, or this rate if it is higher.
+
+        A policy's is no lower than the best rate of all: its branches are not looked at more closely.
+        """
+        return max([rate, *(branch.bound for branch in self.all if kind in (None, branch.kind))])
 
 
 def _branch(candidates: Candidates, kind: str, space: Space, relaxed: Space) -> Branch:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint
-from xscheduler.objectives.base import BOUNDS
+from xscheduler.objectives.base import BOUNDS, MOST_SECONDS
 from xscheduler.schedule import Scheduler
 
 GROWTH = 1.5
@@ -16,9 +16,6 @@ GROWTH = 1.5
 MOST_GROWN = 24
 NEAR = 1.04
 """The bound that is named is at most this factor above one that is not kept."""
-MOST_SECONDS = 10.0
-"""After this time the nearest bound found so far is named."""
-
 Keeps = Callable[[Constraint], bool]
 """Whether planning under other bounds finds a plan."""
 
@@ -78,11 +75,11 @@ def _nearest(
         if is_kept(high):
             break
         low = high
-        if time.perf_counter() - started > MOST_SECONDS:
+        if time.perf_counter() - started > MOST_SECONDS / 2:
             return None
     else:
         return None
-    while high > NEAR * low and time.perf_counter() - started < MOST_SECONDS:
+    while high > NEAR * low and time.perf_counter() - started < MOST_SECONDS / 2:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if is_kept(middle) else (middle, high)
     return high
