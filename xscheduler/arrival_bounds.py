@@ -57,12 +57,14 @@ LEAST_QUANTILE = 0.9
 NUM_PROMPTS = 24
 """Prompts that stand for all."""
 BISECTIONS = 24
-NUM_ARRIVALS = 12_000
-"""Drawn arrivals, from an empty engine on."""
+NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
+"""Drawn arrivals at one server and at several, from an empty engine on."""
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
 """Shares of requests, each of which waits for the shortest time of its group."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
 """Loads at which waits are computed are multiples of this one, the next lower one each, up to the highest."""
+MOST_SERVERS, MANY_SERVERS = 4, 0
+"""Beyond this number of micro-batches waits are short beside the prompts themselves: they are left out."""
 SHIFT_BISECTIONS = 14
 
 
@@ -174,14 +176,18 @@ class Waits:
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None
+        servers = servers if servers <= MOST_SERVERS else MANY_SERVERS
         if (servers, number) not in self._known:
             arrivals = self._arrivals / max(number * LOAD_STEP * servers, 1e-9)
             if servers == 1:
                 ahead = np.cumsum(self._prompts) - self._prompts - arrivals
                 waits = ahead - np.minimum.accumulate(ahead)
+            elif servers == MANY_SERVERS:
+                waits = np.zeros(NUM_ARRIVALS)
             else:
-                waits = np.asarray(_waits_for_one_of(servers, arrivals.tolist(), self._prompts.tolist()))
-            shares = (np.quantile(times, WAIT_SHARES) for times in (waits, waits + self._prompts))
+                few = slice(NUM_ARRIVALS_AT_SEVERAL)
+                waits = np.asarray(_waits_for_one_of(servers, arrivals[few].tolist(), self._prompts[few].tolist()))
+            shares = (np.quantile(times, WAIT_SHARES) for times in (waits, waits + self._prompts[: len(waits)]))
             self._known[servers, number] = _Queue(*shares)
         return self._known[servers, number]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import lru_cache
+
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from xgpt.core.schema.base import Frozen
@@ -142,7 +145,13 @@ class Block(Frozen):
 
     def count(self, first: int, last: int) -> int:
         """Return how many of its layers lie in [first, last)."""
-        return sum(first <= layer < last for layer in self.layers)
+        ordered = _ordered(self.layers)
+        return bisect_left(ordered, last) - bisect_left(ordered, first)
+
+
+@lru_cache
+def _ordered(layers: tuple[int, ...]) -> list[int]:
+    return sorted(layers)
 
 
 class Sizes(Frozen):
