@@ -1,0 +1,220 @@
+"""Attack what plans state as the highest arrival rate of any schedule, on as many random problems as one likes.
+
+    python -m benchmarks.certificates LINES --attack bounds --problems 5000 --seed 0 [--seconds S] [--scale 1.0]
+
+Problem n is drawn from the seed and n: lengths of a few values, tables that rise and that do not, one or two devices,
+one policy, bounds on latency or first tokens. It is planned, and then attacked:
+
+- bounds: settings of its most promising placements, the best in closed form and others at random, are simulated above
+  the stated rate. They must break their bounds there, in a run of 16,000 requests if not in a short one.
+- brute: all settings of a small space are simulated. The best one must be the plan, or lie within its gap.
+- nearest: the bound is tightened until no plan keeps it. A plan must keep the bound that the error names, as printed.
+
+Each problem adds a line to LINES (JSON). Problems that stand there are not run again. --scale multiplies the stated
+rates: with 0.8 they are wrong, which the attack must show.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from tests.contract.test_claims import Case
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.rates import rate_of
+from xgpt.core.schema import Constraint, Plan, Profile
+from xscheduler.arrival_rate import closed_rate
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.saturation import with_simulated_figures
+from xscheduler.problem import Problem
+from xscheduler.schedule import Scheduler, scheduler
+from xscheduler.space import Space
+from xsimulator.capacity import CapacitySearch
+
+KINDS = ("chunked", "orca", "rra", "waa", "static")
+ABOVE = 1.02
+"""Multiple of the stated rate that settings are simulated at."""
+FEW, MANY = 2000, 16_000
+"""Requests of a run: of a few chance decides, so what keeps the bounds is simulated with many again."""
+PLACEMENTS, POINTS, TRIED = 3, 8, 3
+"""Placements and settings that are drawn, and settings that are simulated."""
+MOST_SWEPT = 60
+"""Settings of a space whose every one is simulated."""
+
+
+@dataclass(frozen=True)
+class Attacked:
+    """What an attack found; None: there was nothing to attack."""
+
+    tried: int
+    excess: float
+    """By which share the best setting that was tried is above the stated rate; 0: none is."""
+    note: str = ""
+
+
+@click.command(help=__doc__, context_settings={"max_content_width": 120})
+@click.argument("lines", type=click.Path(path_type=Path))
+@click.option("--attack", type=click.Choice(["bounds", "brute", "nearest"]), default="bounds", show_default=True)
+@click.option("--problems", type=int, default=5000, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seconds", type=float, help="Begin no problem after this time.")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Factor on the stated rates.")
+def main(lines: Path, attack: str, problems: int, seed: int, seconds: float | None, scale: float) -> None:
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
+    done, ends = {row["problem"] for row in rows}, time.monotonic() + (seconds or 1e9)
+    for number in range(problems):
+        if number in done or time.monotonic() > ends:
+            continue
+        rows.append(row_of(attack, seed, number, scale))
+        with lines.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+    attacked, beaten = [row for row in rows if row["tried"]], [row for row in rows if row["excess"] > 0]
+    click.echo(
+        f"{attack}: {len(rows)} problems, {len(attacked)} attacked with {sum(row['tried'] for row in rows)} settings; "
+        f"{len(beaten)} beaten, by {max((row['excess'] for row in rows), default=0.0):.1%} at most; "
+        f"{sum(row['seconds'] for row in rows):.0f} s of a processor"
+    )
+    sys.exit(bool(beaten))
+
+
+def row_of(attack: str, seed: int, number: int, scale: float) -> dict[str, Any]:
+    """Return what the attack on one problem found."""
+    attacks: dict[str, Callable[[np.random.Generator, float], Attacked | None]] = {
+        "bounds": attack_bounds,
+        "brute": attack_by_sweep,
+        "nearest": attack_nearest,
+    }
+    started = time.process_time()
+    found = attacks[attack](np.random.default_rng((seed, number)), scale) or Attacked(0, 0.0, "nothing to attack")
+    seconds = round(time.process_time() - started, 3)
+    return {"problem": number, "tried": found.tried, "excess": found.excess, "note": found.note, "seconds": seconds}
+
+
+def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: int = 2) -> tuple[Problem, str] | None:
+    """Return a random problem and the policy to plan it for; None: the policy has no plan whatever the bound."""
+    quantile, kind = float(rng.choice([0.5, 0.9, 0.99])), str(rng.choice(kinds))
+    seed, monotone = int(rng.integers(2**32)), bool(rng.integers(2))
+    case = Case(seed, int(rng.integers(1, devices + 1)), kind, "length", monotone, quantile)  # type: ignore[arg-type]
+    best = next(iter(case.plans(None).values()), None)
+    if best is None:
+        return None
+    of, looser = best.estimate, float(rng.choice([1.1, 1.6, 2.5, 5.0]))
+    bound = {"ttft_s": looser * of.ttft_s} if rng.random() < 0.25 else {"latency_bound_s": looser * of.latency_s}
+    return case.subject.under(Constraint(quantile=quantile, objective="arrivals", **bound)), kind  # type: ignore[arg-type]
+
+
+def planned(of: Problem, kind: str) -> Plan | None:
+    """Return the best plan; None: none keeps the bounds."""
+    try:
+        return next(iter(plan_each(of, kind).values()))  # type: ignore[arg-type]
+    except InfeasibleError:
+        return None
+
+
+def attack_bounds(rng: np.random.Generator, scale: float) -> Attacked | None:
+    """Simulate settings above the rate that no schedule is said to keep."""
+    drawn = problem(rng)
+    plan = None if drawn is None else planned(*drawn)
+    if drawn is None or plan is None or plan.search.gap is None:
+        return None
+    of, most = drawn[0], scale * (1 + plan.search.gap) * rate_of(plan)
+    tried, excess, note = 0, 0.0, ""
+    for other in settings_of(scheduler(of), drawn[1], plan, rng):
+        tried += 1
+        other = with_simulated_figures(other, of.profile)
+        if CapacitySearch(other, of.profile, least_requests=FEW).keeps(ABOVE * most):
+            search = CapacitySearch(other, of.profile, least_requests=MANY)
+            if search.keeps(ABOVE * most):
+                excess, note = max(excess, search.rate / most - 1), repr(other.policy)
+    return Attacked(tried, excess, note)
+
+
+def settings_of(by: Scheduler, kind: str, plan: Plan, rng: np.random.Generator) -> Iterator[Plan]:
+    """Yield plans of random settings: of many the best in closed form, and one at random."""
+    found: list[tuple[float, Plan]] = []
+    for space in sorted(by.candidates.spaces(kind), key=lambda space: -space.bound)[:PLACEMENTS]:
+        if space.num_points:
+            indices = np.unique((space.num_points ** rng.random(POINTS)).astype(int) - 1)
+            found += [
+                (closed_rate(space, p.policy, by.problem.constraint), p) for p in plans_at(by, space, indices, plan)
+            ]
+    found.sort(key=lambda pair: -pair[0])
+    yield from (p for _, p in found[: TRIED - 1])
+    if len(found) >= TRIED:
+        yield found[int(rng.integers(TRIED - 1, len(found)))][1]
+
+
+def plans_at(by: Scheduler, space: Space, indices: np.ndarray, plan: Plan) -> Iterator[Plan]:
+    """Yield the plans of points of a space that fit in memory, by their numbers."""
+    points = space.points(indices)
+    for i in range(len(indices)):
+        one = by.plan_at(space, space.settings(points, i), plan.search)
+        if one is not None:
+            yield one
+
+
+def attack_by_sweep(rng: np.random.Generator, scale: float) -> Attacked | None:
+    """Simulate every setting of a small space, and compare the best one with the plan and its gap."""
+    drawn = problem(rng, ("orca", "chunked", "rra", "static"), devices=1)
+    if drawn is None:
+        return None
+    of, kind = drawn
+    fixed = {"chunked": {"token_budget": int(rng.choice([32, 64, 128]))}, "rra": {"decode_iterations": 4}}
+    of = replace(of, profile=of_few(of.profile), fixed=fixed.get(kind, {}))
+    plan = planned(of, kind)
+    if plan is None:
+        return None
+    by, rates = scheduler(of), [0.0]
+    for space in by.candidates.spaces(kind):
+        if space.num_points > MOST_SWEPT:
+            return None
+        for one in plans_at(by, space, np.arange(space.num_points), plan):
+            rates.append(CapacitySearch(with_simulated_figures(one, of.profile), of.profile).rate)
+    gap, best = plan.search.gap, max(rates)
+    most = scale * (1 + (gap or 0.0)) * rate_of(plan)
+    note = f"best {best:.4g}, plan {rate_of(plan):.4g}, gap {gap}"
+    return Attacked(len(rates) - 1, max(0.0, best / most - ABOVE), note)
+
+
+def of_few(profile: Profile) -> Profile:
+    """Return a profile of at most 16 requests at once."""
+    layers = []
+    for layer in profile.layers:
+        table = layer.decode_attention
+        few = {"batches": table.batches[:-1], "seconds": table.seconds[:-1]}
+        layers.append(layer.model_copy(update={"decode_attention": table.model_copy(update=few)}))
+    return profile.model_copy(update={"layers": tuple(layers)})
+
+
+def attack_nearest(rng: np.random.Generator, scale: float) -> Attacked | None:
+    """Ask for a bound that no plan keeps, and then for the one that the error names, as it is printed."""
+    drawn = problem(rng)
+    if drawn is None:
+        return None
+    of, kind = drawn
+    name = "ttft_s" if of.constraint.ttft_s is not None else "latency_bound_s"
+    tight = float(rng.choice([0.02, 0.1, 0.3])) * getattr(of.constraint, name)
+    of = of.under(of.constraint.model_copy(update={name: tight}))
+    try:
+        plan_each(of, kind)  # type: ignore[arg-type]
+    except InfeasibleError as error:
+        printed = re.search(r"one keeps is ([0-9.e+-]+) s", str(error))
+        if printed is None:
+            return Attacked(1, 1.0, f"names no bound: {error}")
+        nearest = scale * float(printed[1])
+        plan = planned(of.under(of.constraint.model_copy(update={name: nearest})), kind)
+        return Attacked(1, 0.0 if plan is not None and rate_of(plan) > 0 else 1.0, f"{tight:g} -> {nearest:g}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
