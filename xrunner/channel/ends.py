@@ -19,6 +19,8 @@ from typing import Generic, TypeVar
 from xrunner.channel.messages import encode
 
 READ_BYTES = 1 << 18
+FRAME_BYTES = 256 << 20
+"""Largest message; a peer that announces a larger one is not one of ours, and is taken to have gone."""
 T = TypeVar("T")
 Decode = Callable[[bytes], T]
 _LENGTH = struct.Struct("!I")
@@ -34,10 +36,12 @@ class _Frames:
         self._bytes += some
 
     def whole(self) -> Iterator[bytes]:
-        """Yield and remove the frames that are complete."""
+        """Yield and remove the frames that are complete. Raises EOFError: what comes is no frame."""
         start, size = 0, _LENGTH.size
         while len(self._bytes) >= start + size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)
+            if length > FRAME_BYTES:
+                raise EOFError
             if len(self._bytes) < start + size + length:
                 break
             yield bytes(self._bytes[start + size : start + size + length])
@@ -157,10 +161,12 @@ class FrontEnd(Generic[T]):
             return
         except OSError:
             some = b""
-        if some:
-            self._frames.add(some)
+        self._frames.add(some)
+        try:
             self._received.extend(self._frames.whole())
-        else:
+        except EOFError:
+            some = b""
+        if not some:
             self.has_gone = True
             self._selector.unregister(self._socket)
 

@@ -348,6 +348,21 @@ def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.M
                 hanging.wait(0.1)
 
 
+def test_a_peer_that_announces_an_endless_message_has_gone() -> None:
+    """It would be kept until memory ends."""
+    front, engine = remote.pair()
+    with front, engine:
+        ends = remote.FrontEnd(front, bytes), remote.EngineEnd(engine, bytes)
+        engine.sendall(b"\xff\xff\xff\xff" + b"x" * 1000)
+        front.setblocking(True)
+        front.sendall(b"\xff\xff\xff\xff" + b"x" * 1000)
+        front.setblocking(False)
+        assert ends[0].receive() is None and ends[0].has_gone
+        with pytest.raises(EOFError):
+            ends[1].receive(1.0)
+        ends[0].close()
+
+
 def test_port_in_use(url: str) -> None:
     port = int(url.rsplit(":", 1)[1])
     wanted = f"cannot listen on 127.0.0.1:{port}: Address already in use"
