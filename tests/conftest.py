@@ -32,19 +32,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compile_all(Path(os.environ["NUMBA_CACHE_DIR"]))
 
 
-FIRST = ("cli", "load", "attack", "numerics", "contract", "golden")
-"""Folders whose files take longest: started first, so that no process works on one file after the others have ended."""
+FIRST = (
+    *("contract/test_claims.py", "unit/xscheduler/objectives", "cli", "load", "attack", "numerics", "contract"),
+    *("unit/xrunner/vllm", "unit/xrunner", "unit/xgpt/exploring", "unit/xgpt/core"),
+)
+"""Files that take longest: started first, so that no process works on one file after the others have ended."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run here, and begin with the folders that take longest."""
+    """Leave out what cannot run here, and begin with the files that take longest."""
     here = [item for item in items if not any(True in mark.args for mark in item.iter_markers("skipif"))]
     kept = set(here)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        return next((place for place, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
     items[:] = sorted(here, key=rank)
 

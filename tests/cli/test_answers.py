@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tests.cli.commands import Xgpt
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.cli.render import plans_table
 from xgpt.comparing.compare import score_current
 from xgpt.comparing.read import read_current
@@ -92,7 +93,7 @@ show(plans_table({"chunked": load_json(Path(sys.argv[1]), Plan, "plan")}), "the 
 """
 
 
-@pytest.mark.parametrize("width", [80, 100, 120, 200])
+@pytest.mark.parametrize("width", few([80, 100, 120, 200]))
 def test_a_terminal_of_this_width(width: int, tmp_path: Path) -> None:
     """In a pseudo-terminal no line is longer than it, and no digit is cut."""
     (tmp_path / "plan.json").write_text(dump_json(planned("vllm")))

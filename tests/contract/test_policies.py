@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import one_lane, problem, random_settings, simulate
-from tests.rings import few
+from tests.rings import examples, few
 from xgpt.core.io import dump_json
 from xgpt.core.schema import ChunkedSettings, Histogram, Plan, PolicySettings, RraSettings, Variable, Workload
 from xscheduler.schedule import Scheduler
@@ -20,7 +20,7 @@ KINDS = tuple(kind for kind in POLICIES if kind != "waa")
 DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))
 WORKLOADS = ("summarization", "translation", "code-generation", "chat-short", "chat-long", "orca")
 
-NUM_CASES = 25
+NUM_CASES = examples(25, 10)
 LARGEST_BATCH = 300
 
 DIRECTION_TOLERANCE = 0.02

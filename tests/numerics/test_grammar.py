@@ -203,6 +203,7 @@ def test_what_cannot_be_kept_to_is_refused(target: Target, fields: dict[str, Any
     assert status == 400 and said in json.loads(answer)["error"]["message"]
 
 
+@pytest.mark.long
 def test_vllm_keeps_to_none(checkpoint: Path, tmp_path: Path) -> None:
     with attacked(FAKE_VLLM, checkpoint, tmp_path) as target:
         body = {"model": target.model, "messages": CHAT, "response_format": formatted(SCHEMA)}

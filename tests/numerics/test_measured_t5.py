@@ -85,6 +85,7 @@ def test_parts_add_up_to_the_steps_that_were_measured(checkpoint):
         assert predicted(encodes) == pytest.approx(measured["encode step", n], rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["rra", "orca", "static"])
 def test_measured_plans_on_one_device_give_the_tokens_of_transformers(checkpoint, measured_problem, kind):
     plan = planned(measured_problem("t5-gated-untied", 1), kind)

@@ -64,8 +64,9 @@ def declarations() -> dict[tuple[str, str], set[str]]:
 
 
 def test_no_field_is_declared_twice() -> None:
-    assert {field: kinds for field, kinds in declarations().items() if len(kinds) > 1} == {}
-    assert all(text for _, text in declarations())
+    declared = declarations()
+    assert {field: kinds for field, kinds in declared.items() if len(kinds) > 1} == {}
+    assert all(text for _, text in declared)
 
 
 def lists_of(source: str) -> list[set[str]]:

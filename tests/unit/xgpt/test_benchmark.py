@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.benchmark import Load, bench, bench_plan, draw
 from xgpt.cli import render
 from xgpt.client import ClientResult
@@ -121,7 +122,7 @@ def test_batches_that_end_together_can_be_measured(count: int) -> None:
     assert read_log(plan, plan.workload, log, count, saturated=True).num_requests >= count
 
 
-@pytest.mark.parametrize("kind", ["chunked", "orca", "rra", "static"])
+@pytest.mark.parametrize("kind", few(["chunked", "static", "orca", "rra"], 2))
 def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     load = Load(300, arrivals=ArrivalProcess.at([(2.0, 40.0), (5.0, None)]))
     report = benched(kind, load, monkeypatch)
@@ -196,7 +197,7 @@ def test_saturated_the_prediction_is_what_the_plan_states(monkeypatch: pytest.Mo
     assert throughput.error == pytest.approx(PACE - 1, abs=0.06)
 
 
-@pytest.mark.parametrize("kind", ["orca", "rra"])
+@pytest.mark.parametrize("kind", few(["rra", "orca"]))
 def test_two_replicas_are_measured_as_one_is(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Twice the throughput, and the latencies of one: their steps, mixed in one log, are not those of one engine."""
     one = benched(kind, Load(800), monkeypatch)

@@ -113,7 +113,7 @@ def test_draws_are_even_and_independent_of_neighbours() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_p=0.95)])
 def test_rounding_of_logits_hardly_ever_changes_a_draw(params: SamplingParams) -> None:
-    vocab, count = 8000, 3000
+    vocab, count = 8000, 1000
     generator = torch.Generator().manual_seed(8)
     logits = 2 * torch.randn(count, vocab, generator=generator)
     rounded = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
@@ -121,7 +121,7 @@ def test_rounding_of_logits_hardly_ever_changes_a_draw(params: SamplingParams) -
     for row in range(count):
         sampler.start(row, replace(params, seed=row))
     drawn, again = (sampler(of, rows, rows)[0] for of in (logits, rounded))
-    assert (drawn != again).sum() <= 2
+    assert (drawn != again).sum() <= 1
 
 
 def test_each_row_as_if_alone() -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
+from tests.rings import few
 from xrunner.server.http import connections
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -200,7 +201,7 @@ def test_a_failing_request_is_one_failing_request(url: str, monkeypatch: pytest.
     assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"500", b"200"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", few([False, True]))
 def test_a_deadline_holds_also_where_the_client_does_not_read(stream: bool) -> None:
     engine = fake_engine(FakeExecutor(step_s=0.01), max_batch=64)
     with running(fake_app(engine)) as url, socket.socket() as client:
