@@ -319,6 +319,13 @@ def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simula
     plan = _plan(plan)
     if request.burstiness is not None and request.arrival_rate_per_s is None:
         raise InputError("burstiness", request.burstiness, "it goes with `arrival_rate_per_s`")
+    for name in ("arrival_rate_per_s", "own_times"):
+        if request.clients is not None and getattr(request, name):
+            raise InputError("clients", request.clients, f"it goes without `{name}`")
+    if request.clients is not None and request.clients < plan.replicas:
+        raise InputError(
+            "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one for each"
+        )
     arrivals, num_requests = _arrivals(request, 2000, request.burstiness or 1.0)
     return run_simulation(
         plan,
@@ -328,6 +335,7 @@ def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simula
         arrivals,
         request.seed,
         own_times=request.own_times,
+        clients=request.clients,
     )
 
 

@@ -54,6 +54,8 @@ class PlanKeywords(TypedDict, total=False):
     """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    shared_prefix: int | None
+    """Tokens with which all prompts begin alike, as a system prompt: their keys and values are computed once. Of a trace whose prompts are known it is found without this."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Method of search; exhaustive goes with `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
@@ -144,6 +146,8 @@ class SimulateKeywords(TypedDict, total=False):
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
     seed: int | None
     """Seed of lengths and arrivals."""
+    clients: int | None
+    """Clients of a closed loop, in place of arrivals: each sends its next request once its last one has ended."""
     own_times: bool | None
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
 
@@ -182,6 +186,8 @@ class CompareKeywords(TypedDict, total=False):
     """Engine that will run the plan: a shipped name (vllm-0.15, tensorrt-llm-1.0, …; vllm: its newest version) or a YAML file."""
     workload: str | PathLike[str] | Workload | None
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    shared_prefix: int | None
+    """Tokens with which all prompts begin alike, as a system prompt: their keys and values are computed once. Of a trace whose prompts are known it is found without this."""
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Method of search; exhaustive goes with `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None

@@ -7,13 +7,14 @@ from pathlib import Path
 from xgpt.checkpoints import hub
 from xgpt.core.errors import InputError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile
+from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Workload
 from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
-from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, workload_of
+from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, load_trace, workload_of
 from xgpt.speculation import speculation_of
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem
+from xsimulator.lengths import Reused
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
@@ -50,7 +51,37 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         fixed=request.fix,
         max_devices=most,
         speculation=speculation_of(request, spec),
+        reused=_shared_prefix(request, spec, workload, 16 if engine is None else engine.block_size),
     )
+
+
+def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
+    """Return what requests find cached if all prompts begin alike; None: they do not.
+
+    Raises:
+        InputError: the engine, the objective or the workload does not go with it.
+    """
+    tokens, constraint = request.shared_prefix, request.constraint
+    if not tokens:
+        return None
+    if model.is_encoder_decoder or any(kind.recurrent is not None for kind in model.kinds):
+        raise InputError("shared_prefix", tokens, f"of {model.name} engines keep no beginnings of prompts")
+    if constraint.sla == "request" or constraint.maximise is not None:
+        raise InputError("shared_prefix", tokens, "it does not go with `sla=request` and `maximise`")
+    if isinstance(request.workload, str):
+        trace = load_trace(request.workload)
+        if trace is not None and trace.prefixes is not None:
+            raise InputError("shared_prefix", tokens, "the trace says itself what its prompts have in common")
+    if tokens >= workload.input.lengths[-1]:
+        longest = workload.input.lengths[-1]
+        raise InputError("shared_prefix", tokens, f"the longest prompt of {workload.name} has {longest} tokens")
+    kept = tokens // block_size * block_size
+    found = sum(
+        share * min(kept, length - 1)
+        for length, share in zip(workload.input.lengths, workload.input.probabilities, strict=True)
+    )
+    share = found / workload.input.mean
+    return Reused.proportional(workload, share, float(kept), share) if kept else None
 
 
 def _with_classes(request: PlanRequest) -> Constraint:

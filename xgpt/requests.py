@@ -192,6 +192,9 @@ class ProblemRequest(Planned, ObjectiveAndShares):
     most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload")
     workload: Annotated[Name | Workload, Option(names="workloads")] = "summarization"
     """Request lengths: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
+    shared_prefix: Annotated[NonNegativeInt, Option(metavar="TOKENS")] = 0
+    """Tokens with which all prompts begin alike, as a system prompt: their keys and values are computed once. Of a
+    trace whose prompts are known it is found without this."""
     search: SearchMethod = "branch-and-bound"
     """Method of search; exhaustive goes with `objective=saturated`."""
     kv: KvPromise = "reserve"
@@ -356,6 +359,8 @@ class SimulateRequest(Load, Arrivals):
     """A simulated run of a plan."""
 
     group: ClassVar[str] = "Load"
+    clients: Annotated[PositiveInt | None, Option(metavar="N")] = None
+    """Clients of a closed loop, in place of arrivals: each sends its next request once its last one has ended."""
     own_times: bool = False
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
 

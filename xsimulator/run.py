@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import ceil
 from pathlib import Path
 
@@ -143,6 +143,7 @@ def run_simulation(
     seed: int = 0,
     *,
     own_times: bool = False,
+    clients: int | None = None,
 ) -> Simulated:
     """Run requests of a workload on the simulated engine.
 
@@ -151,6 +152,7 @@ def run_simulation(
         num_requests: requests that are measured.
         arrivals: the arrival process; None: requests are always waiting.
         own_times: replay the workload, a trace, as recorded: its pairs of lengths and its arrival times.
+        clients: of a closed loop, of all replicas together; None: there is none.
 
     Raises:
         InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
@@ -158,6 +160,8 @@ def run_simulation(
     """
     lengths = plan.workload if workload is None else workload_of(workload, plan.model)
     spans: list[Span] = []
+    if clients is not None:
+        return _closed_loop(plan, profile, lengths, num_requests, clients, np.random.default_rng(seed))
     tokens: Ints | None = None
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
@@ -178,6 +182,37 @@ def run_simulation(
         times = times_of(plan, steps, num_requests, tokens).later(plan.request_path_s)
     kept = {} if times is None else kept_by_class(plan, steps, num_requests)
     return Simulated(plan, measured, tuple(steps), tuple(spans), times, kept)
+
+
+def _closed_loop(
+    plan: Plan, profile: Profile, workload: Workload, num_requests: int, clients: int, rng: np.random.Generator
+) -> Simulated:
+    """Run the requests of clients who each send the next one once the last one has ended, on one replica.
+
+    Each client's first request counts as warm-up; behind those that are measured as many go on.
+    """
+    check_fits(plan, workload)
+    own, spans = round(clients / plan.replicas), list[Span]()
+    inputs, outputs = sample(workload, num_requests + 3 * own + 1, rng)
+    requests, longest = TraceLengths(inputs, outputs, None), workload.output.lengths[-1]
+    log = run_requests(plan, profile, requests, longest, spans.append, clients=own)
+    measured = measure(
+        log,
+        quantile=plan.constraint.quantile,
+        quantile_output=quantile(workload.output, plan.constraint.quantile),
+        skip_requests=own,
+        num_requests=num_requests,
+        encode_emits=encode_emits(plan),
+        has_encoder=plan.model.is_encoder_decoder,
+    )
+    measured = replace(
+        measured,
+        throughput_rps=plan.replicas * measured.throughput_rps,
+        output_tokens_per_s=plan.replicas * measured.output_tokens_per_s,
+    )
+    times = times_of(plan, log, num_requests + own, outputs).later(plan.request_path_s)
+    times = replace(times, ttft_s=times.ttft_s[own:], tpot_s=times.tpot_s[own:], whole_s=times.whole_s[own:])
+    return Simulated(plan, measured, tuple(log), tuple(spans), times)
 
 
 def simulate(
@@ -374,10 +409,13 @@ def run_requests(
     trace: TraceLengths,
     max_output: int | Ints,
     on_span: OnSpan | None = None,
+    *,
+    clients: int | None = None,
 ) -> list[StepRecord]:
     """Return the steps of these requests on one replica.
 
     Args:
+        clients: who send the requests in a closed loop; None: they arrive by themselves.
         trace: without times: all arrive at once. Where it does not say what requests have in common and the plan counts
             on reuse, one beginning takes the planned share of each prompt.
     """
@@ -403,7 +441,16 @@ def run_requests(
         share, longest = plan.estimate.reuse.share, int(trace.input.max()) // size
         common = [block.to_bytes(4, "big") for block in range(longest)]
         requests = [r._replace(chain=tuple(common[: round(share * r.input_length / size)])) for r in requests]
-    return SimulatedEngine(schedule, clock_of(plan, profile, schedule, on_span), requests).run()
+    clock = clock_of(plan, profile, schedule, on_span)
+    if clients is None:
+        return SimulatedEngine(schedule, clock, requests).run()
+    engine, steps, later = SimulatedEngine(schedule, clock, requests[:clients]), [], iter(requests[clients:])
+    path_ns = round(1e9 * plan.request_path_s)
+    while (step := engine.step()) is not None:
+        steps.append(step)
+        for request in islice(later, len(step.finished)):
+            engine.submit(request._replace(arrival_ns=step.end_ns + path_ns))
+    return steps
 
 
 def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
