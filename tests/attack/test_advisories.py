@@ -20,7 +20,7 @@ from xrunner.server.access.keys import ApiKeys
 from xrunner.server.api.call_formats import HERMES
 from xrunner.server.api.call_reader import Calls
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 Body = dict[str, Any]
 SOON_S = 10.0
 """Seconds, on a machine with much else to do, for an answer to something that costs next to nothing."""
@@ -35,6 +35,10 @@ def target(one_server: Target) -> Iterator[Target]:
 
 
 def chat(content: Any = "x", **fields: Any) -> Body:
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+
+
+def message(content: Any, **fields: Any) -> Body:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
 
 
@@ -147,6 +151,54 @@ BODIES: dict[str, tuple[str, Body, set[int]]] = {
         },
         {200, 400},
     ),
+    "a response to another's": (RESPONSES, {"input": "x", "previous_response_id": "resp_" + "1" * 10**6}, {400}),
+    "a conversation of another's": (RESPONSES, {"input": "x", "conversation": "conv_1"}, {400}),
+    "an item of another's": (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, {400}),
+    "a program to run": (
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "code_interpreter"}], "max_output_tokens": 2},
+        {400},
+    ),
+    "a page to fetch": (
+        RESPONSES,
+        {"input": "x", "tools": [{"type": "mcp", "server_url": "http://127.0.0.1:1"}]},
+        {400},
+    ),
+    "a file to open": (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": "file:///etc/passwd"}]}]},
+        {400},
+    ),
+    "an image to fetch": (
+        RESPONSES,
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://127.0.0.1:1"}]}]},
+        {400},
+    ),
+    "a response in the background": (RESPONSES, {"input": "x", "background": True}, {400}),
+    "a role that is a template": (RESPONSES, {"input": [{"role": "{{ 7 * 7 }}", "content": "x"}]}, {400}),
+    "a message's image to fetch": (
+        MESSAGES,
+        message([{"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1"}}]),
+        {400},
+    ),
+    "a document to open": (
+        MESSAGES,
+        message([{"type": "document", "source": {"type": "file", "file_id": "../../etc/passwd"}}]),
+        {400},
+    ),
+    "a result of no call": (MESSAGES, message([{"type": "tool_result", "tool_use_id": "y" * 10**6}]), {400}),
+    "thought without an end": (
+        MESSAGES,
+        message("x", thinking={"type": "enabled", "budget_tokens": 10**30}),
+        {200, 400},
+    ),
+    "no limit": (MESSAGES, {"messages": [{"role": "user", "content": "x"}]}, {400}),
+    "a system of a megabyte": (MESSAGES, message("x", system="s" * 10**6), {400}),
+    "a message to count": (
+        f"{MESSAGES}/count_tokens",
+        {"messages": [{"role": "user", "content": "x" * 10**6}]},
+        {200, 400},
+    ),
     "text to count": ("/tokenize", {"prompt": "a\U0001f600" * 200_000}, {200, 400, 413}),
     "a chat to count": ("/tokenize", {"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}] * 5}, {200, 400}),
     "ids to show": ("/detokenize", {"tokens": [3] * 400_000}, {200, 400, 413}),
@@ -186,6 +238,18 @@ HEADS: dict[str, tuple[str, str, str, set[int]]] = {
     "an open path in capitals": ("GET", "/HEALTH", "Host: 127.0.0.1\r\n", {401, 404}),
     "a key in the query": ("GET", f"/plan?api_key={ADMIN_KEY}&access_token={ADMIN_KEY}", "Host: 127.0.0.1\r\n", {401}),
     "a key in a cookie": ("GET", "/plan", f"Host: 127.0.0.1\r\nCookie: Authorization=Bearer {ADMIN_KEY}\r\n", {401}),
+    "a wrong key beside the right one": (
+        "GET",
+        "/plan",
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer x\r\nX-Api-Key: {ADMIN_KEY}\r\n",
+        {400, 401},
+    ),
+    "two of Anthropic's keys": (
+        "GET",
+        "/plan",
+        f"Host: 127.0.0.1\r\nX-Api-Key: x\r\nX-Api-Key: {ADMIN_KEY}\r\n",
+        {400},
+    ),
     "a key in another header": ("GET", "/plan", f"Host: 127.0.0.1\r\nX-Authorization: Bearer {ADMIN_KEY}\r\n", {401}),
     "a key that is cut short": (
         "GET",

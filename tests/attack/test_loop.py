@@ -55,7 +55,15 @@ def fake(**fields: Any) -> bytes:
     return request({"model": "fake", "ignore_eos": True, **fields})
 
 
-CHAT = "/v1/chat/completions"
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+ITEM = {"type": "message", "role": "user", "content": "x"}
+BLOCK = {"type": "text", "text": ""}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "max_tokens": 2, "messages": [{"role": "user", "content": "x"}], **fields}
+
+
 TOO_MUCH = {
     "prompts": [fake(prompt="the quick brown fox " * 7500)] * 60,
     "a long body": [fake(prompt="x" * 15_000_000)] * 4,
@@ -76,6 +84,40 @@ TOO_MUCH = {
         )
     ]
     * 4,
+    "items": [request({"model": "fake", "input": [ITEM] * 70_000}, path=RESPONSES)] * 4,
+    "parts of an item": [
+        request(
+            {"model": "fake", "input": [ITEM | {"content": [{"type": "input_text", "text": ""}] * 60_000}]},
+            path=RESPONSES,
+        )
+    ]
+    * 4,
+    "long instructions": [request({"model": "fake", "input": "x", "instructions": "y" * 15_000_000}, path=RESPONSES)]
+    * 4,
+    "results of calls": [
+        request(
+            {"model": "fake", "input": [{"type": "function_call_output", "call_id": "c", "output": "o"}] * 60_000},
+            path=RESPONSES,
+        )
+    ]
+    * 4,
+    "blocks": [request(message(messages=[{"role": "user", "content": [BLOCK] * 80_000}]), path=MESSAGES)] * 4,
+    "a system of blocks": [request(message(system=[BLOCK] * 80_000), path=MESSAGES)] * 4,
+    "arguments of calls": [
+        request(
+            message(
+                messages=[
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"a": [1] * 200_000}}],
+                    }
+                ]
+            ),
+            path=MESSAGES,
+        )
+    ]
+    * 4,
+    "blocks to count": [request(message(system=[BLOCK] * 80_000), path=f"{MESSAGES}/count_tokens")] * 4,
     "headers": [request(b"", extra="a:\r\n" * 60_000)] * 20,
 }
 
