@@ -359,6 +359,6 @@ class EngineRun:
 
     def _breaks(self, id_: int, goal: GoalNs) -> bool:
         request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]
-        gaps = goal.gap_ns * (self._tokens[id_] - 1)
+        gaps = goal.gap_ns * max(1, self._tokens[id_] - 1)  # an output of one token ends with its first
         whole_ns, waited_ns = end_ns - request.arrival_ns, first_ns - request.arrival_ns
         return whole_ns > goal.whole_ns or waited_ns > goal.first_ns or end_ns - first_ns > gaps

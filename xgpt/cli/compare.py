@@ -12,7 +12,7 @@ from xgpt.cli.options import refuse_idle
 from xgpt.cli.outputs import output_file, write
 from xgpt.comparing.compare import gain_in_words
 from xgpt.core.io import dump_json, sha256
-from xgpt.core.schema.outputs import CompareOutput, GainOutput
+from xgpt.core.schema.outputs import CompareOutput, GainOutput, RangeOutput
 from xgpt.reporting.plan_text import settings_text
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def run(output: str | None, force: bool, as_json: bool, current: str | None, mea
             current=found.current,
             current_notes=list(found.notes),
             gain=None if found.gain is None else GainOutput(**found.gain._asdict()),
+            gain_ranges={kind: RangeOutput(**each._asdict()) for kind, each in found.ranges.items()},
             measured=found.measured,
         )
         click.echo(document.model_dump_json(indent=1))
@@ -48,7 +49,9 @@ def run(output: str | None, force: bool, as_json: bool, current: str | None, mea
     render.show(render.plans_table(found.plans))
     if found.current is not None:
         table = render.plans_table({"current": found.current}, "what runs now, up to its own arrival rate")
-        render.show(table, *found.notes, gain_in_words(found.best, found.current))
+        render.show(
+            table, *found.notes, gain_in_words(found.best, found.current, found.ranges.get(next(iter(found.plans))))
+        )
         if output is not None:
             render.show(f"next: xgpt simulate {output} --arrival-rate R")
     if found.relaxed:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.benchmark import Load, bench_plan
+from xgpt.comparing.assumptions import Range, ranges
 from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
@@ -56,6 +57,7 @@ class Compared:
         relaxed: the best plan under each looser latency bound, s; None: under none.
         current: the current deployment, scored as a plan; None: none was given.
         notes: assumptions about the current deployment.
+        ranges: the range of each policy's gain for each device over the current deployment, whatever is assumed.
         measured: figures of each plan measured on this machine, by policy.
     """
 
@@ -64,6 +66,7 @@ class Compared:
     current: Plan | None = None
     notes: tuple[str, ...] = ()
     measured: dict[str, BenchReport] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)
 
     @property
     def best(self) -> Plan:
@@ -110,7 +113,7 @@ def compare(
     if measured is not None and not problem.cluster.is_local:
         accepted = "only plans for the machine at hand (`cluster=local`) can be measured"
         raise InputError("measure", problem.cluster.name, accepted)
-    scored = None
+    scored, scored_profile, trace = None, problem.profile, None
     if running is not None:
         trace = load_trace(request.workload) if isinstance(request.workload, str) else None
         longest = None if trace is None else int((trace.input + trace.output).max())
@@ -119,8 +122,16 @@ def compare(
             weights, kv = types_of(problem, running)
             notes = (*notes, f"scored with weights in {weights} and K/V in {kv}, as it runs, unlike the plans")
         scored = score_current(in_its_types, running, longest)
+        scored_profile = in_its_types.profile
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
+    found: dict[str, Range] = {}
+    if scored is not None and rate_of(scored) > 0:
+        found = ranges(plans, problem.profile, scored, scored_profile, trace)
+        kind = max(plans, key=lambda kind: found[kind].least)  # the first of equals
+        notes = (*notes, *_what_holds(plans, found, kind))
+        plans = {kind: plans[kind], **plans}
     return Compared(
+        ranges=found,
         plans=plans,
         relaxed=relax(problem, request.search, next(iter(plans.values()))),
         current=scored,
@@ -129,6 +140,19 @@ def compare(
         if measured is None
         else measure_each(plans, problem.profile, measured, np.random.default_rng(seed), on_start),
     )
+
+
+def _what_holds(plans: dict[str, Plan], found: dict[str, Range], kind: str) -> list[str]:
+    """Return a line where the plan that gains most is not the one that holds up best, or none holds up."""
+    first, lines = next(iter(plans)), []
+    if kind != first:
+        lines.append(
+            f"{first} gains more as planned, and {found[first].least:.2f} to {found[first].most:.2f} times whatever is "
+            f"assumed ({found[first].worst}): {kind} holds up better"
+        )
+    if found[kind].least < 1:
+        lines.append(f"no plan gains whatever is assumed: keep what runs now unless you measure ({found[kind].worst})")
+    return lines
 
 
 def engine_name(current: CurrentEngine) -> str:
@@ -215,8 +239,12 @@ def gain_of(best: Plan, current: Plan) -> Gain | None:
     return Gain(gain, gain * devices[1] / devices[0], devices[0], devices[1])
 
 
-def gain_in_words(best: Plan, current: Plan) -> str:
-    """Return a sentence that compares the arrival rates, in all and for each device, of plan and current deployment."""
+def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str:
+    """Return a sentence that compares the arrival rates, in all and for each device, of plan and current deployment.
+
+    Args:
+        range_: of the gain for each device, whatever is assumed; None: not known.
+    """
     gain = gain_of(best, current)
     if gain is None:
         return "what runs now keeps the bounds at practically no arrival rate"
@@ -224,6 +252,7 @@ def gain_in_words(best: Plan, current: Plan) -> str:
         f"{best.policy.kind} keeps the bounds up to {rate_of(best):.4g} requests/s on {gain.num_devices} devices, what "
         f"runs now up to {rate_of(current):.4g} on {gain.current_devices}: {gain.per_device:.2f} times as many for "
         f"each device, {gain.arrivals:.2f} times in all"
+        + ("" if range_ is None else f"; {range_.least:.2f} to {range_.most:.2f} whatever is assumed ({range_.worst})")
     )
 
 

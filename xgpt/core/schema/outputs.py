@@ -20,6 +20,17 @@ class GainOutput(Frozen):
     """Devices of the current deployment."""
 
 
+class RangeOutput(Frozen):
+    """The gain for each device as it stands under every assumption."""
+
+    least: float
+    """The gain under the worst assumption."""
+    most: float
+    """The gain under the best."""
+    worst: str
+    """The worst assumption."""
+
+
 class CompareOutput(Frozen):
     """Every policy at its own best under one bound."""
 
@@ -33,6 +44,8 @@ class CompareOutput(Frozen):
     """Assumptions about the current deployment."""
     gain: GainOutput | None
     """Gain over the current deployment; null: none was given, or it keeps the bounds at no arrival rate."""
+    gain_ranges: dict[str, RangeOutput]
+    """The range of each policy's gain whatever is assumed: costs of mixed steps, pace, lengths, bursts."""
     measured: dict[str, BenchReport]
     """Figures of each plan measured on this machine, by policy."""
 

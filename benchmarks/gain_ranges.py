@@ -1,0 +1,64 @@
+"""Gains over vLLM's defaults as ranges: what is chosen when mixed steps, pace, lengths and bursts are not as assumed.
+
+    python -m benchmarks.gain_ranges [--first 0] [--last 10] [--markdown]
+
+Ten cases of a model, a cluster, a workload and a bound; each is planned for vLLM's newest version, next to that vLLM
+as it is started by default on the smallest groups of devices that hold the model. Of every policy's plan: its gain in
+the arrival rate for each device as planned, and under the worst and the best of the assumptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.gain import default_of
+from xgpt.comparing.assumptions import ranges
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.rates import rate_of
+from xgpt.problems import resolve
+from xgpt.requests import plan_request
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.rates import with_capacities
+
+CASES = (
+    ("llama-3.1-8b", "h100x1", "azure-conv", 20.0),
+    ("llama-3.1-8b", "h100x1", "chat-long", 30.0),
+    ("llama-3.1-8b", "h200x1", "code-generation", 30.0),
+    ("llama-3.1-8b", "h200x1", "summarization", 15.0),
+    ("qwen3-8b", "h100x1", "azure-code", 10.0),
+    ("qwen3-8b", "h200x1", "chat-short", 15.0),
+    ("qwen3-14b", "h100x1", "azure-conv", 30.0),
+    ("qwen3-14b", "h200x1", "translation", 20.0),
+    ("mistral-small-24b", "h200x1", "azure-conv", 40.0),
+    ("qwen3-30b-a3b", "h200x1", "chat-long", 40.0),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--last", type=int, default=len(CASES))
+    parser.add_argument("--markdown", action="store_true")
+    given = parser.parse_args()
+    edge = "| " if given.markdown else ""
+    for model, cluster, workload, bound_s in CASES[given.first : given.last]:
+        asked = {"model": model, "cluster": cluster, "workload": workload, "engine": "vllm", "objective": "arrivals"}
+        problem = resolve(plan_request(**asked, latency_bound_s=bound_s))
+        default = default_of(problem)
+        try:
+            plans = with_capacities(plan_each(problem), problem.profile)
+        except InfeasibleError as error:
+            print(f"{model}, {cluster}, {workload}, {bound_s:g} s: {error}", flush=True)
+            continue
+        assert default is not None
+        found = ranges(plans, problem.profile, default, problem.profile, None)
+        first, chosen = next(iter(plans)), max(plans, key=lambda kind: found[kind].least)
+        gain = rate_of(plans[chosen]) / plans[chosen].num_devices / (rate_of(default) / default.num_devices)
+        of, other = found[chosen], found[first]
+        cells = [f"{model}, {cluster}, {workload}, {bound_s:g} s", f"{first} {other.least:.2f} to {other.most:.2f}"]
+        cells += [chosen, f"{gain:.2f}", f"{of.least:.2f} to {of.most:.2f}", of.worst]
+        print(f"{edge}{' | '.join(cells)}{' |' if edge else ''}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

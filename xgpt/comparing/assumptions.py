@@ -1,0 +1,128 @@
+"""How far a gain over what runs now hangs on assumptions: what mixed steps cost, pace, lengths and bursts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.rates import rate_of
+from xgpt.core.schema import Plan, Profile, Workload
+from xgpt.core.schema.workload import Histogram
+from xgpt.core.workload import TraceLengths, histogram_of
+from xgpt.resolve import load_engine
+from xscheduler.arrival_rate import closed_rate
+from xscheduler.candidates import Candidates
+from xscheduler.placement import Placement
+from xscheduler.problem import Problem
+from xsimulator.capacity import capacity
+from xsimulator.forecast import FORECASTS
+
+MIXING = (-0.2, 0.2)
+"""What a step with prompts and decodes may cost beside what its engine is known for, as a share of its decodes."""
+PACES = (0.9, 1.15)
+"""Step times, as shares of the profile's."""
+OUTPUTS = (0.85, 1.15)
+"""Lengths of outputs, as shares of the workload's, where no trace says how its halves differ."""
+BURSTS = 2.0
+"""Factor on how much the gaps between arrivals vary."""
+
+
+class Assumption(NamedTuple):
+    """A way in which a prediction may be wrong.
+
+    Attributes:
+        mixing: what is added to the engine's cost of mixed steps.
+        pace: factor on step times.
+        workload: other lengths; None: the plan's.
+    """
+
+    name: str
+    mixing: float = 0.0
+    pace: float = 1.0
+    workload: Workload | None = None
+
+
+class Range(NamedTuple):
+    """A gain as it stands under every assumption.
+
+    Attributes:
+        least, most: the gain under the assumptions that are worst and best for it.
+        worst: the assumption under which it is least.
+    """
+
+    least: float
+    most: float
+    worst: str
+
+
+def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
+    """Return what is varied, one at a time."""
+    found = [Assumption(f"mixed steps {100 * change:+.0f}% of their decodes", mixing=change) for change in MIXING]
+    found += [Assumption(f"steps of {100 * pace:.0f}% of their time", pace=pace) for pace in PACES]
+    if trace is not None and len(trace.input) >= 2:
+        half = len(trace.input) // 2
+        for name, part in (("first", slice(half)), ("second", slice(half, None))):
+            lengths = {"input": histogram_of(trace.input[part]), "output": histogram_of(trace.output[part])}
+            found.append(
+                Assumption(f"lengths of the trace's {name} half", workload=workload.model_copy(update=lengths))
+            )
+        return found
+    for factor in OUTPUTS:
+        other = workload.model_copy(update={"output": _scaled(workload.output, factor)})
+        found.append(Assumption(f"outputs of {100 * factor:.0f}% of their length", workload=other))
+    return found
+
+
+def _scaled(lengths: Histogram, factor: float) -> Histogram:
+    scaled = np.maximum(1, np.round(np.asarray(lengths.lengths) * factor)).astype(int)
+    distinct, place = np.unique(scaled, return_inverse=True)
+    shares = np.bincount(place, weights=lengths.probabilities)
+    return Histogram(lengths=tuple(distinct.tolist()), probabilities=tuple((shares / shares.sum()).tolist()))
+
+
+def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:
+    """Return the factor by which a plan's rate changes under each assumption, in closed form, and under bursts.
+
+    Under bursts its arrivals are simulated.
+
+    Args:
+        profile: the plan's.
+    """
+    now = _closed(plan, profile, Assumption("as planned"))
+    if now <= 0:
+        return [1.0] * (len(among) + 1)
+    found = [_closed(plan, profile, each) / now for each in among]
+    constraint = plan.constraint.model_copy(update={"burstiness": BURSTS * plan.constraint.burstiness})
+    rate = capacity(plan.model_copy(update={"constraint": constraint}), profile, rate_of(plan), edges=False).rate_per_s
+    return [*found, rate / rate_of(plan) if rate_of(plan) > 0 else 1.0]
+
+
+def ranges(
+    plans: Mapping[str, Plan], profile: Profile, current: Plan, current_profile: Profile, trace: TraceLengths | None
+) -> dict[str, Range]:
+    """Return the range of each plan's gain for each device over what runs now."""
+    among = assumptions(current.workload, trace)
+    names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
+    now = np.asarray(changes(current, current_profile, among))
+    found = {}
+    for kind, plan in plans.items():
+        gain = rate_of(plan) / plan.num_devices / (rate_of(current) / current.num_devices)
+        each = gain * np.asarray(changes(plan, profile, among)) / np.maximum(now, 1e-9)
+        found[kind] = Range(min(gain, float(each.min())), max(gain, float(each.max())), names[int(each.argmin())])
+    return found
+
+
+def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
+    """Return a plan's objective under an assumption, in closed form, with its settings as they are."""
+    engine = plan.engine or load_engine("xgpt")
+    engine = engine.model_copy(update={"mixing": max(0.0, engine.mixing + under.mixing)})
+    problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)
+    if under.workload is not None:
+        problem = replace(problem, workload=under.workload)
+    space = Candidates(problem).space(plan.policy.kind, Placement.of(plan))
+    if plan.constraint.maximises_arrivals:
+        return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
+    return plan.replicas * FORECASTS[plan.policy.kind].estimate(space.models.model, plan.policy)["throughput"]
