@@ -96,8 +96,8 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
         return [1.0] * (len(among) + 1)
     found = [_closed(plan, profile, each) / now for each in among]
     constraint = plan.constraint.model_copy(update={"burstiness": BURSTS * plan.constraint.burstiness})
-    rate = capacity(plan.model_copy(update={"constraint": constraint}), profile, rate_of(plan), edges=False).rate_per_s
-    return [*found, rate / rate_of(plan) if rate_of(plan) > 0 else 1.0]
+    burst = capacity(plan.model_copy(update={"constraint": constraint}), profile, rate_of(plan), edges=False)
+    return [*found, 1.0 if burst is None or rate_of(plan) <= 0 else burst.rate_per_s / rate_of(plan)]
 
 
 def ranges(
