@@ -42,7 +42,8 @@ test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -W default -o timeout=1800 tests/vllm
 
 # Others' clients, unmodified, each in an environment of its own under build/clients.
-CLIENTS := openai langchain-openai openai-agents pydantic-ai-slim[openai] guidellm lm-eval[api],transformers
+CLIENTS := openai langchain-openai openai-agents pydantic-ai-slim[openai] anthropic litellm guidellm \
+           lm-eval[api],transformers
 test-clients: $(VENV)/.installed-test
 	for client in $(CLIENTS); do \
 	  place=build/clients/$${client%%[*}; [ -x $$place/bin/python ] || { $(PYTHON) -m venv $$place && $$place/bin/pip install -q $$(echo "$$client" | tr , " "); } || exit; \

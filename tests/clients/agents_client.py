@@ -1,11 +1,19 @@
-"""openai-agents, unmodified, over chat completions: URL MODEL."""
+"""openai-agents, unmodified, over Responses, its default, and over chat completions: URL MODEL."""
 
 import asyncio
 import sys
 from enum import StrEnum
 
 import openai
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 
 set_tracing_disabled(True)
 url, name = sys.argv[1:]
@@ -25,22 +33,23 @@ def weather(place: Place) -> str:
 
 
 client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-agent = Agent(
-    name="assistant",
-    instructions="Answer.",
-    model=OpenAIChatCompletionsModel(model=name, openai_client=client),
-    tools=[weather],
-    model_settings=ModelSettings(tool_choice="required", max_tokens=200),
-)
 
 
-async def main() -> None:
+async def run(model: OpenAIChatCompletionsModel | OpenAIResponsesModel) -> None:
+    settings = ModelSettings(tool_choice="required", max_tokens=200)
+    agent = Agent(name="assistant", instructions="Answer.", model=model, tools=[weather], model_settings=settings)
+    asked.clear()
     # The first turn must call, the second is free.
     result = await Runner.run(agent, "How is it in Rome?", max_turns=3)
     assert asked and result.final_output is not None
     streamed = Runner.run_streamed(agent, "How is it in Oslo?", max_turns=3)
     events = [event async for event in streamed.stream_events()]
     assert len(asked) >= 2 and events
+
+
+async def main() -> None:
+    for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+        await run(kind(model=name, openai_client=client))
 
 
 asyncio.run(main())

@@ -43,6 +43,31 @@ assert chat.create(model=model, messages=back, tools=tools, max_tokens=4).choice
 
 completed = client.completions.create(model=model, prompt=["a", "b"], max_tokens=4, echo=True)
 assert len(completed.choices) == 2 and completed.choices[0].text.startswith("a")
+responses = client.responses
+whole = responses.create(model=model, input="hello", instructions="Be brief.", max_output_tokens=8, temperature=0)
+asked = {"model": model, "input": "hello", "instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0}
+with responses.stream(**asked) as stream:
+    told = list(stream)
+assert "".join(each.delta for each in told if each.type == "response.output_text.delta") == whole.output_text
+assert told[-1].type in ("response.completed", "response.incomplete")
+assert told[-1].response.output_text == whole.output_text
+flat = [{"type": "function", "name": "weather", "parameters": parameters, "strict": True}]
+called = responses.create(model=model, input="hello", tools=flat, tool_choice="required", max_output_tokens=200)
+call = called.output[-1]
+assert call.type == "function_call" and json.loads(call.arguments)["place"] in ("Rome", "Oslo")
+output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+back = [{"role": "user", "content": "hello"}, *called.output, output]
+assert responses.create(model=model, input=back, tools=flat, max_output_tokens=4).output
+text = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
+formatted = responses.create(model=model, input="hello", text=text, max_output_tokens=64)
+assert json.loads(formatted.output_text)["n"] in (1, 2)
+try:
+    responses.create(model=model, input="hello", previous_response_id=whole.id)
+except openai.BadRequestError as error:
+    assert error.param == "previous_response_id", error
+else:
+    raise AssertionError("responses are not kept")
+
 try:
     client.embeddings.create(model=model, input="a")
 except openai.NotFoundError as error:

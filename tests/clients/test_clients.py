@@ -23,6 +23,8 @@ SCRIPTS = {
     "langchain-openai": "langchain_client.py",
     "openai-agents": "agents_client.py",
     "pydantic-ai-slim": "pydantic_client.py",
+    "anthropic": "anthropic_client.py",
+    "litellm": "litellm_client.py",
 }
 pytestmark = pytest.mark.skipif(not os.environ.get("XGPT_CLIENTS"), reason="XGPT_CLIENTS names no environments")
 

@@ -54,8 +54,8 @@ def check_tokens(
     if limit > room:
         refuse(
             field if room < 1 else "max_tokens",
-            f"{len(prompt)} prompt tokens and max_tokens {limit} are more than this model's maximum context "
-            f"length of {spec.max_context}",
+            f"{len(prompt)} prompt tokens and max_tokens {limit} are too many: this model's maximum context length is "
+            f"{spec.max_context} tokens",
             "context_length_exceeded",
         )
     if len(prompt) + limit > capacity:

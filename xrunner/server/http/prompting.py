@@ -38,8 +38,8 @@ class Prompts:
         except TooLong as error:
             if info.quota is not None:
                 info.quota.settle(error.at_least)
-            most = f"this model's maximum context length of {self._spec.max_context}"
-            reason = f"{error.at_least} or more tokens are more than {most}"
+            most = f"this model's maximum context length is {self._spec.max_context} tokens"
+            reason = f"{error.at_least} or more tokens are too many: {most}"
             refuse(field, reason, "context_length_exceeded")
         return tokens or refuse(field, "it has no tokens")
 
@@ -97,5 +97,5 @@ class Prompts:
             refuse(field, "this model has no tokenizer; send token ids")
         context = self._spec.max_context
         if characters > context * self._codec.longest_token:
-            reason = f"{characters} characters are more than this model's maximum context length of {context} holds"
+            reason = f"{characters} characters are too many: this model's maximum context length is {context} tokens"
             refuse(field, reason, "context_length_exceeded")

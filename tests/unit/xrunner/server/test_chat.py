@@ -271,7 +271,7 @@ def test_no_template_no_chat(tokenizer) -> None:
 
 
 def test_a_text_that_no_context_holds_is_not_even_tokenised(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="9000000 characters are more than this model") as caught:
+    with pytest.raises(openai.BadRequestError, match="9000000 characters are too many: this model") as caught:
         client.completions.create(model="fake", prompt="x" * 9_000_000)
     assert caught.value.code == "context_length_exceeded"
 

@@ -69,7 +69,7 @@ def error_of(**fields: object) -> ApiError:
         ({"max_tokens": -3}, "max_tokens", ">= 0"),
         ({"max_tokens": "4"}, "max_tokens", "Expected `int"),
         ({"max_tokens": True}, "max_tokens", "Expected `int"),
-        ({"max_tokens": 510}, "max_tokens", "context length of 512"),
+        ({"max_tokens": 510}, "max_tokens", "context length is 512"),
         ({"max_tokens": 398}, "max_tokens", "K/V memory"),
         ({"output_length": 4, "stop": "x"}, "output_length", "cannot stop earlier"),
         ({"output_length": 0}, "output_length", ">= 1"),
@@ -82,7 +82,7 @@ def error_of(**fields: object) -> ApiError:
         ({"prompt": [1, 1000]}, "prompt", "token id 1000 is outside the vocabulary of 1000"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
         ({"prompt": [10**40]}, "prompt", "outside the vocabulary"),
-        ({"prompt": [1] * 512}, "prompt", "context length of 512"),
+        ({"prompt": [1] * 512}, "prompt", "context length is 512"),
         ({"prompt": [1] * 1001}, "prompt", "at most 1000"),
         ({"prompt": None}, "prompt", "Expected"),
         ({"frobnicate": 1}, "frobnicate", "unknown field"),
@@ -238,7 +238,7 @@ def test_a_chat_fills_what_there_is_unless_told() -> None:
     assert check_tokens([1] * 12, parse_chat_with(), SPEC, 10_000, OutputRule()).max_output == 500
     assert check_tokens([1] * 12, parse_chat_with(), SPEC, 100, OutputRule()).max_output == 88
     assert check_tokens([1] * 12, parse_chat_with(max_completion_tokens=7), SPEC, 100, OutputRule()).max_output == 7
-    with pytest.raises(ApiError, match="context length of 512") as caught:
+    with pytest.raises(ApiError, match="context length is 512") as caught:
         check_tokens([1] * 512, parse_chat_with(), SPEC, 10_000, OutputRule())
     assert caught.value.param == "messages"
 
