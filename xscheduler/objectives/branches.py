@@ -23,6 +23,7 @@ from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
 from xscheduler.search.branch_and_bound import upper_bound
 from xscheduler.space import Space
+from xsimulator.forecast import CHOICES
 
 BOUND = "Little's law: what an engine that is never idle serves within the same bounds, on monotone tables"
 CLOSE = 0.005
@@ -61,9 +62,8 @@ class Branch:
     def alike(self) -> Hashable:
         """The same for branches that differ in nothing but the name of their policy."""
         placement = self.space.placement
-        name = "waa" if len(placement.layouts) == 2 else self.kind
         other = tuple(sorted((name, of) for name, of in placement.fixed.items() if name != "allocation"))
-        return name, placement.layouts, placement.replicas, other
+        return CHOICES[self.kind].settings, placement.layouts, placement.replicas, other
 
     @property
     def evaluations(self) -> int:
