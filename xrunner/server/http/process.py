@@ -26,7 +26,6 @@ from xrunner.server.http.connections import (
     Listener,
     Protocol,
 )
-from xrunner.server.http.turns import event_loop
 
 DRAIN_S = 30.0
 """Time for which running requests may continue after the first SIGTERM or SIGINT."""
@@ -99,8 +98,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal, on an asyncio loop: other loops accept connections themselves."""
-        with asyncio.Runner(loop_factory=partial(event_loop, lambda: self._engine.is_busy)) as runner:
-            runner.run(self.serve(sockets))
+        asyncio.run(self.serve(sockets))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await self.lifespan.startup()
