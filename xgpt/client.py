@@ -264,6 +264,8 @@ class _Client:
                 if line == b"data: [DONE]":
                     done = True
                     continue
+                if line.startswith(b":"):  # a comment: the server has no token yet
+                    continue
                 self._take(result, line[len(b"data: ") :], now_s)
         if not done and result.error is None:
             result.error = "the stream ended early"

@@ -306,6 +306,11 @@ class RemoteEngine:
         """Whether requests wait until another plan has been deployed."""
         return self.pool.room.is_emptying
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a plan was sent that the engine has neither followed nor refused."""
+        return bool(self._next)
+
     def resumes(self, generation: Generation) -> bool:
         """Return whether what a request has generated can be encoded with its prompt."""
         return self._resumes

@@ -1,4 +1,4 @@
-"""The front's side of the engine: it submits requests, hands out their tokens, and brings a lost engine back."""
+"""The front's side of the engine: it submits requests, hands out their tokens, and counts what became of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,11 +16,10 @@ from xgpt.core.policies import Request
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import ANYONE, Account, StepRecord
 from xgpt.observation.windows import Seen
-from xrunner.channel import ALIVE_S, EngineLost
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.errors import ApiError
-from xrunner.server.handover import Handover
+from xrunner.server.lasting_engine import LastingEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
 from xrunner.server.observe.metrics import NO_BOUNDS, Bounds, Metrics
@@ -29,8 +27,6 @@ from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine, ServedPool
 
 MAX_RETRY_AFTER_S = 60
-STEPS_AT_ONCE = 8
-"""Steps whose tokens are handed out before the event loop has another turn."""
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
 """Time over which the rate is measured at which waiting requests begin: seconds, and latencies of the plan."""
 
@@ -110,10 +106,9 @@ class Stream:
 
 
 class EngineClient:
-    """Has an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
+    """Submits requests to an engine, and hands out their tokens, from `start` to `stop`, which closes the engine.
 
-    An engine whose process dies or hangs is started again on the last plan under which a step has ended, and goes on
-    with its requests (`handover`).
+    All methods belong to the event loop's thread. An engine that is lost is started again (`lasting_engine`).
 
     Args:
         watch: what observes the requests, and re-plans; None: nothing does, and a lost engine is not started again.
@@ -138,48 +133,31 @@ class EngineClient:
         of = self.metrics
         goodput = of.goodput, of.goodput_of_classes
         self.live = None if watch is None else Live(engine, self._backlog, watch, *goodput, of.recent)
-        self._loop: asyncio.AbstractEventLoop
-        self._looking: asyncio.Task[None] | None = None
-        self._restarting: asyncio.Task[None] | None = None
-        self._handover = Handover()
-        self._is_stopping = False
-        self._good_plan = None if watch is None else watch.plan
-        """The last plan under which a step has ended."""
-        self._records: list[StepRecord] = []
-        """Of the step that has just ended."""
-        engine.listen(self._records.append)
+        self._lasting = LastingEngine(
+            engine,
+            running=None if watch is None else lambda: watch.plan,
+            on_step=self._deliver,
+            on_return=self._return,
+            on_failed=self._fail,
+        )
 
     def start(self) -> None:
         """Begin to hand out tokens, on the loop that is running now."""
-        self._loop = asyncio.get_running_loop()
         if self.watch is not None:
             self.watch.start(self._engine.go_over_to)
             self._engine.on_refused = self.watch.go_back
-        self._listen()
-        self._looking = self._loop.create_task(self._look())
+        self._lasting.start()
 
     async def stop(self) -> None:
         """Let the step that is being executed end, and no other begin; close the engine."""
-        self._is_stopping = True
-        if self._looking is not None:
-            self._looking.cancel()
-        if self.failure is None and not self.is_restarting:
-            self._loop.remove_reader(self._engine.fileno())
         if self.watch is not None:
             await self.watch.stop()
-        await asyncio.to_thread(self._engine.close)
-        if self._restarting is not None:
-            await self._restarting
+        await self._lasting.stop()
 
-    def _listen(self) -> None:
-        self._loop.add_reader(self._engine.fileno(), self._read)
-
-    async def _look(self) -> None:
-        """Read regularly, though nothing may have come: an engine that hangs sends nothing."""
-        while True:
-            await asyncio.sleep(ALIVE_S)
-            if not self.is_restarting:
-                self._read()
+    def _return(self, plan: Plan) -> None:
+        """Go on under the plan of an engine that has been started again."""
+        if self.watch is not None and self.watch.plan is not plan:
+            self.watch.go_over_to(plan)
 
     @property
     def takes_seeds(self) -> bool:
@@ -256,7 +234,7 @@ class EngineClient:
     @property
     def is_restarting(self) -> bool:
         """Whether the engine was lost and is being started again; requests wait until then."""
-        return self._restarting is not None and not self._restarting.done()
+        return self._lasting.is_restarting
 
     @property
     def pool(self) -> ServedPool:
@@ -301,24 +279,14 @@ class EngineClient:
         self._streams[stream.id] = stream
         self._backlog.join(stream.id, len(prompt), stream.submitted_s, submission.account)
         self.metrics.prompt_tokens.inc(len(prompt))
-        self._handover.accept(generation)
-        self._hand_over()
+        self._lasting.submit(generation)
         return stream
-
-    def _hand_over(self) -> None:
-        """Give the engine the requests that it may have now."""
-        if not self.is_restarting:
-            for generation in self._handover.ready():
-                self._engine.submit(generation)
 
     def cancel(self, stream: Stream, *, finish_reason: str = "cancelled") -> None:
         """Take a request out; one that has ended already is left alone."""
         if self._streams.pop(stream.id, None) is not None:
             self._backlog.leave(stream.id)
-            self._handover.forget(stream.id)
-            if not self.is_restarting:
-                self._engine.cancel(stream.id)
-                self._hand_over()
+            self._lasting.cancel(stream.id)
             self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
             if finish_reason == "stop":
                 self._end(stream)
@@ -359,65 +327,11 @@ class EngineClient:
                 stream.cached_tokens = first_token
                 self.metrics.cached_tokens.inc(first_token)
 
-    def _read(self) -> None:
-        """Hand out the tokens of all steps that have ended."""
-        try:
-            for _ in range(STEPS_AT_ONCE):
-                tokens = self._engine.step()
-                if tokens is None:
-                    return
-                records = self._records[:]
-                self._records.clear()
-                self._deliver(tokens, records)
-            self._loop.call_soon(self._read)
-        except EngineLost as error:
-            self._lose(error)
-        except Exception as error:
-            # Whatever it was, the requests must learn that it is over.
-            logger.debug("traceback", exc_info=True)
-            self._fail(error)
-
-    def _lose(self, error: MachineError) -> None:
-        """Start a lost engine again, if that has not been done too often."""
-        self._loop.remove_reader(self._engine.fileno())
-        if self._good_plan is None:
-            self._fail(error)
-            return
-        try:
-            ended = self._handover.lose(error, self._engine)
-        except MachineError as too_often:
-            self._fail(too_often)
-            return
-        for token in ended:
-            if (stream := self._streams.get(token.id)) is not None:
-                self._give_up(stream, token)
-        says = f"{error}; starting the engine anew with {len(self._handover)} requests"
-        logger.error(says, extra={"fields": {"plan": self._good_plan.policy.model_dump(mode="json")}})
-        self._restarting = self._loop.create_task(self._restart(self._good_plan))
-
-    async def _restart(self, plan: Plan) -> None:
-        try:
-            await asyncio.to_thread(self._engine.restart, plan)
-        except Exception as error:
-            if not self._is_stopping:
-                self._fail(error)
-            return
-        if self._is_stopping:
-            return
-        if self.watch is not None and self.watch.plan is not plan:
-            self.watch.go_over_to(plan)
-        self._restarting = None
-        self._records.clear()
-        self._listen()
-        self._hand_over()
-
     def _deliver(self, tokens: list[Token], records: list[StepRecord]) -> None:
         """Fan a step's tokens out."""
         metrics, now_s = self.metrics, time.perf_counter()
         start_s = min((record.start_ns / 1e9 for record in records), default=now_s)
         end_s = max((record.end_ns / 1e9 for record in records), default=now_s)
-        if self.watch is not None and records and not self._engine.is_emptying:
-            self._good_plan = self.watch.plan
         for record in records:
             self._note_starts(record)
             if self.watch is not None:
@@ -425,7 +339,6 @@ class EngineClient:
             if self.watch is not None and self.watch.wants_step(record):
                 self.watch.judge_step(record, self._seen(record))
         metrics.step_s.observe(end_s - start_s)
-        tokens = self._handover.note(tokens)
         metrics.output_tokens.inc(sum(token.finish != "error" for token in tokens))
         for token in tokens:
             stream = self._streams.get(token.id)
@@ -461,7 +374,6 @@ class EngineClient:
             stream.held.append(token)
             if token.finish is not None:
                 stream.inbox.put_nowait(stream.held)
-        self._hand_over()
         encoded = (chunk[0] for record in records for chunk in record.encode)
         self._backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
@@ -471,13 +383,8 @@ class EngineClient:
         found = ((id_, self._streams[id_].seen) for id_ in ids if id_ in self._streams)
         return {id_: seen for id_, seen in found if seen is not None}
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: XgptError) -> None:
         """End all requests: the engine is over."""
-        if self.failure is not None:
-            return
-        # Only this descriptor may be gone, with the engine that it belonged to.
-        with suppress(ValueError, OSError):
-            self._loop.remove_reader(self._engine.fileno())
         self.failure = f"the engine has failed: {error}"
         self.fatal = error if isinstance(error, MachineError) else XgptError(self.failure)
         logger.error(self.failure)

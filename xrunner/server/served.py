@@ -69,6 +69,10 @@ class ServedEngine(Protocol):
     def repeats(self, generation: Generation) -> bool:
         """Return whether the request's tokens are the same ones if it begins anew."""
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether a plan was asked for that steps do not follow yet."""
+
     on_refused: Callable[[str], None]
     """Called with the reason where another plan could not be followed and the one before is."""
 

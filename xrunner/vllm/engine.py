@@ -76,7 +76,7 @@ class VllmEngine:
         self._start(plan)
 
     def _start(self, plan: Plan) -> None:
-        self._asked = plan
+        self._asked = self._accepted = plan
         self.takes_seeds = takes_seeds(plan)
         self._next: Plan | None = None
         """What vLLM's scheduler can adopt only when no request runs: those that arrive until then are parked."""
@@ -104,6 +104,10 @@ class VllmEngine:
     @property
     def is_emptying(self) -> bool:
         return self._next is not None
+
+    @property
+    def is_changing(self) -> bool:
+        return self._accepted is not self._asked
 
     def submit(self, generation: Generation) -> None:
         request = request_of(generation, seeded=self.takes_seeds)
@@ -157,6 +161,7 @@ class VllmEngine:
                 self._go_on_if_empty()
                 return [Token(failed.id, 0, "error")]
             case Accepted() as accepted:
+                self._accepted = self._asked
                 logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": accepted.plan_sha256}})
             case Refused() as refused:
                 logger.info("vLLM's plan waits until no request runs", extra={"fields": {"reason": refused.reason}})

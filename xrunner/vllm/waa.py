@@ -114,7 +114,7 @@ class WaaEngine:
         MachineError: vLLM is not here, or does not start.
     """
 
-    is_emptying = scores_prompts = False
+    is_emptying = is_changing = scores_prompts = False
 
     def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
         check_waa(plan)

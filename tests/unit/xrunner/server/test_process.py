@@ -18,8 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.fakes import FakeExecutor, fake_app, fake_engine, running
 from xgpt.client import ClientRequest, replay
 from xgpt.core.errors import InputError, MachineError
+from xrunner.server.http import answer
 from xrunner.server.http.connections import most_connections
 from xrunner.server.http.tls import server_context
 
@@ -231,3 +233,12 @@ def test_too_few_files_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (80, 80))
     with pytest.raises(MachineError, match="80 open files are too few"):
         most_connections()
+
+
+def test_a_stream_that_waits_long_for_its_first_token_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comments that keep such a stream alive were read as tokens."""
+    monkeypatch.setattr(answer, "HEAD_S", 0.01)
+    monkeypatch.setattr(answer, "COMMENT_S", 0.02)
+    with running(fake_app(fake_engine(FakeExecutor(step_s=0.1)))) as url:
+        (result,) = asyncio.run(replay(url, [ClientRequest([5, 6], None, 3)], concurrency=1))
+    assert (result.error, result.token_ids) == (None, [11, 12, 13])

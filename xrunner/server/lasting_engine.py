@@ -1,0 +1,171 @@
+"""An engine that is started again when it is lost, and goes on with its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+
+from xgpt.core.errors import MachineError, XgptError
+from xgpt.core.schema import Plan
+from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel import ALIVE_S, EngineLost
+from xrunner.generation import Generation, Token
+from xrunner.server.handover import Handover
+from xrunner.server.served import ServedEngine
+
+STEPS_AT_ONCE = 8
+"""Steps whose tokens are handed out before the event loop has another turn."""
+
+logger = logging.getLogger(__name__)
+
+OnStep = Callable[[list[Token], list[StepRecord]], None]
+
+
+class LastingEngine:
+    """Has an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
+
+    An engine whose process dies or hangs is started again on the last plan under which a step has ended, and goes on
+    with its requests (`handover`): the tokens of each go on where they were.
+
+    Args:
+        running: returns the plan that is to run; None: an engine that is lost is not started again.
+        on_step: called with the tokens of each step that ends, and with its records; also with the ends of requests
+            that cannot go on.
+        on_return: called with the plan of an engine that has been started again.
+        on_failed: called once, when the engine is over.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        running: Callable[[], Plan] | None,
+        on_step: OnStep,
+        on_return: Callable[[Plan], None],
+        on_failed: Callable[[XgptError], None],
+    ) -> None:
+        self.engine = engine
+        self._running = running
+        self._on_step, self._on_return, self._on_failed = on_step, on_return, on_failed
+        self._handover = Handover()
+        self._good_plan = None if running is None else running()
+        """The last plan under which a step has ended."""
+        self._records: list[StepRecord] = []
+        """Of the step that has just ended."""
+        self._loop: asyncio.AbstractEventLoop
+        self._looking: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._is_over = False
+        engine.listen(self._records.append)
+
+    def start(self) -> None:
+        """Begin to hand out tokens, on the loop that is running now."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.engine.fileno(), self._read)
+        self._looking = self._loop.create_task(self._look())
+
+    async def stop(self) -> None:
+        """Let the step that is being executed end, and no other begin; close the engine."""
+        self._end()
+        if self._looking is not None:
+            self._looking.cancel()
+        await asyncio.to_thread(self.engine.close)
+        if self._restarting is not None:
+            await self._restarting
+
+    def _end(self) -> None:
+        if not self._is_over and not self.is_restarting:
+            self._loop.remove_reader(self.engine.fileno())
+        self._is_over = True
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether the engine was lost and is being started again; requests wait until then."""
+        return self._restarting is not None and not self._restarting.done()
+
+    def submit(self, generation: Generation) -> None:
+        """Hand in a request."""
+        self._handover.accept(generation)
+        self._hand_over()
+
+    def cancel(self, id_: int) -> None:
+        """Take a request out; one that has ended already is ignored."""
+        self._handover.forget(id_)
+        if not self._is_over and not self.is_restarting:
+            self.engine.cancel(id_)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the engine the requests that it may have now."""
+        if not self._is_over and not self.is_restarting:
+            for generation in self._handover.ready():
+                self.engine.submit(generation)
+
+    async def _look(self) -> None:
+        """Read regularly, though nothing may have come: an engine that hangs sends nothing."""
+        while not self._is_over:
+            await asyncio.sleep(ALIVE_S)
+            if not self.is_restarting:
+                self._read()
+
+    def _read(self) -> None:
+        """Hand out the tokens of all steps that have ended."""
+        if self._is_over:
+            return
+        try:
+            for _ in range(STEPS_AT_ONCE):
+                if (tokens := self.engine.step()) is None:
+                    return
+                records = self._records[:]
+                self._records.clear()
+                if self._running is not None and records and not self.engine.is_changing:
+                    self._good_plan = self._running()
+                self._on_step(self._handover.note(tokens), records)
+                self._hand_over()
+            self._loop.call_soon(self._read)
+        except EngineLost as error:
+            self._lose(error)
+        except Exception as error:
+            # Whatever it was, the requests must learn that it is over.
+            logger.debug("traceback", exc_info=True)
+            self._fail(error)
+
+    def _lose(self, error: MachineError) -> None:
+        """Start a lost engine again, if that has not been done too often."""
+        if self._good_plan is None:
+            self._fail(error)
+            return
+        try:
+            ended = self._handover.lose(error, self.engine)
+        except MachineError as too_often:
+            self._fail(too_often)
+            return
+        self._loop.remove_reader(self.engine.fileno())
+        if ended:
+            self._on_step(ended, [])
+        logger.error("%s; starting the engine anew with %d requests", error, len(self._handover))
+        self._restarting = self._loop.create_task(self._restart(self._good_plan))
+
+    async def _restart(self, plan: Plan) -> None:
+        try:
+            await asyncio.to_thread(self.engine.restart, plan)
+        except Exception as error:
+            self._restarting = None
+            self._fail(error)
+            return
+        self._restarting = None
+        self._records.clear()
+        if not self._is_over:
+            self._on_return(plan)
+            self._loop.add_reader(self.engine.fileno(), self._read)
+            self._hand_over()
+
+    def _fail(self, error: Exception) -> None:
+        if self._is_over:
+            return
+        with suppress(ValueError, OSError):  # its descriptor may have gone with it
+            self._end()
+        self._is_over = True
+        self._on_failed(error if isinstance(error, XgptError) else XgptError(f"{type(error).__name__}: {error}"))
