@@ -15,9 +15,10 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Histogram, Plan, Workload
 from xgpt.requests import plan_request
-from xscheduler.arrival_bounds import loosened
+from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
+from xscheduler.objectives import arrivals
 from xscheduler.objectives.best_plans import Task, plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
@@ -254,3 +255,31 @@ def test_bounds_that_only_break_together_are_said_to(monkeypatch: pytest.MonkeyP
 def test_a_search_can_be_chosen_for_arrivals() -> None:
     asked = plan_request(model="llama-3.1-8b", cluster="h200x1", latency_bound_s=8.0, search="optuna")
     assert asked.constraint.objective == "arrivals" and asked.search == "optuna"
+
+
+def test_a_search_whose_time_is_up_keeps_the_best_plan_so_far_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MOST_SECONDS", 0.0)
+    said: list[str] = []
+    of = problem("llama-3.1-70b", "h100x8", "azure-conv").under(Constraint(latency_bound_s=15.0, objective="arrivals"))
+    plan = next(iter(plan_each(of, "exegpt", progress=lambda done, parts, what: said.append(what)).values()))
+    assert rate_of(plan) > 0 and plan.search.gap is not None
+    assert arrivals.ENDED_EARLY in plan.search.bound
+    assert any(what.startswith("simulating rra") for what in said)
+
+
+def test_waits_leave_less_with_the_rate_and_with_smaller_steps() -> None:
+    """One prompt in ten is long: those behind it wait, and small steps take longer for each prompt."""
+    of = problem("llama-3.1-8b", "h200x1", "azure-code").under(Constraint(latency_bound_s=4.0, objective="arrivals"))
+    by = scheduler(of)
+    (space,) = by.candidates.spaces("chunked")
+    waits = Waits(of.constraint, by.candidates.lengths)
+    steps = PromptSteps(space.models.floor.lane, space.lengths, [128, 512, 2048], 1)
+    left = np.asarray([waits.left_by_budget(steps, rate) for rate in (2.0, 10.0, 15.0, 19.0, 40.0)])
+    assert (np.diff(left, axis=0) <= 0).all() and (left[-1] == 0).all()
+    assert left[0, 1] > 0.9 and left[3, 0] == 0 and left[3, 1] > 0
+
+
+def test_prompts_at_several_micro_batches_wait_less_and_take_longer() -> None:
+    arrivals_s, service = [0.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 1.0]
+    assert _waits_for_one_of(1, arrivals_s, service) == [0, 3, 6, 8]
+    assert _waits_for_one_of(2, arrivals_s, service) == [0, 0, 3, 2]

@@ -143,8 +143,9 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     ]
     found = e.capacity
     if found is not None:
-        closed = found.rate_per_s if found.closed_form_per_s is None else found.closed_form_per_s
-        rows.insert(0, row("highest arrival rate, requests/s", closed, found.rate_per_s, c.arrival_rate_per_s))
+        closed = found.closed_form_per_s
+        rate = row("highest arrival rate, requests/s", closed or 0.0, found.rate_per_s, c.arrival_rate_per_s)
+        rows.insert(0, rate if closed is not None else rate | {"predicted": "-"})
         whole_s = found.whole_s if found.rate_per_s else None
         name = f"from arrival to the last token, {_ordinal(c.quantile)}, s"
         rows.insert(1, row(name, found.whole_s, whole_s, c.latency_bound_s) | {"predicted": "-"})
