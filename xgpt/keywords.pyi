@@ -71,7 +71,7 @@ class PlanKeywords(TypedDict, total=False):
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
     """Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can keep `ttft_s`, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
     fix: Mapping[str | PathLike[str], int] | None
-    """Hold a control variable at a value, as token_budget=8192 or max_batch=128. Those of the placement: tp, ep, pp, replicas, and tp_devices, the devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 hold [2 1] on three. Policies without that variable are left out. Repeatable."""
+    """Hold a control variable at a value, as token_budget=8192 or max_batch=128. Those of the placement: tp, ep, pp, replicas, and tp_devices, the devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 hold [2 1] on three. With `order=das`: eta_percent, and of rows row_tokens (TCB's L) and row_batches: with 2, a batch enters where slots of the last one have left. Policies without that variable are left out. Repeatable."""
 
 class FleetKeywords(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None

@@ -261,7 +261,8 @@ class PlanRequest(ProblemRequest, Policy, Arrivals, Speculated):
     fix: Annotated[dict[str, PositiveInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Hold a control variable at a value, as token_budget=8192 or max_batch=128. Those of the placement: tp, ep, pp,
     replicas, and tp_devices, the devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 hold [2 1] on
-    three. Policies without that variable are left out. Repeatable."""
+    three. With `order=das`: eta_percent, and of rows row_tokens (TCB's L) and row_batches: with 2, a batch enters where
+    slots of the last one have left. Policies without that variable are left out. Repeatable."""
 
 
 class CompareRequest(ProblemRequest):

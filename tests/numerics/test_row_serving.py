@@ -16,7 +16,7 @@ from tests.planned import CPU, SHORT, cpus, planned, problem_of
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Pool, Request, build, build_rows
 from xgpt.core.policies.tcb import lay_out
-from xgpt.core.schema import Plan
+from xgpt.core.schema import Pinned, Plan
 from xgpt.serving.engines import build_engine
 from xgpt.serving.serve import ServeRequest
 from xrunner.generation import Generation, SamplingParams
@@ -35,6 +35,23 @@ def static_plan(directory, **changes) -> Plan:
 def test_tokens_are_those_of_transformers(checkpoint, name, batching):
     directory, model = checkpoint(name)
     assert run(build_engine(static_plan(directory), batching=batching)) == greedy(model)
+
+
+@pytest.mark.parametrize("name", ["opt-tied", "t5-tied"])
+def test_tokens_are_the_same_where_the_next_batch_fills_slots(checkpoint, name):
+    directory, model = checkpoint(name)
+    pinned = Pinned(policy="static", fixed={"row_batches": 2})
+    policy = static_plan(directory).policy.model_copy(update={"batch": 4})
+    engine = build_engine(static_plan(directory, pinned=pinned, policy=policy), batching="slots")
+    for id_, prompt in enumerate(PROMPTS):
+        engine.submit(Generation(id_, prompt, MAX_OUTPUT, output_length=1 + id_ % MAX_OUTPUT))
+    outputs, most = [[] for _ in PROMPTS], 0
+    while (step := engine.step()) is not None:
+        most = max(most, len(engine.executor.inside))
+        for token in step:
+            outputs[token.id].append(token.token)
+    assert outputs == [of[: 1 + id_ % MAX_OUTPUT] for id_, of in enumerate(greedy(model))]
+    assert most == 2
 
 
 @pytest.mark.parametrize("name", ["opt-tied", "t5-tied"])
@@ -82,23 +99,28 @@ def test_a_batch_takes_no_more_than_the_plans_memory(checkpoint):
     stages = tuple(stage.model_copy(update={"kv_blocks": 20}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": stages})
     rng = np.random.default_rng(2)
-    for batching in LAYOUTS:
+    overlapping = plan.model_copy(update={"pinned": Pinned(policy="static", fixed={"row_batches": 2})})
+    for batching, plan in (*((name, plan) for name in LAYOUTS), ("slots", overlapping)):
         schedule = build_rows(plan, batching)
         requests = [Request(i, int(n), int(m)) for i, (n, m) in enumerate(rng.integers(1, 60, (60, 2)))]
         for one in requests:
             schedule.submit(one)
-        seen = []
+        seen, met = [], 0
         while (step := schedule.next_step("both")) is not None:
             ids = list(step.ids)
             if step.encode:
                 batch = [requests[id_] for id_ in ids]
                 layout = lay_out(batching, batch, 60)
                 tokens = layout.slot_tokens + layout.most_a_slot * max(one.max_output for one in batch)
-                assert layout.num_slots * -(-tokens // plan.block_size) == schedule.pool.reserved_blocks <= 20
+                own = layout.num_slots * -(-tokens // plan.block_size)
+                others = [rows.blocks for number, rows in schedule.pool._rows.items() if number != step.microbatch]
+                assert sum(others) + own == schedule.pool.reserved_blocks <= 20
+                met += bool(others)
                 seen += ids
             done = [i for i in ids if requests[i].generated + 1 == requests[i].max_output and not is_held(schedule, i)]
             schedule.settle(step, done)
         assert sorted(seen) == list(range(60)) and schedule.pool.reserved_blocks == 0
+        assert bool(met) == (plan is overlapping), "the next batch enters where slots have left"
 
 
 def is_held(schedule, id_) -> bool:
@@ -121,8 +143,8 @@ def test_rows_keep_what_the_plan_counts(checkpoint, name, dtype, kv_dtype, monke
         while (step := engine.step()) is not None:
             for token in step:
                 outputs[token.id].append(token.token)
-            if (rows := engine.executor._rows) is not None:
-                kept = [cache._kv for cache in rows._caches]
+            if engine.executor.inside:
+                kept = [cache._kv for each in engine.executor.inside.values() for cache in each.rows._caches]
                 assert {x.dtype for x in kept} == {torch.bfloat16}
                 assert 0 < sum(x.nbytes for x in kept) <= engine.pool.reserved_blocks * of_block
         assert outputs == expected

@@ -19,6 +19,31 @@ from xrunner.tcb.rows import Layout, Rows, rows_of
 from xrunner.worker import fed
 
 
+class _Inside:
+    """A batch that is computed, and where each of its requests stands; arrays are in the order of its logits.
+
+    Attributes:
+        slot: of each request. # int64 [requests]
+        lines: of each in the sampler. # int64 [requests]
+        context: tokens of each whose K/V is kept. # int32 [requests]
+        last_token: that each is fed next. # int64 [requests]
+    """
+
+    def __init__(self, rows: Rows, placed: Layout, sampler: Sampler, before: int) -> None:
+        self.rows, self.sampler = rows, sampler
+        self.ids, self.slot = placed.ids, placed.slot
+        self.lines = np.arange(len(self.ids))
+        self.context = (placed.length + before).astype(np.int32)
+        self.last_token = np.zeros(len(self.ids), dtype=np.int64)
+
+    def keep(self, stay: np.ndarray) -> None:
+        """Let all requests but those at these places leave, and their slots with them."""
+        self.rows.keep(stay)
+        self.ids = [self.ids[index] for index in stay]
+        self.slot, self.lines = self.slot[stay], self.lines[stay]
+        self.context, self.last_token = self.context[stay], self.last_token[stay]
+
+
 class RowWorker(OneAtATime):
     """Executes the steps of whole batches: one that encodes all of a batch, then decode steps of all of it.
 
@@ -29,6 +54,9 @@ class RowWorker(OneAtATime):
         row_tokens: prompt tokens of a row.
         kept: type of keys and values.
         grammars: None: no request has one.
+
+    Attributes:
+        inside: the batches that are computed, by the number of their micro-batch.
     """
 
     def __init__(
@@ -44,18 +72,11 @@ class RowWorker(OneAtATime):
         self.model = model
         self.resumes = not model.decoder_start
         self._batching, self._row_tokens, self._device, self._kept = batching, row_tokens, device, kept
+        self._grammars = grammars
         self._generations: dict[int, Generation] = {}
-        self._rows: Rows | None = None
-        self._ids: list[int] = []
-        """The requests that the batch computes, in the order of its logits."""
-        self._slot = np.zeros(0, dtype=np.int64)
-        """Of each of them its slot. # int64 [requests]"""
-        self._lines = np.zeros(0, dtype=np.int64)
-        """Of each of them its line in the sampler. # int64 [requests]"""
-        self._context = np.zeros(0, dtype=np.int32)
-        """Of each of them the tokens whose K/V is kept. # int32 [requests]"""
-        self._last_token = np.zeros(0, dtype=np.int64)
-        self._sampler = Sampler(model.spec.vocab_size, device, grammars)
+        self.inside: dict[int, _Inside] = {}
+        self._samplers: dict[int, Sampler] = {}
+        """Of each micro-batch that has had a batch."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""
@@ -63,21 +84,17 @@ class RowWorker(OneAtATime):
 
     def release(self, ids: Collection[int]) -> None:
         """Forget these requests. In slots, those in which all are forgotten leave, and their memory with them."""
-        for id_ in ids:
-            if self._generations.pop(id_, None) is not None and id_ in self._ids:
-                self._sampler.release(int(self._lines[self._ids.index(id_)]))
-        if self._rows is None:
-            return
-        known = np.array([id_ in self._generations for id_ in self._ids])
-        if not known.any():
-            self._rows, self._ids = None, []
-        elif self._batching == "slots":
-            stay = np.flatnonzero(np.isin(self._slot, self._slot[known]))
-            if len(stay) < len(self._ids):
-                self._rows.keep(stay)
-                self._ids = [self._ids[index] for index in stay]
-                self._slot, self._lines = self._slot[stay], self._lines[stay]
-                self._context, self._last_token = self._context[stay], self._last_token[stay]
+        gone = {id_ for id_ in ids if self._generations.pop(id_, None) is not None}
+        for number, batch in list(self.inside.items()):
+            for id_ in gone.intersection(batch.ids):
+                batch.sampler.release(int(batch.lines[batch.ids.index(id_)]))
+            known = np.array([id_ in self._generations for id_ in batch.ids])
+            if not known.any():
+                del self.inside[number]
+            elif self._batching == "slots":
+                stay = np.flatnonzero(np.isin(batch.slot, batch.slot[known]))
+                if len(stay) < len(batch.ids):
+                    batch.keep(stay)
 
     def restart(self) -> None:
         super().restart()
@@ -90,39 +107,41 @@ class RowWorker(OneAtATime):
             return {}
         with torch.inference_mode():
             if step.encode:
-                hidden = self._begin(step).first()
+                batch = self.inside[step.microbatch] = self._begin(step)
+                hidden = batch.rows.first()
             else:
-                assert self._rows is not None
-                hidden = self._rows.next(torch.from_numpy(self._last_token).to(self._device))
-                self._context += 1
-            takes_highest = self._sampler.takes_highest(self._lines)
-            added = self._sampler.clocks(self._lines, self._context) if takes_highest else None
+                batch = self.inside[step.microbatch]
+                hidden = batch.rows.next(torch.from_numpy(batch.last_token).to(self._device))
+                batch.context += 1
+            sampler, lines = batch.sampler, batch.lines
+            takes_highest = sampler.takes_highest(lines)
+            added = sampler.clocks(lines, batch.context) if takes_highest else None
             logits = self.model.head(hidden, highest_only=takes_highest, added=added)
             if takes_highest:
                 tokens = highest(logits).cpu().numpy()
             else:
-                tokens, logprobs = self._sampler(logits, self._lines, self._context)
-                self.failed = {self._ids[index]: why for index, why in self._sampler.failed.items()}
-                self.logprobs = {self._ids[index]: value for index, value in logprobs.items()}
-        self._last_token = fed(tokens)
+                tokens, logprobs = sampler(logits, lines, batch.context)
+                self.failed = {batch.ids[index]: why for index, why in sampler.failed.items()}
+                self.logprobs = {batch.ids[index]: value for index, value in logprobs.items()}
+        batch.last_token = fed(tokens)
         asked = {*step.decode, *(chunk.id for chunk in step.encode)}
-        return {id_: token for id_, token in zip(self._ids, tokens.tolist(), strict=True) if id_ in asked}
+        return {id_: token for id_, token in zip(batch.ids, tokens.tolist(), strict=True) if id_ in asked}
 
-    def _begin(self, step: Step) -> Rows:
-        """Lay the batch of a step that encodes out in rows."""
-        assert self._rows is None, "a batch begins when the last one has ended"
+    def _begin(self, step: Step) -> _Inside:
+        """Lay the batch of a step that encodes out in rows, as the pool has."""
+        assert step.microbatch not in self.inside, "a batch begins when the last one of its micro-batch has ended"
         batch = [self._generations[chunk.id] for chunk in step.encode]
         layout = lay_out(
             self._batching, [Request(one.id, len(one.prompt), one.max_output) for one in batch], self._row_tokens
         )
         placed = Layout(layout, {one.id: one.prompt for one in batch})
-        self._ids, self._slot = placed.ids, placed.slot
-        self._lines = np.arange(len(self._ids))
-        self._context = (placed.length + len(self.model.decoder_start)).astype(np.int32)
-        for line, id_ in enumerate(self._ids):
+        if step.microbatch not in self._samplers:
+            self._samplers[step.microbatch] = Sampler(self.model.spec.vocab_size, self._device, self._grammars)
+        sampler = self._samplers[step.microbatch]
+        for line, id_ in enumerate(placed.ids):
             one = self._generations[id_]
             cut = len(one.prompt) - one.num_resumed
             prompt = () if self.model.decoder_start else one.prompt[:cut]
-            self._sampler.start(line, one.sampling, one.prompt[cut:], prompt)
-        self._rows = rows_of(self.model, placed, max(one.max_output for one in batch), self._kept)
-        return self._rows
+            sampler.start(line, one.sampling, one.prompt[cut:], prompt)
+        rows = rows_of(self.model, placed, max(one.max_output for one in batch), self._kept)
+        return _Inside(rows, placed, sampler, len(self.model.decoder_start))

@@ -8,7 +8,7 @@ from functools import partial
 
 from xgpt.core.errors import InfeasibleError, InputError, nearest
 from xgpt.core.progress import Progress
-from xgpt.core.schema import AdmissionOrder, Pinned, Plan, Profile, SearchMethod
+from xgpt.core.schema import AdmissionOrder, Pinned, Plan, SearchMethod
 from xgpt.core.schema.plan import SPECULATIVE_POLICIES
 from xgpt.core.schema.policy import POLICY_GROUPS, PolicyChoice
 from xscheduler.expression import names_in
@@ -24,6 +24,9 @@ from xscheduler.space import UNCUT, runnable
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
 
+OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
+"""Variables of rows under order das that can be held: the prompt tokens of a row (TCB's L), eta, and the batches that
+are inside at once, where slots of one have left."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
 """Policies that other planners offer, on replicas of equal stages."""
 
@@ -65,6 +68,11 @@ class Task:
         if self.policy in TUNED:
             _check_tunable(self.problem, self.policy)
         _check_maximised(self.problem)
+        for name in OF_ROWS:
+            if name in self.problem.fixed and self.order != "das":
+                raise InputError("fix", f"{name}={self.problem.fixed[name]}", "it goes with `order=das`")
+        if (percent := self.problem.fixed.get("eta_percent", 50)) >= 100:
+            raise InputError("fix", f"eta_percent={percent}", "give 1 to 99")
         kinds = kinds_of(self.problem, self.policy)
         plans = _distinct(self._objective(progress).settle(kinds))
         plans = {kind: steadied(plan, self.problem) for kind, plan in plans.items()}
@@ -78,7 +86,7 @@ class Task:
         of = scheduler(problem, self.search)
 
         def finish(plan: Plan) -> Plan:
-            plan = _admitting(plan, self.order or "fcfs", problem.profile)
+            plan = _admitting(plan, self.order or "fcfs", problem)
             return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
 
         if not problem.constraint.maximises_arrivals:
@@ -187,7 +195,7 @@ def variables_of(kind: str) -> set[str]:
     """Return the variables of a policy that can be held."""
     settings = CHOICES[kind].settings
     placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "tp_devices", "ep", "pp", "replicas"})
-    return placed | {variable.name for variable in settings.variables} | set(settings.steadying)
+    return placed | {variable.name for variable in settings.variables} | {*settings.steadying, *OF_ROWS}
 
 
 def is_uniform(plan: Plan) -> bool:
@@ -218,11 +226,11 @@ def _with_figures(plan: Plan, problem: Problem) -> Plan:
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
 
-def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
+def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     """Return the plan with this order of admission.
 
-    A row of das has as many prompt tokens as run at once. Under lpt, for work that is given as a whole, no request is
-    overdue.
+    A row of das has as many prompt tokens as run at once, unless they are held. Under lpt, for work that is given as a
+    whole, no request is overdue.
 
     Raises:
         InputError: the order does not go with the plan's bounds or policy.
@@ -232,8 +240,14 @@ def _admitting(plan: Plan, order: AdmissionOrder, profile: Profile) -> Plan:
             raise InputError("order", order, "it goes with a bound on the time to first token (ttft)")
         if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
             raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
-        plan = with_step_times(plan, profile)
+        plan = with_step_times(plan, problem.profile)
     at_once = max(1, round(plan.estimate.decode_batch * plan.workload.input.mean))
-    row_tokens = at_once if order == "das" else None
-    changes = {"order": order, "row_tokens": row_tokens} | ({"patience": None} if order == "lpt" else {})
+    changes: dict[str, object] = {"order": order, "row_tokens": None}
+    if order == "lpt":
+        changes["patience"] = None
+    if order == "das":
+        held = problem.fixed
+        changes["row_tokens"] = held.get("row_tokens", at_once)
+        if "eta_percent" in held:
+            changes["eta"] = held["eta_percent"] / 100
     return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from xgpt.core.policies.in_time import FirstTokens, InTimeOrder, Job, Pace
-from xgpt.core.policies.orders import DasOrder, Entry, Order, SortedOrder, deadline, prune
+from xgpt.core.policies.orders import ETA, DasOrder, Entry, Order, SortedOrder, deadline, prune
 from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
@@ -57,6 +57,10 @@ class Queue:
         """`served` of the account from which the last request entered."""
         self._deadlines: list[Entry] = []
         self._number = 0
+        self._taken: dict[int, int] = {}
+        """Numbers, in the order of arrival, of requests that `fill_row` has taken."""
+        self.longest_by_utility = 0
+        """Of the row that was filled last: the longest prompt that was chosen by utility only; 0: none was."""
         self.now_ns = 0
         """Time of the last `expire`."""
         self.has_accounts = False
@@ -179,17 +183,40 @@ class Queue:
                 expired.append(request)
         return expired
 
-    def fill_row(self, row_tokens: int) -> list[Request]:
-        """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens."""
+    def fill_row(self, row_tokens: int, *, goes_on: bool = False) -> list[Request]:
+        """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens.
+
+        Args:
+            goes_on: the row is a further one of a batch, whose requests `put_back` may return.
+        """
+        if not goes_on:
+            self._taken.clear()
         for account in self._accounts.values():
             account.order.open_row(row_tokens)
         row: list[Request] = []
+        self.longest_by_utility = 0
         while (request := self.head()) is not None and request.input_length <= row_tokens:
-            if not self._account(request).order.fits_row(request):
+            order = self._account(request).order
+            if not order.fits_row(request):
                 break
+            before, self._taken[request.id] = order.num_dominant, self._numbers.get(request.id, 0)
             row.append(self.pop())
+            if order.num_dominant > before:
+                self.longest_by_utility = max(self.longest_by_utility, request.input_length)
             row_tokens -= request.input_length
         return row
+
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Return requests that `fill_row` has taken to the places that they had."""
+        for request in requests:
+            number = self._taken[request.id]
+            self._waiting[request.id], self._numbers[request.id] = request, number
+            if request.deadline_ns is not None:
+                heappush(self._deadlines, (request.deadline_ns, number, request))
+            account = self._account(request)
+            account.charge(request, -request.input_length)
+            account.add(request, number)
+        self._waiting = OrderedDict(sorted(self._waiting.items(), key=lambda item: self._numbers[item[0]]))
 
     def order_of(self, name: str) -> Order:
         """Return the order of an account's new requests."""
@@ -346,7 +373,9 @@ class _Account:
         prune(self._arrived, self.order.numbers, len(self.order))
 
 
-def make_order(order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None) -> Order:
+def make_order(
+    order: AdmissionOrder, row_tokens: int | None = None, first_tokens: FirstTokens | None = None, eta: float = ETA
+) -> Order:
     """Return an empty order; its arguments are those of `make_queue`."""
     match order:
         case "fcfs":
@@ -362,7 +391,7 @@ def make_order(order: AdmissionOrder, row_tokens: int | None = None, first_token
             return SortedOrder(deadline)
         case "das":
             assert row_tokens is not None
-            return DasOrder(row_tokens)
+            return DasOrder(row_tokens, eta)
 
 
 def make_queue(
@@ -370,11 +399,13 @@ def make_queue(
     row_tokens: int | None = None,
     patience_ns: int | None = None,
     first_tokens: FirstTokens | None = None,
+    eta: float = ETA,
 ) -> Queue:
     """Return an empty queue.
 
     Args:
         row_tokens: prompt tokens of a row (das).
         first_tokens: when first tokens are due, and how long prompts take (in-time).
+        eta: share of a row that is chosen by utility alone (das).
     """
-    return Queue(partial(make_order, order, row_tokens, first_tokens), patience_ns)
+    return Queue(partial(make_order, order, row_tokens, first_tokens, eta), patience_ns)

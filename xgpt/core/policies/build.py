@@ -10,7 +10,7 @@ from xgpt.core.policies.admission import Queue, make_queue
 from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings, as_run_by, lane_settings
 from xgpt.core.policies.pool import Pool
-from xgpt.core.policies.row_pool import RowPool
+from xgpt.core.policies.row_pool import RowPool, RowSchedule
 from xgpt.core.policies.schedule import OneLane, Schedule
 from xgpt.core.policies.slack import Slack, StepClock
 from xgpt.core.policies.waa import TwoLane, TwoLaneSettings
@@ -67,6 +67,8 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     if plan.precision.kv == "int8":
         accepted = "rows keep keys and values in float32 or bfloat16: take flat, or plan with one of these"
         raise InputError("plan.kv_dtype", plan.kv_dtype, accepted)
+    if batching == "slots":
+        settings = replace(settings, microbatches=_held(plan, "row_batches", 1))
     pool = RowPool(
         _fewest_blocks(plan.stages),
         plan.block_size,
@@ -75,12 +77,17 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
         max_running=plan.admission.max_running,
         waiting=queue_of(plan),
     )
-    return OneLane(settings, pool, plan.stages)
+    return RowSchedule(settings, pool, plan.stages)
 
 
 def row_tokens(plan: Plan) -> int:
-    """Return the prompt tokens of a row: the longest prompt of the plan's workload."""
-    return plan.workload.input.lengths[-1]
+    """Return the prompt tokens of a row (TCB's L): those that the plan holds, or the longest prompt of its workload."""
+    return _held(plan, "row_tokens", plan.workload.input.lengths[-1])
+
+
+def _held(plan: Plan, name: str, other: int) -> int:
+    """Return the value at which the user held a variable; `other` if it is free."""
+    return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
 def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
@@ -129,7 +136,8 @@ def _pool(plan: Plan, stages: Iterable[Stage], *, hold_finished: bool = False) -
 
 def queue_of(plan: Plan) -> Queue:
     """Return an empty queue in the plan's order of admission."""
-    return make_queue(plan.admission.order, plan.admission.row_tokens, plan.patience_ns, first_tokens(plan))
+    admission = plan.admission
+    return make_queue(admission.order, admission.row_tokens, plan.patience_ns, first_tokens(plan), admission.eta)
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:

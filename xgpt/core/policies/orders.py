@@ -35,9 +35,11 @@ class Order(ABC):
 
     Attributes:
         is_fifo: whether they enter in the order of arrival.
+        num_dominant: number of first requests of the row that were chosen by utility alone.
     """
 
     is_fifo = False
+    num_dominant = 0
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
@@ -113,6 +115,10 @@ class SortedOrder(Order):
         prune(self._heap, self.numbers, len(self.numbers))
 
 
+ETA = 0.5
+"""Share of a row that das fills by utility alone."""
+
+
 class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, and the same while requests go on arriving.
 
@@ -125,7 +131,7 @@ class DasOrder(Order):
     A request longer than a row fits none: it enters once no other request waits.
     """
 
-    def __init__(self, row_tokens: int, eta: float = 0.5) -> None:
+    def __init__(self, row_tokens: int, eta: float = ETA) -> None:
         super().__init__()
         assert row_tokens > 0 and 0 < eta < 1
         self.row_tokens = row_tokens
@@ -144,7 +150,6 @@ class DasOrder(Order):
         self._dominant = 0
         """Number of further requests of the row to choose by utility alone."""
         self.num_dominant = 0
-        """Number of first requests of the row that were chosen by utility alone."""
         self._worth = 0.0
         """Sum of their utility."""
 

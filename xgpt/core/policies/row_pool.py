@@ -3,21 +3,46 @@
 A batch enters whole and is laid out at once (`tcb.lay_out`). Its memory is that of its slots: every slot has room for
 the longest one's prompts and for as many answers, each as long as the longest, as the fullest slot has requests. A
 slot's memory is one piece, so a request that ends frees none of it: padded and concatenated rows keep theirs until the
-batch has ended. Slots that have ended leave before that (early memory cleaning, TCB sec. 4.2.2).
+batch has ended. Slots that have ended leave before that (early memory cleaning, TCB sec. 4.2.2), and the next batch
+enters where they were, while the last slots of its predecessor still run.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from xgpt.core.policies.admission import Queue
 from xgpt.core.policies.blocks import BlockTable
 from xgpt.core.policies.pool import Pool
-from xgpt.core.policies.request import MicroBatch, Request
+from xgpt.core.policies.request import MicroBatch, Request, Step
+from xgpt.core.policies.schedule import OneLane
 from xgpt.core.policies.tcb import LEAVING_SHARE, lay_out
-from xgpt.core.schema import Batching
+from xgpt.core.schema import Batching, LaneName
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A batch that is inside.
+
+    Attributes:
+        present: the requests that have not left.
+        slot: the slot of each request, those that have left included.
+        slot_blocks: blocks of a slot.
+        blocks: blocks of the slots that have not left.
+    """
+
+    present: set[int]
+    slot: dict[int, int]
+    slot_blocks: int
+    blocks: int
+
+    @property
+    def has_left_slots(self) -> bool:
+        return len({self.slot[id_] for id_ in self.present}) < len(set(self.slot.values()))
 
 
 class RowPool(Pool):
-    """A pool of whole batches in rows: the next one enters once the last has ended.
+    """A pool of whole batches in rows: the next one enters once the last has ended, or has left slots.
 
     Args:
         batching: how a batch is laid out; not "flat".
@@ -37,11 +62,10 @@ class RowPool(Pool):
         super().__init__(kv_blocks, block_size, max_running=max_running, hold_finished=True, waiting=waiting)
         self.batching = batching
         self.layout_tokens = row_tokens
-        self._members: list[Request] = []
-        """The batch that is inside, in the order in which its requests entered; some may have left."""
-        self._slot: dict[int, int] = {}
-        """Of each of them its slot, once the batch is complete."""
-        self._slot_blocks = 0
+        self._rows: dict[int, _Rows] = {}
+        """Of each micro-batch with requests, by its number."""
+        self._number: dict[int, int] = {}
+        """The micro-batch of each request inside."""
 
     def fresh(self) -> RowPool:
         return RowPool(
@@ -60,18 +84,70 @@ class RowPool(Pool):
         request = self.waiting.head()
         if request is None or self.num_running == self.max_running:
             return False
-        return self._blocks([*self._members, request]) <= self.kv_blocks
+        return self.takes_batch and self._blocks([request]) <= self._free_blocks
 
-    def admit(self, batch: MicroBatch) -> Request | None:
-        if not self.can_admit():
-            return None
-        request = self.waiting.pop()
-        self._enter(request, batch)
-        self._members.append(request)
-        request.table = BlockTable(())
-        self.memory.num_promised = self._blocks(self._members)
-        self._slot.clear()
-        return request
+    @property
+    def takes_batch(self) -> bool:
+        """Whether a batch may enter: none is inside, or only one whose slots have begun to leave."""
+        return all(rows.has_left_slots for rows in self._rows.values())
+
+    @property
+    def _free_blocks(self) -> int:
+        return self.kv_blocks - sum(rows.blocks for rows in self._rows.values())
+
+    def enter(self, number: int, most: int | None) -> None:
+        """Let a whole batch of at most `most` requests enter a micro-batch that is empty, as far as memory holds it."""
+        if self.max_running is not None:
+            room = self.max_running - self.num_running
+            most = room if most is None else min(most, room)
+        members = self._next_batch(most) if self.can_admit() and (most is None or most > 0) else []
+        if not members:
+            return
+        layout, blocks = lay_out(self.batching, members, self.layout_tokens), self._blocks(members)
+        slot = {place.id: place.slot for place in layout.places}
+        self._rows[number] = _Rows(set(slot), slot, blocks // layout.num_slots, blocks)
+        for request in members:
+            self._enter(request, self.batches[number])
+            self._number[request.id] = number
+            request.table = BlockTable(())
+        self._promise()
+
+    def _next_batch(self, most: int | None) -> list[Request]:
+        """Remove and return the next batch."""
+        if self.batching == "slots" and (members := self._by_algorithm_2(most)):
+            return members
+        members = []
+        while most is None or len(members) < most:
+            request = self.waiting.head()
+            if request is None or self._blocks([*members, request]) > self._free_blocks:
+                break
+            members.append(self.waiting.pop())
+        return members
+
+    def _by_algorithm_2(self, most: int | None) -> list[Request]:
+        """Remove and return the next batch in slots, as TCB's Algorithm 2 decides.
+
+        A slot is as long as the longest request that das chooses by utility alone; longer ones go on waiting. Other
+        orders choose none so: a slot is then as long as the longest request.
+        """
+        chosen: list[Request] = []
+        longest = 0
+        fitting: list[Request] = []
+        while most is None or len(fitting) < most:
+            row = self.waiting.fill_row(self.layout_tokens, goes_on=bool(chosen))
+            if not row:
+                break
+            chosen += row
+            longest = max(longest, self.waiting.longest_by_utility)
+            fitting = [request for request in chosen if not longest or request.input_length <= longest]
+        members: list[Request] = []
+        for request in fitting[:most]:
+            if self._blocks([*members, request]) > self._free_blocks:
+                break
+            members.append(request)
+        ids = {request.id for request in members}
+        self.waiting.put_back(request for request in chosen if request.id not in ids)
+        return members
 
     def make_room(self, batch: MicroBatch) -> None:
         """Stop requests that have all tokens that they may have; slots have room for every answer."""
@@ -80,38 +156,57 @@ class RowPool(Pool):
                 batch.stop(request)
 
     def _end_batch(self) -> list[int]:
-        """Free held requests: under slots those whose slot has ended, else all once the batch has."""
-        held = {request.id: request for batch in self.batches for request in batch.held.values()}
-        if any(batch.decoding or batch.encoding for batch in self.batches):
-            staying = {self._slot_of(id_) for id_ in self.running if id_ not in held}
-            gone = {self._slot_of(id_) for id_ in held} - staying
-            if self.batching != "slots" or len(gone) < LEAVING_SHARE * len(gone | staying):
-                return []
-            held = {id_: request for id_, request in held.items() if self._slot_of(id_) in gone}
-        for request in held.values():
-            self._let_go(request)
-        return list(held)
+        """Free held requests: under slots those whose slot has ended, else all once their batch has."""
+        freed: list[int] = []
+        for number, rows in list(self._rows.items()):
+            batch = self.batches[number]
+            held = dict(batch.held)
+            if batch.decoding or batch.encoding:
+                staying = {rows.slot[id_] for id_ in rows.present - held.keys()}
+                gone = {rows.slot[id_] for id_ in held} - staying
+                if self.batching != "slots" or len(gone) < LEAVING_SHARE * len(gone | staying):
+                    continue
+                held = {id_: request for id_, request in held.items() if rows.slot[id_] in gone}
+            for request in held.values():
+                self._let_go(request)
+            freed += held
+        return freed
 
     def _leave(self, request: Request) -> None:
         super()._leave(request)
-        if not self.running:
-            self._members.clear()
-            self._slot.clear()
-            self.memory.num_promised = 0
+        number = self._number.pop(request.id)
+        rows = self._rows[number]
+        rows.present.discard(request.id)
+        if not rows.present:
+            del self._rows[number]
         elif self.batching == "slots":
-            left = {self._slot_of(id_) for id_ in self.running}
-            self.memory.num_promised = self._slot_blocks * len(left)
+            rows.blocks = rows.slot_blocks * len({rows.slot[id_] for id_ in rows.present})
+        self._promise()
 
-    def _slot_of(self, id_: int) -> int:
-        """Return the slot of a member of the batch, which is complete."""
-        if not self._slot:
-            layout = lay_out(self.batching, self._members, self.layout_tokens)
-            self._slot = {place.id: place.slot for place in layout.places}
-            self._slot_blocks = self._blocks(self._members) // layout.num_slots
-        return self._slot[id_]
+    def _promise(self) -> None:
+        self.memory.num_promised = self.kv_blocks - self._free_blocks
 
     def _blocks(self, requests: list[Request]) -> int:
         """Return the blocks of a batch."""
         layout = lay_out(self.batching, requests, self.layout_tokens)
         answers = layout.most_a_slot * max(request.max_output for request in requests)
         return layout.num_slots * self.memory.blocks_for(layout.slot_tokens + answers)
+
+
+class RowSchedule(OneLane):
+    """Static batches in rows on one device, which runs a step at a time: each micro-batch is a whole batch."""
+
+    def fresh(self) -> RowSchedule:
+        return RowSchedule(self.settings, self.pool.fresh(), self.stages)
+
+    def next_step(self, lane: LaneName = "both") -> Step | None:
+        if any(batch.steps_under_way for batch in self._batches):
+            return None
+        return super().next_step(lane)
+
+    def _refill(self) -> None:
+        pool, most = self.pool, self.settings.max_batch
+        assert isinstance(pool, RowPool)
+        for number, batch in enumerate(self._batches):
+            if not batch.num_running and pool.takes_batch:
+                pool.enter(number, None if most is None else most - pool.num_running)

@@ -152,7 +152,7 @@ class OneLane(Schedule):
         return OneLane(self.settings, self.pool.fresh(), self.stages)
 
     def next_step(self, lane: LaneName = "both") -> Step | None:
-        if self.settings.refill_when_empty and not self.pool.running:
+        if self.settings.refill_when_empty:
             self._refill()
         count = len(self._batches)
         for number in chain(range(self._turn, count), range(self._turn)):
@@ -197,7 +197,9 @@ class OneLane(Schedule):
         return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
-        """Let a whole static batch enter, spread evenly over the micro-batches."""
+        """Let a whole static batch enter once the last one has left, spread evenly over the micro-batches."""
+        if self.pool.running:
+            return
         pool, count = self.pool, len(self._batches)
         most = self.settings.max_batch
         entered: list[Request] = []

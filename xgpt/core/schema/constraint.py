@@ -176,6 +176,8 @@ class Admission(Frozen):
     """Order in which waiting requests enter."""
     row_tokens: PositiveInt | None = None
     """Prompt tokens of a row, for "das" only."""
+    eta: float = Field(default=0.5, gt=0, lt=1, exclude_if=lambda eta: eta == 0.5)
+    """Share of a row that "das" fills by utility alone, before deadlines count."""
     kv: KvPromise = "reserve"
     """How K/V memory is promised."""
     max_running: PositiveInt | None = None

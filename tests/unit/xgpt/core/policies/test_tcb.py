@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.tcb.layouts import length_sorted_batches, slotted_rows
+from tests.unit.xgpt.core.policies.test_admission import algorithm_1
+from xgpt.core.policies import LaneSettings
+from xgpt.core.policies.admission import make_queue
 from xgpt.core.policies.request import Request
-from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows, padded_rows
+from xgpt.core.policies.row_pool import RowPool, RowSchedule
+from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows, lay_out, padded_rows
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
@@ -108,3 +114,59 @@ def test_length_sorted_batches_cost_the_least(lengths, largest, launch, power):
     total = sum(float(cost(np.array([len(b)]), b[-1].input_length)[0]) for b in batches)
     assert max(map(len, batches)) <= largest
     assert total == pytest.approx(cheapest(sorted(lengths), cost, largest))
+
+
+def algorithm_2(requests: list[Request], row_tokens: int, eta: float, num_requests: int) -> tuple[int, set[int]]:
+    """TCB's Algorithm 2 over rows until `num_requests` fit a slot: the slot's length, and these requests."""
+    lengths = {one.id: one.input_length for one in requests}
+    waiting, chosen, fitting_slots, longest = list(requests), [], [], 0
+    while waiting and len(fitting_slots) < num_requests:
+        ordered = sorted(waiting, key=lambda one: one.input_length)
+        fitting = np.cumsum([one.input_length for one in ordered]) <= row_tokens
+        dominant = ordered[: math.ceil(eta * fitting.sum())]
+        longest = max([longest, *(one.input_length for one in dominant)])
+        chosen += (row := algorithm_1(waiting, row_tokens, eta))
+        waiting = [one for one in waiting if one.id not in row]
+        fitting_slots = [id_ for id_ in chosen if lengths[id_] <= longest]
+    return longest, set(fitting_slots[:num_requests])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=20, max_size=60),
+    row_tokens=st.integers(60, 120),
+    eta=st.sampled_from([0.2, 0.5, 0.8]),
+)
+def test_slots_are_as_long_as_algorithm_2_says_and_longer_requests_wait(lengths, row_tokens, eta):
+    """They were as long as the batch's longest prompt."""
+    pool = RowPool(10**6, 16, batching="slots", row_tokens=row_tokens, waiting=make_queue("das", row_tokens, eta=eta))
+    schedule = RowSchedule(LaneSettings(mix=False, max_batch=15, refill_when_empty=True, microbatches=2), pool)
+    requests = requests_of(lengths)
+    for one in requests:
+        schedule.submit(one)
+    longest, members = algorithm_2(requests, row_tokens, eta, 15)
+    step = schedule.next_step()
+    batch = [requests[chunk.id] for chunk in step.encode]
+    assert {one.id for one in batch} == members
+    assert max(one.input_length for one in batch) <= longest
+    assert lay_out("slots", batch, row_tokens).slot_tokens <= longest
+    waiting = [one.id for one in pool.waiting]
+    assert sorted(waiting) == waiting == sorted({one.id for one in requests} - members)
+
+
+def test_the_next_batch_enters_where_slots_have_left():
+    """Nothing entered before the last request of the batch had ended."""
+    pool = RowPool(8, 16, batching="slots", row_tokens=16, waiting=make_queue())
+    schedule = RowSchedule(LaneSettings(mix=False, max_batch=4, refill_when_empty=True, microbatches=2), pool)
+    for id_ in range(8):
+        schedule.submit(Request(id_, 10, 20))
+    ends, inside, joined = {0: 2, 1: 2, 2: 9, 3: 9}, [], None
+    while joined is None:
+        step = schedule.next_step()
+        if step.encode and 4 in step.ids:
+            joined = set(pool.running)
+        done = [id_ for id_ in step.ids if ends.get(id_, 99) == pool.running[id_].generated + 1]
+        schedule.settle(step, done)
+        inside.append(len(pool.running))
+    assert joined == {2, 3, 4, 5} and max(inside) == 4
+    assert pool.reserved_blocks == 8
