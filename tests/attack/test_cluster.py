@@ -208,12 +208,12 @@ def test_a_launcher_that_is_killed_loses_no_request(checkpoint: Path, tmp_path: 
 @pytest.mark.point(27)
 @pytest.mark.long
 @pytest.mark.parametrize("flavour", SEVERAL)
-@pytest.mark.parametrize("kind", ["worker", "launcher"])
+@pytest.mark.parametrize("kind", ["worker", "launcher", "engine"])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_process_that_is_stopped_or_killed_loses_no_request(
     flavour: str, kind: str, number: signal.Signals, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """A hang is a fault as an end is: after 4 s of silence of a worker, 15 of a launcher, workers start anew.
+    """A hang is a fault as an end is: after 4 s of silence of a worker, 15 of others, workers start anew.
 
     What hangs is killed.
     """
@@ -225,6 +225,9 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
         assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
         if kind == "launcher":
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        if kind == "engine":
+            assert target.served.engine is not None
+            process = target.served.engine
         os.kill(process, number)
         answers = [one.result() for one in running]
         assert [status for status, _ in answers] == [200] * 8
@@ -232,7 +235,7 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
         # An encoder that hangs is missed by the next prompt only.
         status, answer = target.complete(**fields)
         assert status == 200 and answer["choices"][0]["token_ids"] == before
-        assert eventually(lambda: len(target.served.starts) == num_starts + 1, 60)
+        assert eventually(lambda: len(target.served.starts) > num_starts, 60)
         assert target.ask("GET", "/health")[0] == 200
         assert eventually(lambda: not Path(f"/proc/{process}/cmdline").exists(), 30)
 
