@@ -74,6 +74,10 @@ def _process(constraint: Constraint) -> str:
     return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
 
 
+TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "tokenise_s")
+"""Figures of an engine that step times and first tokens hang on."""
+
+
 def engine_in_words(plan: Plan) -> list[str]:
     """Return a line on the plan's engine and on what the prediction takes from it; none without an engine."""
     engine = plan.engine
@@ -88,7 +92,11 @@ def engine_in_words(plan: Plan) -> list[str]:
     if FORECASTS[plan.policy.kind].stations.admits_each_step:
         parts += [] if engine.mixes else ["prompts go first, in steps of their own"]
         parts += [] if engine.cuts_prompts else ["a prompt waits for a step that has room for all of it"]
-    return [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
+    lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
+    timed = [name for name in TIMED if name in engine.borrowed]
+    if timed:
+        lines.append(f"not measured of {engine.name}, but of another engine or version: {', '.join(timed)}")
+    return lines
 
 
 def mixing_in_words(plan: Plan) -> list[str]:

@@ -13,7 +13,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import config_names
 from xgpt.core.schema import EngineSpec, Plan
 from xgpt.core.schema.engine import UNSOURCED
-from xgpt.reporting.plan_text import mixing_in_words
+from xgpt.reporting.plan_text import engine_in_words, mixing_in_words
 from xgpt.resolve import engine_of, load_engine
 
 PROBLEM = {"model": "llama-3.1-8b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 8.0}
@@ -39,6 +39,13 @@ def test_a_figure_without_a_source_is_refused() -> None:
         EngineSpec(name="a-1", framework="a", version="1", step_s=1e-3)
     with pytest.raises(ValueError, match="pace is not a figure of an engine"):
         EngineSpec(name="a-1", framework="a", version="1", sources={"pace": "guessed"})
+
+
+def test_figures_of_other_engines_are_said_to_be_borrowed() -> None:
+    assert {"layer_s", "step_s", "tokenise_s"} <= set(load_engine("sglang-0.5").borrowed)
+    assert "mixing" in load_engine("vllm").borrowed and "mixing" not in load_engine("vllm-0.15").borrowed
+    (line,) = [line for line in engine_in_words(planned("vllm")) if line.startswith("not measured of vllm-0.32")]
+    assert "step_s" in line and "mixing" in line
 
 
 def planned(engine: str | None, **asked: object) -> Plan:

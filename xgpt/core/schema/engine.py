@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -108,6 +109,11 @@ class EngineSpec(Frozen):
         if unknown := sorted(self.sources.keys() - figures):
             raise ValueError(f"sources: {', '.join(unknown)} is not a figure of an engine; leave it out")
         return self
+
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Names of figures that are of another engine or version: their sources say "as ..." or "borrowed"."""
+        return tuple(name for name, source in self.sources.items() if re.match(r"as |.*borrowed", source))
 
     @property
     def with_xgpt(self) -> EngineSpec:
