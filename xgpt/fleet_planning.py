@@ -12,7 +12,7 @@ from xgpt.problems import resolve
 from xgpt.requests import FleetRequest, as_plan_request
 from xgpt.resolve import workload_of
 from xscheduler.fleet.day_load import Day, cut, read_day
-from xscheduler.fleet.planning import ClusterChoice, plan_day
+from xscheduler.fleet.planning import FleetCluster, plan_day
 
 
 def plan_fleet(request: FleetRequest, progress: Progress | None = None) -> FleetPlan:
@@ -48,7 +48,7 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
         most = request.devices
         if isinstance(most, dict):
             most = most.get(str(named["cluster"]))
-        clusters.append(ClusterChoice(problem, of_cluster.policy, most))
+        clusters.append(FleetCluster(problem, of_cluster.policy, most))
     return plan_day(
         day,
         intervals,

@@ -49,7 +49,7 @@ Meet = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RanksTask:
     """What every rank measures; `store`: the file where they find each other."""
 
     settings: WorkerSettings
@@ -100,11 +100,11 @@ def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, i
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
         store = str(Path(directory) / "store")
-        task = Task(settings, num_devices, groups(settings.spec, num_devices), store, is_brief)
+        task = RanksTask(settings, num_devices, groups(settings.spec, num_devices), store, is_brief)
         return _measure_together(task, progress)
 
 
-def _measure_together(task: Task, progress: Progress) -> Together:
+def _measure_together(task: RanksTask, progress: Progress) -> Together:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     ends: list[list[Connection]] = [[] for _ in range(task.num_devices)]
@@ -132,7 +132,7 @@ def _measure_together(task: Task, progress: Progress) -> Together:
             process.join()
 
 
-def _run(task: Task, rank: int, others: Sequence[Connection], sender: Connection) -> None:
+def _run(task: RanksTask, rank: int, others: Sequence[Connection], sender: Connection) -> None:
     """One rank, with a connection to each of the others; the first reports."""
     spec, threads = task.settings.spec, task.settings.threads
     meet = partial(_meet, others)
@@ -179,7 +179,7 @@ def _curve(points: tuple[int, ...], seconds: Callable[[int], float]) -> Curve:
     return Curve(points=points, seconds=tuple(seconds(n) for n in points))
 
 
-def _device(task: Task, rank: int) -> str:
+def _device(task: RanksTask, rank: int) -> str:
     device = task.settings.device
     return device if device == "cpu" else f"{device}:{rank}"
 
@@ -200,7 +200,7 @@ def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dic
     return {key: time / number for key, time in zip(measured, times, strict=True)}
 
 
-def _hop(task: Task, rank: int, meet: Meet, num_tokens: int) -> float:
+def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
     """Hidden states from one device to another: half of there and back."""
     of = task.settings
     dtype = state_dtype(of.dtype, of.device)

@@ -13,7 +13,7 @@ from threading import Event, current_thread, main_thread
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from xgpt.autoscaling.scraping import LoadReader, Traffic, target_of
+from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, target_of
 from xgpt.connection import own_api_key
 from xgpt.core.errors import MachineError
 from xgpt.core.schema.fleet import FleetPlan
@@ -83,7 +83,7 @@ class _Live:
         self.last: Recommendation | None = None
         self.ready: tuple[int, ...] | None = None
         self._looked_s: float | None = None
-        self._recent: deque[tuple[float, Traffic]] = deque()
+        self._recent: deque[tuple[float, ScrapedTraffic]] = deque()
 
     def once(self, stop: Event) -> Recommendation | None:
         """Return the first recommendation from the live load."""
@@ -122,7 +122,7 @@ class _Live:
         wanted = ", ".join(f"{n} {kind.name}" for n, kind in zip(found.replicas, self.fleet.kinds, strict=True))
         return f"{found.need_per_s:.3g} requests/s to hold: {wanted}"
 
-    def _lengths(self, now_s: float, traffic: Traffic) -> tuple[float | None, float | None, int]:
+    def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
         """Return the mean lengths of recent requests (None: too few), and the number of these requests."""
         self._recent.append((now_s, traffic))
         while self._recent[0][0] < now_s - LENGTHS_S:

@@ -39,7 +39,7 @@ class Counts(NamedTuple):
     output_tokens: float
 
 
-class Traffic(NamedTuple):
+class ScrapedTraffic(NamedTuple):
     """What replicas have received between two readings.
 
     Attributes:
@@ -107,7 +107,7 @@ class LoadReader:
         """The last counters of every replica, also of those that did not answer last."""
         self._is_first = True
 
-    def read(self) -> Traffic | None:
+    def read(self) -> ScrapedTraffic | None:
         """Return what has arrived since the last reading; None: no replica answers.
 
         The first reading counts no arrivals: it does not know since when they add up. A restarted replica counts from
@@ -128,7 +128,7 @@ class LoadReader:
         )
         ready = [kind for kind, _ in now.values()]
         waiting = sum(counts.waiting for _, counts in now.values())
-        return Traffic(
+        return ScrapedTraffic(
             arrived, ended, prompt, output, waiting, tuple(ready.count(kind) for kind in range(self._num_kinds))
         )
 

@@ -20,7 +20,7 @@ from xgpt.exporting.pods import (
     USER,
     Names,
     Object,
-    Work,
+    PodSpec,
     config_map,
     disruption_budget,
     network_policy,
@@ -93,7 +93,7 @@ def _deployment(plan: Plan, names: Names) -> dict[str, str]:
     if in_vllm:
         check_vllm_runs(plan.model_copy(update={"replicas": 1}))
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
-    work = Work(
+    work = PodSpec(
         image,
         _serve(names, PORT, ["--engine", "vllm"] if in_vllm else []),
         plan.devices_per_replica,
@@ -130,7 +130,7 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
     meet = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)"]
     meet += ["--rdzv-endpoint", f"$(LWS_LEADER_ADDRESS):{RENDEZVOUS_PORT}"]
     secret = of_secret(SECRET_VARIABLE, f"{names.name}-cluster", "secret")
-    leader = Work(
+    leader = PodSpec(
         image,
         _serve(names, PORT, meet),
         devices,
@@ -139,7 +139,7 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
         env=[of_pod("NAMESPACE", "metadata.namespace"), secret],
     )
     follow = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
-    worker = Work(image, follow, devices, mounts_keys=False, env=[secret])
+    worker = PodSpec(image, follow, devices, mounts_keys=False, env=[secret])
     spec = {
         "replicas": plan.replicas,
         "leaderWorkerTemplate": {
@@ -163,7 +163,7 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
     return _files(plan, names, objects, f"its own engine, a replica on {nodes} nodes", image, _OWN_IMAGE, told)
 
 
-def _template(plan: Plan, names: Names, work: Work) -> Object:
+def _template(plan: Plan, names: Names, work: PodSpec) -> Object:
     return {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
 
 

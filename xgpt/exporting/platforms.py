@@ -17,7 +17,7 @@ from xgpt.core.version import __version__
 from xgpt.exporting import pods
 from xgpt.exporting.kubernetes import check_deployable, kustomization, num_nodes, serving_command, weights_note
 from xgpt.exporting.packages import vllm_dockerfile
-from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, Work, of_pod, of_secret
+from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, PodSpec, of_pod, of_secret
 from xgpt.reporting.engine_command import vllm_draft
 from xgpt.serving.checking import check_vllm_runs
 from xprofiler.store import check_engine
@@ -47,7 +47,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
     names = _checked(plan, "dynamo")
     image = f"xgpt-dynamo:{__version__}-{DYNAMO}"
     command = ["python3", "-m", "dynamo.frontend", "--http-port", str(FRONT_PORT)]
-    front = Work(
+    front = PodSpec(
         image,
         command,
         0,
@@ -63,7 +63,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
         arguments = ["--model", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)]
         if lane != "both":
             arguments += ["--disaggregation-mode", type_, "--kv-transfer-config", json.dumps(_nixl("kv_both"))]
-        worker = Work(
+        worker = PodSpec(
             image,
             ["python3", "-m", "dynamo.vllm", *arguments],
             _devices(plan, lane),
@@ -117,7 +117,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
     objects = [pods.config_map(plan, names)]
     for lane, role in _lanes(plan, "both"):
         if with_xgpt:
-            work = Work(
+            work = PodSpec(
                 image,
                 serving_command(names, FRONT_PORT),
                 _devices(plan, lane),
@@ -206,7 +206,7 @@ def _nixl(role: str) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector", "kv_role": role}
 
 
-def _component(plan: Plan, names: Names, work: Work, name: str, type_: str, replicas: int) -> Object:
+def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
     """Return a component of a graph; the operator mounts its shared memory and adds what Dynamo's runtime needs."""
     spec = pods.pod(plan, names, work, fetches=False)
     for held in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
@@ -222,13 +222,13 @@ def _component(plan: Plan, names: Names, work: Work, name: str, type_: str, repl
     }
 
 
-def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> Work:
+def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> PodSpec:
     """vLLM's own server as the worker of a lane; in front of the decode lane's is llm-d's proxy."""
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
     transfer = [] if role is None else ["--kv-transfer-config", json.dumps(_nixl(role))]
     nixl = {} if role is None else {"nixl": NIXL_PORT}
-    return Work(
+    return PodSpec(
         image,
         [
             *("vllm", "serve", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)),

@@ -64,7 +64,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Work:
+class PodSpec:
     """The main container of a pod.
 
     Attributes:
@@ -101,7 +101,7 @@ def config_map(plan: Plan, names: Names) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": names.meta(), "data": {"plan.json": document}}
 
 
-def pod(plan: Plan, names: Names, work: Work, *, fetches: bool = True) -> Object:
+def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Object:
     """Return a pod's specification.
 
     Args:
@@ -142,7 +142,7 @@ def pod(plan: Plan, names: Names, work: Work, *, fetches: bool = True) -> Object
     }
 
 
-def _container(plan: Plan, names: Names, work: Work, *, has_model: bool) -> Object:
+def _container(plan: Plan, names: Names, work: PodSpec, *, has_model: bool) -> Object:
     mounts: list[Object] = [{"name": "plan", "mountPath": f"{ETC}/plan", "readOnly": True}]
     if work.mounts_keys:
         mounts.append({"name": "keys", "mountPath": f"{ETC}/keys", "readOnly": True})
@@ -257,7 +257,7 @@ def service(names: Names, selector: Mapping[str, str] | None = None) -> Object:
     return {"apiVersion": "v1", "kind": "Service", "metadata": names.meta(), "spec": spec}
 
 
-def _probe(work: Work, path: str, **settings: int) -> Object:
+def _probe(work: PodSpec, path: str, **settings: int) -> Object:
     return {"httpGet": {"path": path, "port": work.probed}, "timeoutSeconds": 5, **settings}
 
 

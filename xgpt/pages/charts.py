@@ -158,7 +158,7 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
         return _draw(figure, alt, caption)
 
 
-class Day(NamedTuple):
+class DayChart(NamedTuple):
     """What a fleet does over a day, by interval."""
 
     hours: Sequence[float]  # the intervals' edges
@@ -170,7 +170,7 @@ class Day(NamedTuple):
     constant_cost: float  # the constant fleet's
 
 
-def day(of: Day, *, alt: str, caption: str) -> Chart:
+def day(of: DayChart, *, alt: str, caption: str) -> Chart:
     """Draw a day's load, replicas, kept requests and cost, one below the other."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 7))

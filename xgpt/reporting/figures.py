@@ -15,7 +15,7 @@ MIN_STEPS, MAX_STEPS = 20, 120
 GIB = 2.0**30
 
 
-class Bar(NamedTuple):
+class StepBar(NamedTuple):
     """A step of a stage: seconds from the timeline's left edge, and what it does."""
 
     row: int
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     kind: str
 
 
-class Timeline(NamedTuple):
+class TimelineFigure(NamedTuple):
     """A stretch of a simulated run.
 
     Attributes:
@@ -34,11 +34,11 @@ class Timeline(NamedTuple):
     """
 
     rows: tuple[str, ...]
-    bars: tuple[Bar, ...]
+    bars: tuple[StepBar, ...]
     decoding: tuple[tuple[float, int], ...]
 
 
-class Memory(NamedTuple):
+class MemoryFigure(NamedTuple):
     """GiB of each device of a replica.
 
     Attributes:
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
     kv: tuple[float, ...]
 
 
-def timeline(plan: Plan, spans: Sequence[StageSpan]) -> Timeline:
+def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
     """Return some encode phases of a simulated run, from the middle, where it has settled."""
     spans = sorted(spans, key=lambda span: span.start_ns)
     encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
@@ -67,7 +67,7 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> Timeline:
     for stage in plan.stages:
         rows[stage.lane, sum(lane == stage.lane for lane, _ in rows)] = len(rows)
     bars = tuple(
-        Bar(
+        StepBar(
             rows[span.lane, span.stage],
             (span.start_ns - origin) / 1e9,
             (span.end_ns - origin) / 1e9,
@@ -76,14 +76,14 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> Timeline:
         for span in shown
     )
     decodes = [span for span in shown if span.step.decode and span.stage == 0]
-    return Timeline(
+    return TimelineFigure(
         tuple(("stage" if lane == "both" else lane) + f" {number + 1}" for lane, number in rows),
         bars,
         tuple(((span.start_ns - origin) / 1e9, len(span.step.decode)) for span in decodes),
     )
 
 
-def memory(plan: Plan) -> Memory:
+def memory(plan: Plan) -> MemoryFigure:
     """Return what a plan puts on each device of one replica."""
     kv: list[float] = []
     for stage in plan.stages:
@@ -93,4 +93,4 @@ def memory(plan: Plan) -> Memory:
         kv += [bytes_ / GIB] * stage.tp
     rest = tuple(total / GIB - of_kv for total, of_kv in zip(plan.estimate.memory_bytes, kv, strict=True))
     device = plan.cluster.device
-    return Memory(device.memory_bytes * device.usable_memory / GIB, rest, tuple(kv))
+    return MemoryFigure(device.memory_bytes * device.usable_memory / GIB, rest, tuple(kv))

@@ -72,7 +72,7 @@ def _day(fleet: FleetPlan) -> Chart:
     def cost_per_hour(replicas: tuple[int, ...]) -> float:
         return sum(count * kind.price_per_hour for count, kind in zip(replicas, fleet.kinds, strict=True))
 
-    drawn = charts.Day(
+    drawn = charts.DayChart(
         hours,
         load=[interval.rate_per_s for interval in of],
         replicas={kind.name: [interval.replicas[k] for interval in of] for k, kind in enumerate(fleet.kinds)},

@@ -42,7 +42,7 @@ SAVED_REQUESTS = 1_000_000
 """Simulated requests after which no smaller load factor is tried: it would save little and take minutes."""
 
 
-class ClusterChoice(NamedTuple):
+class FleetCluster(NamedTuple):
     """A cluster on which replicas may run.
 
     Attributes:
@@ -78,7 +78,7 @@ class FleetModel:
 def plan_day(
     day: Day,
     intervals: Intervals,
-    clusters: Sequence[ClusterChoice],
+    clusters: Sequence[FleetCluster],
     *,
     interval_s: float,
     least_stay_s: float = 0.0,
@@ -141,7 +141,7 @@ def plan_day(
 
 
 def _candidates(
-    clusters: Sequence[ClusterChoice], intervals: Intervals, startup_s: float
+    clusters: Sequence[FleetCluster], intervals: Intervals, startup_s: float
 ) -> tuple[list[Candidate], list[DeviceLimit]]:
     """Return the kinds of replicas of all clusters, and the limits on devices that they share."""
     found: list[Candidate] = []

@@ -18,7 +18,7 @@ SWAPPABLE = tuple(kind for kind, forecast in FORECASTS.items() if forecast.swaps
 ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(forecast.settings.lanes) == 1)
 
 
-class Candidates(NamedTuple):
+class Replacements(NamedTuple):
     """The best plans that may take over.
 
     Attributes:
@@ -41,7 +41,7 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
     return tuple(left) or (plan.policy.kind,)
 
 
-def find_candidates(judge: Judge) -> Candidates:
+def find_candidates(judge: Judge) -> Replacements:
     """Return the best plans that may take over.
 
     Raises:
@@ -52,8 +52,8 @@ def find_candidates(judge: Judge) -> Candidates:
     is_alone = plan.devices_per_replica == 1
     anywhere = judge.best(within_pins(plan, ON_ONE_DEVICE if is_alone else tuple(FORECASTS)), in_place=False)
     if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
-        return Candidates(anywhere, replaced(plan, anywhere, in_place=True))
+        return Replacements(anywhere, replaced(plan, anywhere, in_place=True))
     try:
-        return Candidates(anywhere, judge.best(kinds, in_place=True))
+        return Replacements(anywhere, judge.best(kinds, in_place=True))
     except InfeasibleError:
-        return Candidates(anywhere, None)
+        return Replacements(anywhere, None)

@@ -2,7 +2,7 @@
 
 from xgpt.core.schema import SearchMethod
 from xscheduler.search import checked, exhaustive, optuna_search
-from xscheduler.search.base import Found, Search
+from xscheduler.search.base import Search, SearchResult
 
 SEARCHES: dict[SearchMethod, Search] = {
     "branch-and-bound": checked.search,
@@ -10,4 +10,4 @@ SEARCHES: dict[SearchMethod, Search] = {
     "optuna": optuna_search.search,
 }
 
-__all__ = ["SEARCHES", "Found", "Search"]
+__all__ = ["SEARCHES", "Search", "SearchResult"]

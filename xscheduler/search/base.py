@@ -10,7 +10,7 @@ from xscheduler.space import Space
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search of one policy's spaces found.
 
     Attributes:
@@ -36,4 +36,4 @@ class Found:
         return self.values["throughput"] if self.settings else 0.0
 
 
-Search = Callable[[Sequence[Space]], Found]
+Search = Callable[[Sequence[Space]], SearchResult]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xscheduler.box_bounds import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
-from xscheduler.search.base import Found
+from xscheduler.search.base import SearchResult
 from xscheduler.space import Evaluation, Ints, Space
 
 THROUGHPUT_TOLERANCE = 0.002
@@ -123,13 +123,13 @@ def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]
 class _Search:
     def __init__(self, spaces: Sequence[Space], at_least: float = 0.0) -> None:
         self.spaces = spaces
-        self.best: Found | None = None
+        self.best: SearchResult | None = None
         self.best_throughput = at_least
         self.unexplored = 0.0
         """The highest bound of the blocks that were dropped."""
         self.predictions = 0
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         waiting = [(-space.bound / (1 + THROUGHPUT_TOLERANCE), i) for i, space in enumerate(self.spaces)]
         heapq.heapify(waiting)
         opened: dict[int, _Open] = {}
@@ -146,9 +146,9 @@ class _Search:
             self.unexplored = max(self.unexplored, *left)
         evaluations = sum(space.evaluations for space in self.spaces)
         if self.best is None:
-            return Found(None, None, {}, evaluations, 0.0, BOUND)
+            return SearchResult(None, None, {}, evaluations, 0.0, BOUND)
         gap = max(0.0, self.unexplored / self.best_throughput - 1)
-        return Found(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
+        return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, of: _Open, boxes: list[Box]) -> None:
         """Predict the corners of boxes in one call; keep the incumbent, and what may still beat it."""
@@ -195,10 +195,10 @@ class _Search:
         if throughput[index] > self.best_throughput:
             self.best_throughput = float(throughput[index])
             settings = space.settings(columns, index)
-            self.best = Found(space, settings, evaluation.at(index), 0, None, "")
+            self.best = SearchResult(space, settings, evaluation.at(index), 0, None, "")
 
 
-def search(spaces: Sequence[Space]) -> Found:
+def search(spaces: Sequence[Space]) -> SearchResult:
     """Find the best allowed point of all spaces, and the gap to the bound of the open blocks."""
     return _Search(spaces).run()
 

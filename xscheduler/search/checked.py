@@ -15,7 +15,7 @@ import numpy as np
 
 from xscheduler.box_bounds import breach
 from xscheduler.search import branch_and_bound, exhaustive, optuna_search
-from xscheduler.search.base import Found
+from xscheduler.search.base import SearchResult
 from xscheduler.space import Space
 
 NUM_BOXES = 12
@@ -27,7 +27,7 @@ SWEPT = 100_000
 """Largest space that is searched exhaustively if bounds do not hold, in about a second; Optuna takes three."""
 
 
-def search(spaces: Sequence[Space]) -> Found:
+def search(spaces: Sequence[Space]) -> SearchResult:
     """Find the best allowed point; the gap is widened, or given up, by what a sample of the bounds shows."""
     found = branch_and_bound.search(spaces)
     promising = [space for space in sorted(spaces, key=lambda space: -space.bound) if space is not found.space]

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from xscheduler.search.base import Found
+from xscheduler.search.base import SearchResult
 from xscheduler.space import Space
 
 BOUND = "every point was predicted"
 
 
-def search(spaces: Sequence[Space]) -> Found:
+def search(spaces: Sequence[Space]) -> SearchResult:
     """Predict all points, each space in vectorised sweeps."""
-    best, highest = Found(None, None, {}, 0, 0.0, BOUND), -np.inf
+    best, highest = SearchResult(None, None, {}, 0, 0.0, BOUND), -np.inf
     for space in spaces:
         for columns, evaluation in space.sweep():
             score = np.where(evaluation.feasible, evaluation.score, -np.inf)
             index = int(score.argmax())
             if score[index] > highest:
                 highest = float(score[index])
-                best = Found(space, space.settings(columns, index), evaluation.at(index), 0, 0.0, BOUND)
+                best = SearchResult(space, space.settings(columns, index), evaluation.at(index), 0, 0.0, BOUND)
     return replace(best, method="exhaustive", evaluations=sum(space.evaluations for space in spaces))

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from xscheduler.search.base import Found
+from xscheduler.search.base import SearchResult
 from xscheduler.space import Space
 
 NUM_TRIALS = 300
 
 
-def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int = 0) -> Found:
+def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int = 0) -> SearchResult:
     """Sample `num_trials` points, with bounds and memory as constraints rather than penalties; prove no gap."""
     import optuna  # takes half a second to load: only if used
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    best: Found | None = None
+    best: SearchResult | None = None
     highest = -np.inf
 
     def objective(trial: optuna.Trial) -> float:
@@ -37,11 +37,11 @@ def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int =
         trial.set_constraint("allowed", 0.0 if evaluation.feasible[0] else 1.0)
         score = float(evaluation.score[0])
         if evaluation.feasible[0] and score > highest:
-            best, highest = Found(space, space.settings(columns, 0), evaluation.at(0), 0, None, ""), score
+            best, highest = SearchResult(space, space.settings(columns, 0), evaluation.at(0), 0, None, ""), score
         return score
 
     sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=num_trials)
-    found = best or Found(None, None, {}, 0, None, "")
+    found = best or SearchResult(None, None, {}, 0, None, "")
     evaluations = sum(space.evaluations for space in spaces)
     return replace(found, method="optuna", evaluations=evaluations, bound="none: sampled points prove no bound")

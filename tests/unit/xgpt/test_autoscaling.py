@@ -14,7 +14,7 @@ import pytest
 import xgpt
 from tests.fleets import fleet_of
 from xgpt.autoscaling.recommend import began_at
-from xgpt.autoscaling.scraping import LoadReader, Target, Traffic, read_counts, target_of
+from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, Target, read_counts, target_of
 from xgpt.core.errors import InputError, MachineError
 
 
@@ -63,11 +63,11 @@ def test_arrivals_are_counted_between_readings_and_anew_after_a_restart() -> Non
     one.ended = 1000
     with serving(one) as url, serving(other) as url_2:
         reader = LoadReader([Target(0, url), Target(1, url_2)], 2, "secret")
-        assert reader.read() == Traffic(0, 0, 0, 0, 0, (1, 1))  # since when the thousand have come is not known
+        assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1, 1))  # since when the thousand have come is not known
         one.ended, other.ended, other.waiting = 1030, 20, 5
-        assert reader.read() == Traffic(55, 50, 5000, 500, 5, (1, 1))
+        assert reader.read() == ScrapedTraffic(55, 50, 5000, 500, 5, (1, 1))
         one.ended, other.waiting = 7, 0  # it has been restarted
-        assert reader.read() == Traffic(7, 7, 700, 70, 0, (1, 1))
+        assert reader.read() == ScrapedTraffic(7, 7, 700, 70, 0, (1, 1))
         assert one.keys == {"Bearer secret"}
         reader.close()
     again = LoadReader([Target(0, url)], 1, None)
@@ -83,9 +83,9 @@ def test_a_replica_that_missed_a_reading_is_counted_from_the_last_one() -> None:
         replica.ended = 500
         reader.read()
         replica.text = lambda: "nothing"  # type: ignore[method-assign]
-        assert reader.read() == Traffic(0, 0, 0, 0, 0, (1,))
+        assert reader.read() == ScrapedTraffic(0, 0, 0, 0, 0, (1,))
         replica.text, replica.ended = text, 520  # type: ignore[method-assign]
-        assert reader.read() == Traffic(20, 20, 2000, 200, 0, (2,))
+        assert reader.read() == ScrapedTraffic(20, 20, 2000, 200, 0, (2,))
         reader.close()
 
 
