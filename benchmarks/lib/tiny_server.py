@@ -1,4 +1,4 @@
-"""A server of its own process over a model of three million parameters: what soak and fuzz measure.
+"""A server of its own process over a model of three million parameters: what fuzz measures.
 
     python -m benchmarks.lib.tiny_server [MAX_BATCH NUM_BLOCKS]
 
