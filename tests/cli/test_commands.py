@@ -197,6 +197,14 @@ def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
     assert "it belongs to 'das'" in xgpt.fails(2, "simulate", "das.json")
 
 
+def test_optuna_plans_for_an_objective_without_monotone_bounds(xgpt: Xgpt) -> None:
+    """Throughput over latency neither rises nor falls with the batch."""
+    asked = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--maximise", "throughput / latency")
+    own = json.loads(xgpt(*asked, "--json").out)
+    assert (own["search"]["method"], own["search"]["gap"]) == ("optuna", None)
+    assert "no proof of optimality (sampled points prove no bound)" in xgpt(*asked).out.replace("\n", " ")
+
+
 def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
     assert xgpt("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "-o", "later.json").code == 0
     running_plan = load_json(Path("later.json"), Plan, "plan")
