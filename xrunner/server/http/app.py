@@ -47,7 +47,7 @@ def create_app(
     hosts: AllowedHosts | None = None,
     tracer: Tracer | None = None,
 ) -> Starlette:
-    """Return the endpoint; the engine's thread runs from the app's startup to its shutdown.
+    """Return the endpoint; the engine's client runs from the app's startup to its shutdown.
 
     Args:
         keys: None: requests need none.

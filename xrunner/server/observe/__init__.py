@@ -1,5 +1,5 @@
 """What the server reports of itself: metrics, logs, traces, the backlog, and how its plan performs.
 
 Requests, steps and tokens enter; figures, log lines, spans and decisions to re-plan leave.
-The engine's thread and `http` may import it.
+The engine's client and `http` may import it.
 """
