@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -21,16 +23,18 @@ def xgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 @pytest.fixture(scope="session")
-def planned_text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What `xgpt plan` writes: planned once for all tests that take a plan."""
-    file = tmp_path_factory.mktemp("planned") / "plan.json"
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()), pytest.raises(SystemExit) as end:
-        main(["plan", "--latency-bound", "4", *PROBLEM, "-o", str(file)])
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what `xgpt plan` writes, plan and profile: planned once for all tests that take a plan."""
+    folder = tmp_path_factory.mktemp("planned")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()), pytest.raises(SystemExit) as end:
+            main(["plan", "--latency-bound", "4", *PROBLEM, "-o", str(folder / "plan.json")])
     assert end.value.code == 0
-    return file.read_text()
+    return folder
 
 
 @pytest.fixture
-def plan(xgpt: Xgpt, planned_text: str) -> Path:
-    Path("plan.json").write_text(planned_text)
-    return Path("plan.json")
+def plan(xgpt: Xgpt, planned: Path) -> Path:
+    shutil.copytree(planned / "cache", os.environ["XDG_CACHE_HOME"], dirs_exist_ok=True)
+    return Path(shutil.copy(planned / "plan.json", "plan.json"))

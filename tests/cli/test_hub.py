@@ -71,7 +71,7 @@ def test_the_cache_has_configs_and_weights(checkpoint: Path, tmp_path: Path, mon
 def test_an_unknown_id_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    refused = CliRunner().invoke(cli, ["plan", "--model", "Qwen/Qwen2.5-0.5B", *ASKED])
+    refused = CliRunner().invoke(cli, ["plan", "--model", "Qwen/Qwen9-0.5B", *ASKED])
     assert isinstance(refused.exception, InputError) and "--config" in str(refused.exception)
     refused = CliRunner().invoke(cli, ["plan", "--model", "opt-125m", "--config", "config.json", *ASKED])
     assert isinstance(refused.exception, InputError) and "Hugging Face id" in str(refused.exception)

@@ -189,7 +189,6 @@ def test_texts_and_chats_become_tokens_and_back(target: Target) -> None:
         ({"response_format": formatted({"type": "nonsense"})}, "response_format"),
         ({"response_format": formatted({"$ref": "https://elsewhere.example/schema"})}, "response_format"),
         ({"response_format": formatted({"enum": ["x" * 70_000]})}, "longer than"),
-        ({"response_format": formatted(SCHEMA), "tools": TOOLS}, "tool_choice none"),
         ({"response_format": formatted(SCHEMA), "ignore_eos": True}, "ignore_eos"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the same name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),

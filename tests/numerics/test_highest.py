@@ -119,10 +119,10 @@ def test_a_weight_that_is_not_finite_is_not_screened():
 def test_the_fastest_is_measured(monkeypatch):
     """A large head is found sooner in eight bits; where that takes longer, it is done without."""
     assert fastest_head((64, 64), {}) in ({}, *({HEAD: name} for name in LAYOUTS))
-    monkeypatch.setattr(measuring, "mean_times", lambda ways, _: {name: 1.5 if name else 1.0 for name in ways})
+    monkeypatch.setattr(measuring, "mean_times", lambda ways, *_, **__: {name: 1.5 if name else 1.0 for name in ways})
     assert fastest_head((64, 64), {}) == {}
     found = {"": 3.0, LAYOUTS[-1]: 1.0}
-    monkeypatch.setattr(measuring, "mean_times", lambda ways, _: {name: found.get(name, 1.2) for name in ways})
+    monkeypatch.setattr(measuring, "mean_times", lambda ways, *_, **__: {name: found.get(name, 1.2) for name in ways})
     assert fastest_head((64, 64), {}) == {HEAD: LAYOUTS[-1]}
 
 

@@ -53,7 +53,7 @@ def test_three_devices_are_planned_as_a_pair_and_a_single_one():
 
 @pytest.mark.parametrize(
     ("num_devices", "expected"),
-    [(2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (5, (1, 2, 4)), (6, (1, 2, 3, 4, 6)), (7, (1, 2, 4))],
+    [(2, (1, 2)), (3, (1, 2, 3)), (4, (1, 2, 4)), (5, (1, 2, 4, 5)), (6, (1, 2, 3, 4, 6)), (7, (1, 2, 4, 7))],
 )
 def test_degrees_suit_devices_and_heads(num_devices, expected):
     spec, _ = load_model("opt-125m")

@@ -25,7 +25,7 @@ FLAGS = (
 def test_the_page_comes_to_life_in_a_browser(tmp_path: Path) -> None:
     evil = "<img src=x onerror=document.body.id='taken'>"
     plan = fake_plan()
-    with running(fake_app(fake_engine(FakeExecutor()), Watch(plan), name=evil)) as url:
+    with running(fake_app(fake_engine(FakeExecutor()), Watch(plan), names=(evil,))) as url:
         body = {"model": evil, "prompt": [[1, 2, 3]] * 40, "max_tokens": 5}
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 200
         browser = subprocess.run(
