@@ -252,8 +252,10 @@ def bench_table(report: BenchReport) -> Table:
         if f.metric in SHOWN and not (arrives and f.metric == "latency_s")
     ]
     load = f"at {report.arrival_rate_per_s:.4g} requests/s" if arrives else "that are always waiting"
-    title = f"{report.policy} on {report.workload}: {report.num_requests} requests {load}, {report.window_s:.0f} s"
-    return table(title, ["", "predicted", "measured", "error"], rows)
+    title = f"{report.policy} on {report.workload}"
+    found = table(title, ["", "predicted", "measured", "error"], rows)
+    found.caption, found.caption_justify = f"{report.num_requests} requests {load}, {report.window_s:.0f} s", "left"
+    return found
 
 
 def bench_report(report: BenchReport) -> list[object]:
