@@ -13,7 +13,7 @@ from tests.attack.client import elsewhere, request, send_unfinished, statuses, t
 from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
 from xrunner.server import ChatTemplate, TextCodec
 
-LONGEST_S = 0.05
+LONGEST_S = 0.1
 """Of one callback: whatever a client sends."""
 TURN_S = 0.1
 """Of one turn of the loop, in which all callbacks run that are ready: a probe waits for one or two."""
