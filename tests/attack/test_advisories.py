@@ -361,14 +361,14 @@ def test_reading_calls_takes_time_in_proportion(target: Target) -> None:
     """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time."""
 
     def took_s(count: int) -> float:
-        calls, begin_s = Calls("auto", None, HERMES), time.process_time()
+        calls, begin_s = Calls("auto", None, HERMES), time.thread_time()
         for piece in ['<tool_call>{"name": "f", "arguments": {', *['"a": [[' * 3, "}}]]", '\\"<tool_call>'] * count]:
             calls.push(piece)
         calls.end()
-        return time.process_time() - begin_s
+        return time.thread_time() - begin_s
 
     took_s(100)
-    assert took_s(8000) < 40 * max(took_s(1000), 0.002)
+    assert min(took_s(8000) for _ in range(3)) < 40 * max(took_s(1000), 0.002)
 
 
 @pytest.mark.point(28)
