@@ -102,11 +102,11 @@ async def under_load(
     return rounds, await striking
 
 
-def undisturbed() -> list[list[int]]:
-    """The tokens of one process, by request."""
+def undisturbed(count: int = ROUND) -> list[list[int]]:
+    """Return the tokens of an engine that nothing disturbs, by request."""
     engine = build_engine(plan(one_lane([1])))
-    tokens: list[list[int]] = [[] for _ in range(ROUND)]
-    for id_, request in enumerate(requests(ROUND)):
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    for id_, request in enumerate(requests(count)):
         engine.submit(Generation(id_, tuple(request.prompt_ids), request.max_tokens))
     while (made := engine.step()) is not None:
         for token in made:

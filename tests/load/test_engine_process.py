@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import requests
+from benchmarks.faults import requests, undisturbed
 from benchmarks.lib.served_plans import PLANS, Served, left_over, listening, one_lane, plan, served
 from tests.rings import few
 from xgpt.client import ClientResult, replay
-from xgpt.serving.engines import build_engine
-from xrunner.generation import Generation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
@@ -24,16 +22,7 @@ COUNT = 48
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """The tokens of an engine that nothing disturbs, by request."""
-    engine = build_engine(plan(one_lane([1])))
-    tokens: list[list[int]] = [[] for _ in range(COUNT)]
-    for id_, request in enumerate(requests(COUNT)):
-        engine.submit(Generation(id_, tuple(request.prompt_ids), request.max_tokens))
-    while (made := engine.step()) is not None:
-        for token in made:
-            tokens[token.id].append(token.token)
-    engine.close()
-    return tokens
+    return undisturbed(COUNT)
 
 
 async def struck(server: Served, blow: signal.Signals) -> list[ClientResult]:

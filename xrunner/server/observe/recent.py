@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-RECENT_S = 30.0
+from xrunner.server.observe.watch import RECENT_S
 
 
 class RecentTimes:
