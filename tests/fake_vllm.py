@@ -24,7 +24,7 @@ from xgpt.core.schema.step_log import Arrival, StepRecord
 from xrunner.channel.messages import Began, Cancel
 from xrunner.prefixes import Prefixes
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.channel import Alive, CoreSide, HostSide, Output, Ready, Stepped, Submit
+from xrunner.vllm.channel import CoreSide, HostSide, VllmAlive, VllmOutput, VllmReady, VllmStepped, VllmSubmit
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
 
 VOCAB_SIZE = 1000
@@ -52,18 +52,18 @@ class FakeVllm:
         self.host = HostSide(directory, lane)  # type: ignore[arg-type]
         settings = LaneSettings(mix=True, max_batch=64)
         self.schedule = build_lane(plan, ROOM) if plan else OneLane(settings, Pool(1000, block_size=16))
-        self.requests: dict[int, Submit] = {}
+        self.requests: dict[int, VllmSubmit] = {}
         self.arrivals: list[Arrival] = []
         self.made: dict[int, int] = {}
         self.step_s = float(os.environ.get("FAKE_VLLM_STEP_S", "0.001"))
 
     def run(self) -> None:
-        self.host.send(Ready(self.lane))  # type: ignore[arg-type]
+        self.host.send(VllmReady(self.lane))  # type: ignore[arg-type]
         alive_s = 0.0
         while True:
             if time.monotonic() - alive_s > 0.2:
                 alive_s = time.monotonic()
-                self.host.send(Alive(self.lane))  # type: ignore[arg-type]
+                self.host.send(VllmAlive(self.lane))  # type: ignore[arg-type]
             self.take_in()
             step = self.schedule.next_step("both")
             if step is None:
@@ -74,7 +74,7 @@ class FakeVllm:
     def take_in(self) -> None:
         for message in self.host.requests():
             match message:
-                case Submit():
+                case VllmSubmit():
                     self.submit(message)
                 case Cancel():
                     self.requests.pop(message.id, None)
@@ -90,7 +90,7 @@ class FakeVllm:
         for id_ in self.schedule.expire(time.perf_counter_ns()):
             del self.requests[id_]
 
-    def submit(self, request: Submit) -> None:
+    def submit(self, request: VllmSubmit) -> None:
         if request.prompt[0] == DIES:
             sys.exit("RuntimeError: the device has gone")
         if request.prompt[0] == HANGS:
@@ -136,9 +136,9 @@ class FakeVllm:
             self.requests.pop(id_)
         pool = self.schedule.pool
         taken = pool.reserved_blocks, pool.num_preemptions, pool.kept_blocks
-        self.core.send(Stepped(self.lane, self.core.core, outputs, [record], *taken))  # type: ignore[arg-type]
+        self.core.send(VllmStepped(self.lane, self.core.core, outputs, [record], *taken))  # type: ignore[arg-type]
 
-    def output(self, id_: int) -> Output:
+    def output(self, id_: int) -> VllmOutput:
         request, token = self.requests[id_], self.made[id_] % VOCAB_SIZE
         self.made[id_] += 1
         count = 1 + self.schedule.pool.running[id_].generated
@@ -150,7 +150,7 @@ class FakeVllm:
         elif count == request.max_output:
             finish = "length"
         transfer = {"remote_block_ids": list(request.prompt)} if self.lane == "encode" else None
-        return Output(id_, [token], finish, None, transfer)
+        return VllmOutput(id_, [token], finish, None, transfer)
 
 
 def next_token(tokens: tuple[int, ...]) -> int:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tools.fields import descriptions
-from xgpt.requests import REQUESTS, Option, Request
+from xgpt.requests import REQUESTS, Option, RequestBase
 
 GROUPS = ("Problem", "Plan", "Bounds", "Search")
 """Groups that help lists first; the others follow in the order of the fields."""
@@ -26,7 +26,7 @@ def options_json() -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def _fields(request: type[Request]) -> list[dict[str, Any]]:
+def _fields(request: type[RequestBase]) -> list[dict[str, Any]]:
     groups = {name: _group(request, name) for name in request.model_fields}
     ranks = {group: rank for rank, group in enumerate(dict.fromkeys([*GROUPS, *groups.values()]))}
     texts = descriptions(request)
@@ -41,7 +41,7 @@ def _fields(request: type[Request]) -> list[dict[str, Any]]:
     )
 
 
-def _group(request: type[Request], name: str) -> str:
+def _group(request: type[RequestBase], name: str) -> str:
     """Return the group of the class that declares a field."""
     declares = next(base for base in request.__mro__ if name in inspect.get_annotations(base))
     group: str = declares.group  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ POSITIONAL = {"latency_bound_s", "lengths", "trace"}
 """Fields that are arguments of their own in `xgpt.api`."""
 
 
-def _typed_dict(command: str, request: type[Request]) -> Iterator[str]:
+def _typed_dict(command: str, request: type[RequestBase]) -> Iterator[str]:
     texts = descriptions(request)
     yield ""
     yield f"class {command.title()}Keywords(TypedDict, total=False):"

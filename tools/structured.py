@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xgpt.core.prefixes import Prefixes
+from xgpt.core.prefixes import TracePrefixes
 from xgpt.core.workload import TraceLengths
 
 BLOCK = 16
@@ -152,5 +152,5 @@ def _trace(requests: list[_Request], ids: _Ids) -> TraceLengths:
     columns = list(zip(*[request[:3] for request in requests], strict=True))
     times = np.asarray(columns[0]) - columns[0][0]
     return TraceLengths(
-        np.asarray(columns[1]), np.asarray(columns[2]), times, Prefixes(BLOCK, tuple(prompts), tuple(outputs))
+        np.asarray(columns[1]), np.asarray(columns[2]), times, TracePrefixes(BLOCK, tuple(prompts), tuple(outputs))
     )

@@ -28,12 +28,12 @@ from xgpt.requests import (
     BenchRequest,
     CompareRequest,
     FleetRequest,
-    Load,
+    LoadFields,
     PlanRequest,
     ProfileRequest,
     ReplanRequest,
     ReportRequest,
-    Request,
+    RequestBase,
     ServeFields,
     SimulateRequest,
     as_plan_request,
@@ -76,7 +76,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _takes(request: type[Request]) -> Callable[[F], F]:
+def _takes(request: type[RequestBase]) -> Callable[[F], F]:
     """Return a decorator that gives a function's signature and docstring the fields of its request."""
     command = next(name for name, each in REQUESTS.items() if each is request)
 
@@ -563,7 +563,7 @@ def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool
         yield url
 
 
-def _arrivals(load: Load, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
+def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[ArrivalProcess | None, int]:
     """Return the arrivals of a load (None: saturated), and the number of requests to measure."""
     rates = load.arrival_rate_per_s
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)

@@ -76,7 +76,7 @@ class ClientResult:
         return self.token_s[0] if self.token_s else None
 
 
-class _Choice(msgspec.Struct):
+class _ChoiceTokens(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
@@ -85,7 +85,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_ChoiceTokens] = []
     xgpt: ServerTimes | None = None
     error: _Error | None = None
 

@@ -47,7 +47,7 @@ from xgpt.core.schema.policy import PolicyChoice
 from xgpt.core.schema.speculation import MOST_AHEAD, SpeculativeMethod
 from xscheduler.expression import names_in
 
-R = TypeVar("R", bound="Request")
+R = TypeVar("R", bound="RequestBase")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ Rates = float | tuple[tuple[float, float | None], ...]
 """Requests a second, or stages of them: (rate, seconds)."""
 
 
-class Request(Frozen):
+class RequestBase(Frozen):
     """The base of all requests.
 
     Attributes:
@@ -101,7 +101,7 @@ class Request(Frozen):
     most_used: ClassVar[tuple[str, ...]] = ()
 
 
-class ModelAndDevices(Request):
+class ModelAndDevices(RequestBase):
     """A model, and the devices that it runs on."""
 
     group: ClassVar[str] = "Problem"
@@ -117,7 +117,7 @@ class ModelAndDevices(Request):
     """Number type of keys and values: int8 on CPUs, float8 on GPUs that are planned for."""
 
 
-class Planned(ModelAndDevices):
+class ProblemFields(ModelAndDevices):
     """What is planned for: a model on devices, with a profile, an engine and a price."""
 
     group: ClassVar[str] = "Problem"
@@ -133,7 +133,7 @@ class Planned(ModelAndDevices):
     YAML file."""
 
 
-class Bounds(Request):
+class BoundFields(RequestBase):
     """Bounds on the times of a request."""
 
     group: ClassVar[str] = "Bounds"
@@ -155,7 +155,7 @@ class Bounds(Request):
     """Share by which steps may take longer than predicted before a bound is broken."""
 
 
-class ObjectiveAndShares(Bounds):
+class ObjectiveAndShares(BoundFields):
     """What is maximised under the bounds, and which share of requests must keep them."""
 
     group: ClassVar[str] = "Bounds"
@@ -173,7 +173,7 @@ class ObjectiveAndShares(Bounds):
     """Share of requests that must keep `tpot_s` by itself."""
 
 
-class Policy(Request):
+class Policy(RequestBase):
     """Which kinds of schedules are searched."""
 
     group: ClassVar[str] = "Search"
@@ -185,7 +185,7 @@ class Policy(Request):
     exegpt: the better of rra and waa. auto: the best of all but slack."""
 
 
-class ProblemRequest(Planned, ObjectiveAndShares):
+class ProblemRequest(ProblemFields, ObjectiveAndShares):
     """A planning problem, and how to search it."""
 
     group: ClassVar[str] = "Search"
@@ -208,7 +208,7 @@ class ProblemRequest(Planned, ObjectiveAndShares):
         return Constraint(**{name: value for name, value in given.items() if value is not None})
 
 
-class Arrivals(Request):
+class ArrivalFields(RequestBase):
     """How requests arrive."""
 
     group: ClassVar[str] = "Arrivals"
@@ -216,7 +216,7 @@ class Arrivals(Request):
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
 
 
-class Speculated(Request):
+class Speculated(RequestBase):
     """Speculative decoding, if the engine does it."""
 
     group: ClassVar[str] = "Speculative decoding"
@@ -238,7 +238,7 @@ class Speculated(Request):
     """Checkpoint of the draft, for the engine's command."""
 
 
-class PlanRequest(ProblemRequest, Policy, Arrivals, Speculated):
+class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     """A plan. Names are looked up later, by `xgpt.problems.resolve`."""
 
     group: ClassVar[str] = "Search"
@@ -281,7 +281,7 @@ class CompareRequest(ProblemRequest):
     """With `measure`: seed of lengths."""
 
 
-class FleetRequest(Planned, Bounds, Policy):
+class FleetRequest(ProblemFields, BoundFields, Policy):
     """The fleet of a day."""
 
     group: ClassVar[str] = "Fleet"
@@ -321,7 +321,7 @@ class ProfileRequest(ModelAndDevices):
     """Engine whose kernels are imported: vllm, sglang, trtllm, or a version of one, as in vllm-0.15."""
 
 
-class OfAPlan(Request):
+class OfAPlan(RequestBase):
     """A plan that was made from a profile."""
 
     group: ClassVar[str] = "Plan"
@@ -329,7 +329,7 @@ class OfAPlan(Request):
     """Profile that the plan was made from."""
 
 
-class Load(OfAPlan):
+class LoadFields(OfAPlan):
     """The requests with which a plan is simulated or measured."""
 
     group: ClassVar[str] = "Load"
@@ -356,7 +356,7 @@ class Load(OfAPlan):
     """Seed of lengths and arrivals."""
 
 
-class SimulateRequest(Load, Arrivals):
+class SimulateRequest(LoadFields, ArrivalFields):
     """A simulated run of a plan."""
 
     group: ClassVar[str] = "Load"
@@ -366,7 +366,7 @@ class SimulateRequest(Load, Arrivals):
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
 
 
-class Running(Request):
+class EngineFields(RequestBase):
     """What runs a plan."""
 
     group: ClassVar[str] = "Engine"
@@ -378,7 +378,7 @@ class Running(Request):
     policy static for one device."""
 
 
-class BenchRequest(Load, Running):
+class BenchRequest(LoadFields, EngineFields):
     """A measured run of a plan, or of an endpoint."""
 
     group: ClassVar[str] = "Client"
@@ -402,7 +402,7 @@ class ReportRequest(OfAPlan):
     """Seed of the simulated requests."""
 
 
-class Replanning(Request):
+class Replanning(RequestBase):
     """What another plan may change."""
 
     group: ClassVar[str] = "Plan"
@@ -429,7 +429,7 @@ def _time_of_day(text: str) -> str:
     return text
 
 
-class AutoscaleRequest(Request):
+class AutoscaleRequest(RequestBase):
     """A recommendation of a fleet's replicas."""
 
     group: ClassVar[str] = "Load"
@@ -453,7 +453,7 @@ class AutoscaleRequest(Request):
     """Port of the metric; 0: any free one."""
 
 
-class Served(OfAPlan, Running, Replanning):
+class Served(OfAPlan, EngineFields, Replanning):
     """The plan that a server runs, and how."""
 
     group: ClassVar[str] = "Engine"
@@ -473,7 +473,7 @@ class Served(OfAPlan, Running, Replanning):
     """Check devices, memory and checkpoint, and start nothing."""
 
 
-class Endpoint(Request):
+class Endpoint(RequestBase):
     """The address of a server, and what it records."""
 
     group: ClassVar[str] = "Endpoint"
@@ -499,7 +499,7 @@ class Endpoint(Request):
     """With `front=smg`: port of pages, plan and metrics; 0: any."""
 
 
-class RequestLimits(Request):
+class RequestLimits(RequestBase):
     """Limits on the requests that a server takes."""
 
     group: ClassVar[str] = "Limits"
@@ -541,7 +541,7 @@ class ServeFields(Endpoint, RequestLimits, Served):
     """Write it over any file, not only over an earlier step log."""
 
 
-REQUESTS: dict[str, type[Request]] = {
+REQUESTS: dict[str, type[RequestBase]] = {
     "plan": PlanRequest,
     "fleet": FleetRequest,
     "profile": ProfileRequest,

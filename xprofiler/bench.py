@@ -30,8 +30,8 @@ from xrunner.engine import Engine
 from xrunner.generation import Generation
 from xrunner.gpu.graphs import CudaCapture
 from xrunner.models import DecoderModel, EncoderDecoderModel
-from xrunner.models.latent import LatentAttention
-from xrunner.models.layers import Attention
+from xrunner.models.latent import LatentSelfAttention
+from xrunner.models.layers import SelfAttention
 from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
@@ -312,7 +312,9 @@ class Bench:
         model = self.worker.model
         assert isinstance(model, DecoderModel)
         layers = [
-            attention.scoring for attention in model.modules() if isinstance(attention, Attention | LatentAttention)
+            attention.scoring
+            for attention in model.modules()
+            if isinstance(attention, SelfAttention | LatentSelfAttention)
         ]
 
         def run() -> None:

@@ -45,7 +45,7 @@ LEAST_PROMPT = 8
 
 
 @dataclass(frozen=True)
-class Points:
+class EncoderDecoderPoints:
     """Where an encoder-decoder is measured, as far as its context reaches.
 
     Attributes:
@@ -65,7 +65,7 @@ class Points:
     cross: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> Points:
+    def of(cls, spec: ModelSpec) -> EncoderDecoderPoints:
         prompts = [n for n in PROMPTS if n <= spec.max_context]
         contexts = [n for n in CONTEXTS if n <= spec.max_context]
         context = contexts[min(1, len(contexts) - 1)]
@@ -93,7 +93,7 @@ class CrossBench(Bench):
     short_sequences = ((128, 50),)
 
     def jobs(self) -> Jobs:
-        points = Points.of(self.spec)
+        points = EncoderDecoderPoints.of(self.spec)
         jobs: Jobs = {}
         for n, (prompt, own) in points.decodes.items():
             jobs["decode step", n] = partial(self.step, [(prompt, own - 1)] * n)
@@ -198,7 +198,7 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     Args:
         alone: of one device; the embedding is the profile's, so what it costs more or less here is in the layers.
     """
-    points = Points.of(spec)
+    points = EncoderDecoderPoints.of(spec)
 
     def rest(step: str, n: int, embedded: int, num_layers: int, beside: float) -> float:
         return max(measured[step, n] - alone["embedding", embedded] - beside, 0.0) / num_layers

@@ -12,7 +12,7 @@ from xgpt.core.schema.step_log import StepRecord
 TASKS = Path("/proc/self/task")
 
 
-class CoreWaits:
+class CoreWaitMeter:
     """Hands each record on with the longest time for which a thread of this process was ready to run during the step
     while other threads had the cores. To be called in the thread that executes steps.
 

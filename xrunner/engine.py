@@ -37,6 +37,7 @@ class Engine:
         reuse: requests share the K/V of what their prompts have in common.
 
     Attributes:
+        executor: what computes the steps now.
         scores_prompts: whether log probabilities of prompts are given.
         on_refused: called with the reason, in `step`'s thread, if another plan cannot be deployed; this one goes on.
         on_begin: called there with the requests that a step takes up, as it begins.
@@ -61,7 +62,7 @@ class Engine:
         self._progress = Ledger()
         self.scores_prompts = executor.scores_prompts
         self._schedule = schedule
-        self._executor = executor
+        self.executor = executor
         self._clock = clock
         self._prefixes = Prefixes() if reuse else None
         self._recorder = Recorder([] if on_step is None else [on_step])
@@ -75,10 +76,6 @@ class Engine:
     @property
     def pool(self) -> Pool:
         return self._schedule.pool
-
-    @property
-    def executor(self) -> Executor:
-        return self._executor
 
     def submit(self, generation: Generation) -> None:
         """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
@@ -98,14 +95,14 @@ class Engine:
 
     def _hand_in(self, what: HandedIn) -> None:
         self._inbox.put(what)
-        self._executor.interrupt()
+        self.executor.interrupt()
 
     takes_seeds = True
 
     @property
     def resumes(self) -> bool:
         """Whether what a request has generated can be encoded with its prompt."""
-        return self._executor.resumes
+        return self.executor.resumes
 
     @property
     def is_emptying(self) -> bool:
@@ -145,9 +142,9 @@ class Engine:
             try:
                 self._begin_all()
                 if self._recorder.is_idle:
-                    self._executor.check()
+                    self.executor.check()
                     return None
-                ended = self._executor.collect()
+                ended = self.executor.collect()
             except WorkerLost as lost:
                 self._recover(str(lost))
                 return []
@@ -189,13 +186,13 @@ class Engine:
             generation.deadline_ns,
             generation.promised_output,
             generation.account,
-            self._chain(generation),
+            () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size),
         )
         if not self.pool.can_ever_fit(request):
             self._give_up(generation.id, "it does not fit the K/V memory of the plan that runs now")
             return
         try:
-            self._executor.accept(generation)
+            self.executor.accept(generation)
         except Exception as error:
             self._give_up(generation.id, f"it cannot be handed to a worker: {type(error).__name__}: {error}")
             return
@@ -203,12 +200,10 @@ class Engine:
         self._schedule.submit(request)
         self._recorder.arrive(request)
 
-    def _chain(self, generation: Generation) -> Chain:
-        """Return the keys of a prompt's blocks; none if nothing is shared, for example if an encoder reads prompts."""
-        is_scored = generation.sampling.prompt_logprobs is not None  # every one of its tokens is to be computed
-        if self._prefixes is None or not self._executor.resumes or is_scored:
-            return ()
-        return self._prefixes.extend((), generation.prompt, self.pool.block_size, generation.account)
+    @property
+    def _shared(self) -> Prefixes | None:
+        """The keys of blocks that requests share; None if they share none, for example if an encoder reads prompts."""
+        return self._prefixes if self.executor.resumes else None
 
     def _go_over(self, schedule: Schedule) -> None:
         if not self.is_emptying and self._schedule.apply(schedule):
@@ -223,8 +218,8 @@ class Engine:
 
     def _redeploy(self) -> None:
         """Give the workers up, deploy the other plan, and let in the requests that were parked."""
-        self._executor = Vacant()  # what was there frees its memory before the next takes its own
-        self._schedule, self._executor, refused = self._redeployment.run(self._schedule)
+        self.executor = Vacant()  # what was there frees its memory before the next takes its own
+        self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
             self.on_refused(refused)
         for generation in self._redeployment.unpark():
@@ -236,8 +231,8 @@ class Engine:
                 self._begin(step)
 
     def _begin(self, step: Step) -> None:
-        self._executor.release(step.preempted)
-        if not self._executor.resumes:
+        self.executor.release(step.preempted)
+        if not self.executor.resumes:
             self._progress.repeat(step.preempted)
         taken_up = []
         for chunk in step.encode:
@@ -246,15 +241,15 @@ class Engine:
                 taken_up.append(chunk.id)
                 assert request.table is not None
                 tables = (request.table,) if request.prompt_table is None else (request.prompt_table, request.table)
-                self._executor.start(self._progress.resumed(request), *tables)
-        self._executor.begin(step)
+                self.executor.start(self._progress.resumed(request), *tables)
+        self.executor.begin(step)
         self._recorder.begin(step, self._now_ns)
         if taken_up:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
         """Account for the step's tokens; requests held by a static batch compute on, but hand out no more."""
-        logprobs, failed, pool = self._executor.logprobs, self._executor.failed, self._schedule.pool
+        logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool
         tokens = []
         for id_, chosen in sampled.items():
             if not pool.is_silent(id_):
@@ -263,7 +258,11 @@ class Engine:
         tokens = self._progress.without_repeated(tokens)
         finished = [token.id for token in tokens if token.finish]
         ended_in_error = [token.id for token in tokens if token.finish == "error"]
-        outputs = self._outputs(id_ for id_ in finished if id_ not in ended_in_error)
+        outputs: dict[int, Chain] = {}
+        if (shared := self._shared) is not None:
+            for id_ in (id_ for id_ in finished if id_ not in ended_in_error):
+                sequence = self._progress.sequence(id_)  # without the last token
+                outputs[id_] = shared.of_output(pool.running[id_], sequence, pool.block_size)
         freed = self._schedule.settle(step, finished, outputs, ended_in_error)
         for token in tokens:
             self._progress.note(token)
@@ -271,16 +270,6 @@ class Engine:
         self._forget(freed)
         self._recorder.end(step, self._clock, finished, outputs, ended_in_error)
         return tokens
-
-    def _outputs(self, finished: Iterable[int]) -> dict[int, Chain]:
-        """Return the keys of the blocks that requests leave after those of their prompts."""
-        if self._prefixes is None or not self._executor.resumes:
-            return {}
-        outputs = {}
-        for id_ in finished:
-            request, sequence = self.pool.running[id_], self._progress.sequence(id_)  # without the last token
-            outputs[id_] = self._prefixes.extend(request.chain, sequence, self.pool.block_size, request.account)
-        return outputs
 
     def _go_on_after(self, error: Exception) -> None:
         """Start anew after a step that has failed, without the request at fault once that is known.
@@ -304,7 +293,7 @@ class Engine:
     def _recover(self, why: str) -> None:
         """Start anew with all requests that were waiting or running, in the order of their arrival."""
         logger.warning("%s; starting anew with %d requests", why, len(self._progress.generations))
-        self._executor.restart()
+        self.executor.restart()
         old = self._schedule.pool
         requests = [*self._suspects.recall(), *old.running.values(), *old.waiting]
         self._forget([request.id for request in old.running.values() if old.is_silent(request.id)])
@@ -315,7 +304,7 @@ class Engine:
                 self._take_in_again(request)
 
     def _take_in_again(self, request: Request) -> None:
-        again = self._progress.anew(request, lambda r: self._executor.resumes and self.pool.can_ever_fit(r))
+        again = self._progress.anew(request, lambda r: self.executor.resumes and self.pool.can_ever_fit(r))
         self._schedule.submit(again)
         self._recorder.arrive(again)
 
@@ -324,12 +313,12 @@ class Engine:
         for id_ in freed:
             self._progress.forget(id_)
             self._suspects.forget(id_)
-        self._executor.release(freed)
+        self.executor.release(freed)
 
     def uses(self) -> list[Use]:
         """Of the processes that run it, if others than this one do."""
-        return self._executor.uses()
+        return self.executor.uses()
 
     def close(self) -> None:
         """Give up the workers."""
-        self._executor.close()
+        self.executor.close()

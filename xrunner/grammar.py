@@ -166,17 +166,17 @@ class Grammars:
         matcher = self._matcher(grammar)
         if matcher.is_error():
             return matcher.get_error()
-        if State(matcher, self._vocab_size, self._eos).allowed() is None:
+        if GrammarState(matcher, self._vocab_size, self._eos).allowed() is None:
             return "no output keeps to it, or what does is too much to follow"
         return None
 
-    def state(self, grammar: str, output: Sequence[int] = ()) -> State:
+    def state(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
         """Return the state behind `output`.
 
         Raises:
             MachineError: the tokenizer cannot be used.
         """
-        state = State(self._matcher(grammar), self._vocab_size, self._eos)
+        state = GrammarState(self._matcher(grammar), self._vocab_size, self._eos)
         for token in output:
             state.take(token)
         return state
@@ -198,7 +198,7 @@ class Grammars:
             return matcher.deep_copy()
 
 
-class State:
+class GrammarState:
     """Where an output stands in its grammar.
 
     Args:

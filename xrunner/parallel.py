@@ -20,8 +20,17 @@ from xgpt.core.schema import ModelSpec
 from xrunner.generation import NO_TOKEN
 from xrunner.models import EncoderDecoderModel, Model, family_of
 from xrunner.models.experts import MixtureOfExperts
-from xrunner.models.latent import LatentAttention
-from xrunner.models.layers import Attention, CrossAttention, Embedding, GatedMlp, Linear, Mlp, RelativeBias, parameter
+from xrunner.models.latent import LatentSelfAttention
+from xrunner.models.layers import (
+    CrossAttention,
+    Embedding,
+    GatedMlp,
+    Linear,
+    Mlp,
+    RelativeBias,
+    SelfAttention,
+    parameter,
+)
 
 
 class Group(Protocol):
@@ -268,7 +277,7 @@ def _reduced(model: Model) -> list[nn.Module]:
     modules: list[nn.Module] = []
     for name, module in model.named_modules():
         match module:
-            case Attention() | CrossAttention() | LatentAttention() if hasattr(module, "out"):
+            case SelfAttention() | CrossAttention() | LatentSelfAttention() if hasattr(module, "out"):
                 modules.append(module.out)
             case Mlp() | GatedMlp() if ".experts." not in name and not name.endswith(".shared"):
                 modules.append(module.down)
@@ -295,11 +304,11 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
 
     for name, module in model.named_modules():
         match module:
-            case Attention():
+            case SelfAttention():
                 rows(f"{name}.qkv", q, kv, kv)
                 columns(f"{name}.out", q)
                 found[f"{name}.sinks"] = (Cut(0, part.heads.start, part.heads.full),)
-            case LatentAttention():
+            case LatentSelfAttention():
                 rows(f"{name}.q", q)
                 rows(f"{name}.q_b", q)
                 rows(f"{name}.kv_b", part.heads.times(module.head_dim - module.turning + module.value_dim))

@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from xgpt.core.policies import Request
 from xgpt.core.schema.step_log import Account, Chain
+from xrunner.generation import Generation
 
 KEY_BYTES = 16
 
@@ -23,10 +25,19 @@ class Prefixes:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._roots: dict[str, bytes] = {}
-        """Of each account, what its chains begin with."""
+        """What the chains of each account begin with."""
+
+    def of_prompt(self, generation: Generation, block_size: int) -> Chain:
+        """Return the keys of a prompt's full blocks; none if the prompt is scored, as all its tokens are computed."""
+        is_scored = generation.sampling.prompt_logprobs is not None
+        return () if is_scored else self.extend((), generation.prompt, block_size, generation.account)
+
+    def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
+        """Return the keys of the full blocks that a request leaves after those of its prompt."""
+        return self.extend(request.chain, sequence, block_size, request.account)
 
     def extend(self, chain: Chain, tokens: Sequence[int], block_size: int, account: Account) -> Chain:
-        """Return the keys of the full blocks of a sequence behind those of `chain`, which are its first ones."""
+        """Return the keys of the full blocks of a sequence after its first ones, whose keys are `chain`."""
         previous = chain[-1] if chain else self._root(account)
         width = 4 * block_size
         ids = array("i", tokens[len(chain) * block_size :]).tobytes()

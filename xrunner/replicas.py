@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 
 from xgpt.core import policies
 from xgpt.core.policies import Pool, Request, Schedule
-from xgpt.core.policies.routing import BLOCKS_A_KEY, Router
+from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.engine import Engine
@@ -88,10 +88,10 @@ class Replicas:
         count: int,
         *,
         on_step: Callable[[StepRecord], None] | None = None,
-        router: Router | None = None,
+        router: ReplicaRouter | None = None,
     ) -> None:
         self._prefixes = None if router is None else Prefixes()
-        self._router = router or Router(count, 0.0)
+        self._router = router or ReplicaRouter(count, 0.0)
         self._listeners = [] if on_step is None else [on_step]
         self._outcomes: SimpleQueue[ReplicaEvent] = SimpleQueue()
         self._wake = threading.Event()

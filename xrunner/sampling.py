@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xrunner.generation import NO_TOKEN, Logprobs, SamplingParams
-from xrunner.grammar import Grammars, State
+from xrunner.grammar import Grammars, GrammarState
 
 MIN_TEMPERATURE = 1e-5
 """Below it the highest logit wins in any case, and the division would overflow."""
@@ -67,7 +67,7 @@ class Sampler:
         self._settings = np.full(0, _GREEDY)
         self._active: set[int] = set()
         self._grammars = grammars
-        self._states: dict[int, State] = {}
+        self._states: dict[int, GrammarState] = {}
         """Grammar states, by row that has a grammar."""
         self.failed: dict[int, str] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}

@@ -25,7 +25,7 @@ from xscheduler.box_bounds import excess_of
 from xscheduler.expression import Values, value_of
 from xscheduler.placement import Placement
 from xsimulator.forecast import CHOICES, FORECASTS, Performance
-from xsimulator.forecast.base import Ints, Room
+from xsimulator.forecast.base import Ints, PlacementLimits
 from xsimulator.lengths import Lengths
 from xsimulator.memory import LaneMemory, capacity
 
@@ -168,10 +168,10 @@ class Space:
         return np.asarray([self.fixed[name]]) if name in self.fixed else self.forecast.values(name, self._room)
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> PlacementLimits:
         micro = self.placement.microbatches
         limits = self.limits
-        return Room(self.lengths, micro, self.least_requests, self.capacity, limits.max_batch, limits.engine)
+        return PlacementLimits(self.lengths, micro, self.least_requests, self.capacity, limits.max_batch, limits.engine)
 
     @cached_property
     def least_requests(self) -> int:

@@ -19,7 +19,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import gamma_arrivals, sample
 from xsimulator.clock import LaneClock, TwoLaneClock
 from xsimulator.costs.step_cost import LaneCost, lanes_of
-from xsimulator.counts.arrivals import Array, GoalNs, Limits, Run, Stream
+from xsimulator.counts.arrivals import Array, GoalNs, KeptBounds, Run, Stream
 from xsimulator.counts.counted_run import counted_run
 from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedEngine, SimulatedRequest
@@ -98,7 +98,7 @@ class Trial:
         path_s = plan.request_path_s
         goals = () if not slack else tuple(_in_ns(g, slack, path_s, self.num_requests) for g in self.constraint.goals)
         run = run_of(plan, self.lanes, stream, by_request=self._by_request)
-        if not run.run(Limits(goals, self.num_warm_up, last)):
+        if not run.run(KeptBounds(goals, self.num_warm_up, last)):
             return None
         counted = slice(self.num_warm_up, last)
         arrived, first, end, outputs = (
@@ -122,7 +122,7 @@ class Trial:
         stream = Stream(inputs, outputs, longest, np.zeros_like(inputs), cached)
         run = run_of(in_order_of_arrival(self.plan), self.lanes, stream, by_request=self._by_request)
         count = self.num_warm_up + self.num_requests
-        run.run(Limits((), 0, count))
+        run.run(KeptBounds((), 0, count))
         ends = np.asarray(run.end_ns)
         ends = np.sort(ends[ends >= 0])
         first, last = ends[self.num_warm_up], ends[count - 1]
@@ -331,7 +331,7 @@ class EngineRun:
         self._emits = schedule.pool.encode_emits
         self.first_ns, self.end_ns = ([-1] * len(self._requests) for _ in range(2))
 
-    def run(self, limits: Limits | None = None) -> bool:
+    def run(self, limits: KeptBounds | None = None) -> bool:
         """See `Run.run`."""
         goals, first, last = limits or ((), 0, len(self._requests))
         broken, left = [0] * len(goals), last - first

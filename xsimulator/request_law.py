@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema.step_log import StepRecord
-from xsimulator.counts.arrivals import BOTH, Limits, Run
+from xsimulator.counts.arrivals import BOTH, KeptBounds, Run
 from xsimulator.lengths import Lengths
 
 Array = npt.NDArray[np.float64]
@@ -125,7 +125,7 @@ def request_law(
 def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
     """Run until those after the first `skip_requests` have ended, and return the law of their own latencies."""
     counted = slice(skip_requests, skip_requests + num_requests)
-    run.run(Limits((), counted.start, counted.stop))
+    run.run(KeptBounds((), counted.start, counted.stop))
     requests = run.state.requests[counted]
     return _own_law((requests["end_ns"] - requests["admitted_ns"]) / 1e9, requests["admitted_step"])
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs, open_loop
 from xgpt.core.errors import XgptError
-from xgpt.core.prefixes import Prefixes
+from xgpt.core.prefixes import TracePrefixes
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import DType
 from xgpt.core.workload import TraceLengths
@@ -160,7 +160,9 @@ def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
     of_request = tuple(prompts[n % NUM_PROMPTS][: -(-lengths[0] // BLOCK)] for n in range(count))
     outputs = tuple(tuple(range(own + n * left, own + (n + 1) * left)) for n in range(count))
     sizes = (np.full(count, length) for length in lengths)
-    return ReuseCurve(TraceLengths(*sizes, None, Prefixes(BLOCK, of_request, outputs)), BLOCK).cached(kv_blocks * BLOCK)
+    return ReuseCurve(TraceLengths(*sizes, None, TracePrefixes(BLOCK, of_request, outputs)), BLOCK).cached(
+        kv_blocks * BLOCK
+    )
 
 
 # TensorRT-LLM offline -----------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_a_measured_profile_has_both_halves(measured_problem):
 def test_parts_add_up_to_the_steps_that_were_measured(checkpoint):
     """Whatever was measured of the parts: what predictions charge for a measured step is the step's own time."""
     spec = read_spec(checkpoint("t5-gated-untied")[0])
-    points = encoder_decoder.Points.of(spec)
+    points = encoder_decoder.EncoderDecoderPoints.of(spec)
     rng = np.random.default_rng(3)
     measured = {("spread", 0): 0.0} | jitter_of([0.05])
     sizes = {

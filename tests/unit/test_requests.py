@@ -22,7 +22,7 @@ from xgpt.cli import COMMANDS, commands
 from xgpt.cli.options import Command, RequestOption
 from xgpt.core.schema import AdmissionOrder, DType
 from xgpt.core.schema.policy import PolicyChoice
-from xgpt.requests import REQUESTS, Option, Request
+from xgpt.requests import REQUESTS, Option, RequestBase
 
 ROOT = Path(__file__).parents[2]
 MADE = {"xgpt/options.json": options_json, "xgpt/keywords.pyi": keywords_pyi}
@@ -57,7 +57,7 @@ def declarations() -> dict[tuple[str, str], set[str]]:
     """The classes that declare a field, by its name and text."""
     found = defaultdict(set)
     for kind in vars(requests).values():
-        if inspect.isclass(kind) and issubclass(kind, Request):
+        if inspect.isclass(kind) and issubclass(kind, RequestBase):
             for name in inspect.get_annotations(kind).keys() & kind.model_fields.keys():
                 found[name, descriptions(kind)[name]].add(kind.__name__)
     return found

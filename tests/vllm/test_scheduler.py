@@ -25,7 +25,7 @@ from xgpt.core.schema import (
     StepTimes,
 )
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.vllm.channel import Accepted, FrontSide, Stepped, Up
+from xrunner.vllm.channel import Accepted, FrontSide, Up, VllmStepped
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
@@ -157,7 +157,7 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
         while num_ended < 20:
             message = told(running.front, 60)
             assert message is not None
-            if isinstance(message, Stepped):
+            if isinstance(message, VllmStepped):
                 num_ended += sum(len(record.finished) for record in message.records)
         running.front.send_plan(after)
 

@@ -21,7 +21,7 @@ MOONCAKE_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Prefixes:
+class TracePrefixes:
     """Blocks of a trace's requests, in the order of its requests.
 
     Attributes:
@@ -63,10 +63,12 @@ class Prefixes:
             keys.append(id_.to_bytes(8, "big", signed=True) + block.to_bytes(4, "big"))
         return tuple(keys)
 
-    def take(self, order: npt.NDArray[np.int64]) -> Prefixes:
+    def take(self, order: npt.NDArray[np.int64]) -> TracePrefixes:
         """Return those of these requests, in this order."""
         places = order.tolist()
-        return Prefixes(self.block_size, tuple(self.prompts[i] for i in places), tuple(self.outputs[i] for i in places))
+        return TracePrefixes(
+            self.block_size, tuple(self.prompts[i] for i in places), tuple(self.outputs[i] for i in places)
+        )
 
 
 def read_ids(where: str, row: Mapping[str, object], input_length: int, output_length: int) -> tuple[int, ...]:

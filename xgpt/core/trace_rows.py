@@ -69,7 +69,7 @@ class Row(NamedTuple):
     fields: Mapping[str, object] = MappingProxyType({})
 
 
-class Rows(NamedTuple):
+class TraceRows(NamedTuple):
     """The requests of a file.
 
     Attributes:
@@ -104,7 +104,7 @@ def read_text(path: Path, field: str) -> str:
         raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
 
 
-def read_rows(path: Path, field: str) -> Rows:
+def read_rows(path: Path, field: str) -> TraceRows:
     """Return the requests of a trace in any of the formats.
 
     Raises:
@@ -133,7 +133,7 @@ def is_metrics(text: str) -> bool:
 # --- CSV
 
 
-def _csv_rows(path: Path, text: str) -> Rows:
+def _csv_rows(path: Path, text: str) -> TraceRows:
     first = next((line for line in text.splitlines() if line.strip()), "")
     delimiter = max(DELIMITERS, key=lambda mark: (len(_columns(first.split(mark))), first.count(mark)))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
@@ -143,7 +143,7 @@ def _csv_rows(path: Path, text: str) -> Rows:
             header = cells
             break
     if header is None:
-        return Rows(())
+        return TraceRows(())
     columns = _columns(header)
     needed: tuple[Role, ...] = ("input", "output")
     if missing := [role for role in needed if role not in columns]:
@@ -152,7 +152,7 @@ def _csv_rows(path: Path, text: str) -> Rows:
         accepted = f"no column of the header has a known name of the {missing[0]}, such as {known[0]}, {known[3]}{hint}"
         raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
     time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
-    return Rows(_cells(path, reader, columns, len(header), delimiter), time)
+    return TraceRows(_cells(path, reader, columns, len(header), delimiter), time)
 
 
 def _columns(header: list[str]) -> dict[Role, int]:
@@ -183,7 +183,7 @@ def _cells(path: Path, reader: Any, columns: dict[Role, int], width: int, delimi
 # --- JSON
 
 
-def _json_rows(path: Path, text: str) -> Rows:
+def _json_rows(path: Path, text: str) -> TraceRows:
     documents = list(_documents(path, text))
     if len(documents) == 1 and isinstance(documents[0][1], list):
         documents = [(f"{path}, entry {i}", each) for i, each in enumerate(documents[0][1], start=1)]
@@ -200,7 +200,7 @@ def _json_rows(path: Path, text: str) -> Rows:
     if len(names) > 1:
         accepted = "times have one name in all rows"
         raise InputError(str(path), " and ".join(sorted(names)), accepted)
-    return Rows(rows, names.pop() if names else "")
+    return TraceRows(rows, names.pop() if names else "")
 
 
 def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -292,7 +292,7 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         level = inner
 
 
-def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> Rows:
+def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
     """Return the requests among spans: those with token counts whose parents have none."""
     rows = {}
     for where, span in entries:
@@ -302,10 +302,10 @@ def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> Rows:
     chosen = [row for row, parent in rows.values() if parent not in rows]
     others = len(entries) - len(chosen)
     notes = (f"{others} of {len(entries)} spans are no requests, or parts of one that is counted",) if others else ()
-    return Rows(chosen, "startTimeUnixNano" if chosen and chosen[0].timestamp is not None else "", notes)
+    return TraceRows(chosen, "startTimeUnixNano" if chosen and chosen[0].timestamp is not None else "", notes)
 
 
-def _conversations(documents: list[tuple[str, Any]]) -> Rows:
+def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
     """Return the answers of ShareGPT's conversations, each with all that was said before as its prompt."""
     rows = []
     for where, of in documents:
@@ -316,4 +316,4 @@ def _conversations(documents: list[tuple[str, Any]]) -> Rows:
                 rows.append(Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None))
             said += length
     note = f"the file has text, no token counts: {CHARACTERS} characters are taken for a token"
-    return Rows(rows, "", (note, "each answer is a request, its prompt all that was said before"))
+    return TraceRows(rows, "", (note, "each answer is a request, its prompt all that was said before"))

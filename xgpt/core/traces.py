@@ -16,7 +16,7 @@ import numpy as np
 
 from xgpt.core.errors import InputError
 from xgpt.core.numbers import decimal, whole
-from xgpt.core.prefixes import Prefixes, block_size_of, read_ids, read_output_ids
+from xgpt.core.prefixes import TracePrefixes, block_size_of, read_ids, read_output_ids
 from xgpt.core.schema.workload import Histogram, Workload
 from xgpt.core.trace_rows import Row, is_metrics, plain, read_rows, read_text
 from xgpt.core.workload import TraceLengths, histogram_of
@@ -124,7 +124,7 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
     notes = list(found.notes)
     if (left_out := num_rows - len(inputs)) > 0:
         notes.append(f"{left_out} of {num_rows} rows have no input or no output tokens and are left out")
-    prefixes = Prefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
+    prefixes = TracePrefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
     seconds = None
     if times:
         unit, is_known = ("s", True) if are_dates else _unit(path, field, found.time_name, times, row, prefixes)
@@ -153,7 +153,7 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
 
 
 def _unit(
-    path: Path, field: str, name: str, times: list[float], row: Row, prefixes: Prefixes | None
+    path: Path, field: str, name: str, times: list[float], row: Row, prefixes: TracePrefixes | None
 ) -> tuple[str, bool]:
     """Return the unit of a trace's times, and whether it is stated: by their name, or by the format."""
     written = plain(name)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.errors import InputError
-from xgpt.core.prefixes import Prefixes
+from xgpt.core.prefixes import TracePrefixes
 from xgpt.core.schema.workload import (
     Constant,
     Histogram,
@@ -49,7 +49,7 @@ class TraceLengths(NamedTuple):
     input: Ints
     output: Ints
     timestamp_s: Floats | None
-    prefixes: Prefixes | None = None
+    prefixes: TracePrefixes | None = None
 
     def take(self, order: ArrayLike) -> TraceLengths:
         """Return those of these requests, in this order; times stay what they are."""

@@ -48,7 +48,7 @@ MOST_BYTES = 64 * 2**20
 """Largest size of a trace that is dropped on the page, and of a question."""
 
 
-class Worker:
+class AnswerProcess:
     """The process that answers questions (`exploring`), one at a time: a new one supersedes the one before."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ def build_app(token: str) -> Starlette:
     Args:
         token: what the query of the page's address, or the header X-Token of its requests, must hold.
     """
-    worker = Worker()
+    worker = AnswerProcess()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -60,7 +60,7 @@ def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
     return measured
 
 
-class Pace:
+class MeasuredPace:
     """Measured over predicted time of the latest steps.
 
     Whole sums are compared: a long step counts as much as several short ones.
@@ -172,7 +172,7 @@ class Observer:
         self.plan = plan
         self.window = LengthWindow()
         self.reuse = ReuseWindow(plan)
-        self.pace = Pace()
+        self.pace = MeasuredPace()
         self.goodput = Goodput()
         self._has_judged_missed = False
         """Whether a plan has been looked for since the goodput fell below the quantile."""

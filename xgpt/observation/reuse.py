@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.prefixes import Prefixes
+from xgpt.core.prefixes import TracePrefixes
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import ObservedReuse, Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
@@ -157,7 +157,7 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
     outputs = np.array([block_size * len(request.left) + 1 for request in requests])
     blocks = tuple(tuple(request.keys.tolist()) for request in requests)
     left = tuple(tuple(request.left.tolist()) for request in requests)
-    curve = ReuseCurve(TraceLengths(inputs, outputs, None, Prefixes(block_size, blocks, left)), block_size)
+    curve = ReuseCurve(TraceLengths(inputs, outputs, None, TracePrefixes(block_size, blocks, left)), block_size)
     return told_of(curve, share_of(requests)[0], len(requests) // 2)
 
 

@@ -46,7 +46,7 @@ class EngineOrder(Frozen):
 def main() -> None:
     """Run the engine until the front has gone, or the engine has failed."""
     from xrunner.channel.ends import EngineEnd
-    from xrunner.channel.host import Host
+    from xrunner.channel.host import EngineHost
     from xrunner.channel.messages import decode_down
     from xrunner.memory import keep_freed_memory
     from xrunner.server.observe.logs import log_json
@@ -58,7 +58,7 @@ def main() -> None:
     log_json(order.log_level)
     if _is_alone(order.plan):
         keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
-    host = Host(EngineEnd(socket.socket(fileno=int(sys.argv[1])), decode_down), partial(_build, order))
+    host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), decode_down), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
     engine.start()
     host.read()
@@ -68,12 +68,12 @@ def main() -> None:
 
 
 def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
-    from xrunner.core_waits import CoreWaits
+    from xrunner.core_waits import CoreWaitMeter
     from xrunner.cores import take_cores
 
     plan, is_alone = order.plan, _is_alone(order.plan)
     nodes = None if order.nodes is None else Nodes.of(*order.nodes)
-    listener = CoreWaits(on_step) if order.core_waits and is_alone else on_step
+    listener = CoreWaitMeter(on_step) if order.core_waits and is_alone else on_step
     engine = build_engine(plan, listener, nodes, order.batching, reuse=order.reuse)
     if is_alone:
         take_cores()

@@ -14,7 +14,7 @@ from xgpt.core import policies
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.policies import Schedule
 from xgpt.core.policies.build import row_tokens
-from xgpt.core.policies.routing import Router
+from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import Batching, Plan
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.serving.checking import check_devices
@@ -112,7 +112,7 @@ def build_engine(
     if batching != "flat":
         return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
-        router = Router.of(plan) if reuse and shares_prompts(plan) else None
+        router = ReplicaRouter.of(plan) if reuse and shares_prompts(plan) else None
         return Replicas(partial(build_replica, plan, reuse=reuse), plan.replicas, on_step=on_step, router=router)
     if plan.devices_per_replica > 1:
         return build_replica(plan, 0, on_step, nodes, reuse=reuse)

@@ -84,7 +84,7 @@ Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
 a team of workers for each thread that has used it, and two teams on the same cores make each other's barriers sleep."""
 
 
-class Host:
+class EngineHost:
     """An engine at its end of a channel.
 
     Call `run` in one thread and `read` in another; both return when the front has gone, or the engine has failed, of

@@ -18,7 +18,7 @@ from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, STEP_S, EngineLost
 from xrunner.channel.ends import EngineEnd, FrontEnd, pair
-from xrunner.channel.host import Host, HostedEngine, HostedPool
+from xrunner.channel.host import EngineHost, HostedEngine, HostedPool
 from xrunner.channel.messages import (
     Alive,
     Began,
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 OnStep = Callable[[StepRecord], None]
 
 
-class Limits(Protocol):
+class KvLimits(Protocol):
     """The K/V memory that a plan gives one request: blocks of `block_size` tokens; see `xgpt.core.policies.Pool`."""
 
     @property
@@ -60,7 +60,7 @@ class Limits(Protocol):
     def can_ever_fit(self, request: Request) -> bool: ...
 
 
-class MemoryAndLimits(HostedPool, Limits, Protocol):
+class MemoryAndLimits(HostedPool, KvLimits, Protocol):
     """The pool of an engine."""
 
 
@@ -71,7 +71,7 @@ class Inside:
         limits: of the plan that runs.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: KvLimits) -> None:
         self.limits = limits
         self.room = Room()
         self.waiting: dict[int, None] = {}
@@ -216,7 +216,7 @@ class EngineThreads:
             engine.listen(on_step)
             return engine
 
-        host = Host(end, build)
+        host = EngineHost(end, build)
         self._threads = [threading.Thread(target=run, daemon=True) for run in (host.run, host.read)]
         for thread in self._threads:
             thread.start()
@@ -248,7 +248,7 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, far_end: FarEnd, limits: Limits, launch: Callable[[Plan], FarEnd], limits_of: Callable[[Plan], Limits]
+        self, far_end: FarEnd, limits: KvLimits, launch: Callable[[Plan], FarEnd], limits_of: Callable[[Plan], KvLimits]
     ) -> None:
         self.on_refused: Callable[[str], None] = lambda reason: None
         self._launch = launch

@@ -200,7 +200,7 @@ class Loaded(_Message):
     exit_code: int = 0
 
 
-class Alive(_Message):
+class WorkerAlive(_Message):
     """A worker is running; sent regularly, with the bytes that it has sent and the seconds spent on steps."""
 
     worker: int
@@ -235,7 +235,7 @@ class Moved(_Message):
 
 ToWorker = Deploy | Work | RunEncoder | Transfer
 ToNode = Start | JoinAccepted | JoinRefused | Stop
-ToEngine = Hello | Loaded | Alive | StoreCall | Join | WorkerExited | StopAcknowledged
+ToEngine = Hello | Loaded | WorkerAlive | StoreCall | Join | WorkerExited | StopAcknowledged
 WorkerAnswer = Done | EncoderRan | Moved
 
 encode = msgspec.msgpack.Encoder().encode

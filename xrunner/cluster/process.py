@@ -125,7 +125,7 @@ class ControlPlane(threading.Thread):
             if (now := time.monotonic()) >= next_alive:
                 sent = self._traffic
                 counts = sent.control_bytes, sent.tensor_bytes, sent.busy_s
-                engine.send(m.encode(m.Alive(worker, epoch, *counts)))
+                engine.send(m.encode(m.WorkerAlive(worker, epoch, *counts)))
                 next_alive = now + ALIVE_S
             ready = dict(poller.poll(max(1, round(1000 * (next_alive - now)))))
             if inbox in ready:

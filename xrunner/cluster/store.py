@@ -25,7 +25,7 @@ ANSWER_S = 30.0
 
 
 @dataclass
-class Keys:
+class EpochKeys:
     """The server's side: the keys of one epoch, and the callers that wait for keys.
 
     Args:

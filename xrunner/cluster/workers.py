@@ -17,7 +17,7 @@ from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers
 from xrunner.cluster.sockets import CONTROL_BYTES, Secret, Sockets
-from xrunner.cluster.store import Keys
+from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
@@ -121,7 +121,7 @@ class Workers:
         self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
         self._socket, endpoint = self._sockets.bind(zmq.ROUTER, port, CONTROL_BYTES)
-        self._keys = Keys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
+        self._keys = EpochKeys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
         self._launcher: LauncherProcess | None = LauncherProcess(self._settings)
         self._started_epoch = 0
@@ -294,7 +294,7 @@ class Workers:
             case m.Loaded():
                 shared.loaded[message.worker] = message
                 shared.changed.notify_all()
-            case m.Alive():
+            case m.WorkerAlive():
                 member = shared.members.get(message.worker)
                 if member is not None and message.epoch == shared.epoch:
                     member.heard_s = time.monotonic()

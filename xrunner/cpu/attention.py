@@ -24,8 +24,8 @@ from xrunner.cpu.prompts import (
     WIDE,
     Context,
     Matrices,
+    RowSpan,
     Rules,
-    Span,
     Vectors,
     Way,
     attend,
@@ -68,7 +68,7 @@ class _Places(NamedTuple):
     both_ways: bool
 
 
-class _Rows(NamedTuple):
+class _StridedRows(NamedTuple):
     """Queries, keys or values wherever they lie: numba compiles anew, for seconds, for each layout of an array.
 
     # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]
@@ -141,13 +141,13 @@ def suits_matrices(cache: Tensor) -> bool:
     return cache.dtype == torch.bfloat16 and whole and amx.is_available()
 
 
-def _rows(x: Tensor) -> _Rows:
+def _rows(x: Tensor) -> _StridedRows:
     """A view, where each head's elements lie side by side and decodes' heads too. # x [tokens, heads, head_dim]"""
     num_tokens, num_heads, head_dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != head_dim:
         x = x.contiguous()
     reach = (num_tokens - 1) * x.stride(0) + num_heads * head_dim if num_tokens else 0
-    return _Rows(x.as_strided((reach,), (1,)).numpy(), x.stride(0), x.stride(1), num_heads)
+    return _StridedRows(x.as_strided((reach,), (1,)).numpy(), x.stride(0), x.stride(1), num_heads)
 
 
 def _stored(cache: np.ndarray, x: np.float32) -> Any:
@@ -271,7 +271,7 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
             # Head by head: a sequence's spans find its keys and values in the processor's cache.
             h, i, first = task // num_spans, num_alone + sequence[task % num_spans], first_row[task % num_spans]
             begin, num_tokens = query_start[i], query_start[i + 1] - query_start[i]
-            span = Span(
+            span = RowSpan(
                 at(q.values, begin * q.token_stride + h * group * q.head_stride),
                 at(out, (begin * num_heads + h * group) * head_dim),
                 (q.token_stride, q.head_stride),

@@ -119,7 +119,7 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
     return _packed(lay_out(weight, finish), scales, begin.view(torch.float32), INT8)
 
 
-class Outputs:
+class PanelOutputs:
     """Where a product's outputs lie: in whole panels; gates and what they gate take turns by panels.
 
     Attributes:
@@ -157,14 +157,14 @@ class Panels(NamedTuple):
         block: inputs of a block.
     """
 
-    outputs: Outputs
+    outputs: PanelOutputs
     numbers: np.ndarray
     block: int
 
 
 def lay_out(weight: Tensor, finish: Finish, together: int = 1) -> Panels:
     """Lay a weight of float32, bfloat16 or int8 out. # [out, in]"""
-    outputs = Outputs(len(weight), finish, together)
+    outputs = PanelOutputs(len(weight), finish, together)
     return Panels(outputs, *_laid_out(outputs.in_panels(weight)))
 
 

@@ -58,7 +58,7 @@ def _(way: Any, piece: Any) -> Any:
     return lambda way, piece: Vectors(piece, way.tiles)
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Some rows of a sequence, each (token, head of the group). Arrays, here and below, are pointers (`simd.at`).
 
     Attributes:
@@ -116,7 +116,7 @@ class Rules(NamedTuple):
     sinks: Any
 
 
-class Space(NamedTuple):
+class ThreadScratch(NamedTuple):
     """Of one thread.
 
     Attributes:
@@ -175,7 +175,7 @@ def score_floats(way):
 
 @register_jitable
 def space_floats(way, num_tiles, head_dim):
-    """Room of a `Space`, counted in float32."""
+    """Room of a `ThreadScratch`, counted in float32."""
     keys = 2 * way.piece * head_dim
     integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 3 * way.piece)
     return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
@@ -188,7 +188,7 @@ def make_space(way, num_tiles, head_dim, memory):
     keys = scores + score_floats(way)
     limits = keys + 2 * way.piece * head_dim
     places = (limits + num_tiles * WIDE) // 2
-    return Space(
+    return ThreadScratch(
         at(memory, 0),
         at(memory, scores),
         at(memory, keys),
@@ -372,7 +372,7 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
     return paired if way.instance_class is Matrices else kept
 
 
-def _prepare(way: Any, context: Context, space: Space, before: int, held: int, begin: int, end: int) -> None:
+def _prepare(way: Any, context: Context, space: ThreadScratch, before: int, held: int, begin: int, end: int) -> None:
     """Make of a piece's keys and values what the products take; those not from `begin` to `end` may be anything."""
 
 
@@ -412,7 +412,7 @@ def _(way: Any, context: Any, space: Any, before: Any, held: Any, begin: Any, en
     return found if _is_wide(context) else widened
 
 
-def _scale(context: Context, space: Space, piece: int, before: int, held: int) -> None:
+def _scale(context: Context, space: ThreadScratch, piece: int, before: int, held: int) -> None:
     """Multiply a piece's widened keys and values with their scales, if there are any."""
 
 
@@ -445,7 +445,7 @@ def _kept_as(context: Any) -> Any:
 
 
 def _score(
-    way: Any, context: Context, space: Space, tile: int, begin: int, end: int, held: tuple[int, int], lanes: int
+    way: Any, context: Context, space: ThreadScratch, tile: int, begin: int, end: int, held: tuple[int, int], lanes: int
 ) -> None:
     """Products of a tile's queries with keys from `begin` to `end` of a piece; more of them may be made.
 
@@ -509,7 +509,9 @@ def _(context: Any, space: Any) -> Any:
     return (lambda context, space: context.cache) if _is_wide(context) else (lambda context, space: space.keys)
 
 
-def _add(way: Any, context: Context, space: Space, tile: int, begin: int, end: int, asks_for: int, lanes: int) -> None:
+def _add(
+    way: Any, context: Context, space: ThreadScratch, tile: int, begin: int, end: int, asks_for: int, lanes: int
+) -> None:
     """Add values from `begin` to `end` of a piece to a tile's sums, weighted by softmax of the scores.
 
     Args:

@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from xrunner.generation import Logprobs, SamplingParams, Token
 
 if TYPE_CHECKING:
-    from xrunner.server.engine_client import Stream
+    from xrunner.server.engine_client import TokenStream
 
 
 class Output:
@@ -25,7 +25,7 @@ class Output:
     def __init__(
         self,
         index: int,
-        stream: Stream,
+        stream: TokenStream,
         prompt: tuple[int, ...],
         sampling: SamplingParams,
         stop_token_ids: frozenset[int],

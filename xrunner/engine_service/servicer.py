@@ -24,9 +24,9 @@ from xrunner.server.access.classes import Classes
 from xrunner.server.access.keys import Key
 from xrunner.server.api.errors import ApiError
 from xrunner.server.api.model import ServedModel
-from xrunner.server.engine_client import EngineClient, Inbox, Stream, Submission
+from xrunner.server.engine_client import EngineClient, Inbox, Submission, TokenStream
 from xrunner.server.http.limits import Limits
-from xrunner.server.observe.metrics import Bounds
+from xrunner.server.observe.metrics import RequestBounds
 
 STATUS = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -67,7 +67,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         assert task is not None
         id_ = request.request_id
         self._calls[id_] = task
-        streams: list[Stream] = []
+        streams: list[TokenStream] = []
         left = "cancelled"
         try:
             call = await self._read(request, context)
@@ -121,7 +121,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
             raise Invalid(f"constraint: it is not accepted: {reason}")
 
     def _submit(
-        self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[Stream]
+        self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[TokenStream]
     ) -> dict[int, Output]:
         """Hand every output to the engine, or none. Raises ApiError."""
         thread = self._engine
@@ -135,7 +135,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         submission = Submission(
             inbox=inbox,
             account=key.account,
-            bounds=Bounds(key.ttft_s, key.tpot_s, key.whole_s),
+            bounds=RequestBounds(key.ttft_s, key.tpot_s, key.whole_s),
             stop_token_ids=call.stop_token_ids,
             output_length=call.output_length,
             end_s=self._end_s(call, received_s),

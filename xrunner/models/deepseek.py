@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from xrunner.models.latent import LatentAttention
+from xrunner.models.latent import LatentSelfAttention
 from xrunner.models.layers import Empty, Rotary
 from xrunner.models.llama import LlamaModel
 from xrunner.models.qwen3_moe import Qwen3MoeModel
@@ -29,7 +29,7 @@ class DeepseekModel(LlamaModel):
     }
 
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        return LatentAttention(empty, self.spec, rotary=self.rotary(empty, layer), scoring=self.scoring(layer))
+        return LatentSelfAttention(empty, self.spec, rotary=self.rotary(empty, layer), scoring=self.scoring(layer))
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
         assert self.spec.latent is not None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from xgpt.core.schema import ModelSpec
 from xrunner.attention import Batch
 from xrunner.models.base import DecoderModel
-from xrunner.models.layers import Attention, Embedding, Empty, Mlp
+from xrunner.models.layers import Embedding, Empty, Mlp, SelfAttention
 
 
 class Gpt2Model(DecoderModel):
@@ -35,7 +35,7 @@ class Gpt2Model(DecoderModel):
         self.position_embedding = Embedding(empty, spec.max_context, spec.hidden_size)
 
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        return Attention(empty, self.spec, qkv_bias=True, out_bias=True)
+        return SelfAttention(empty, self.spec, qkv_bias=True, out_bias=True)
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return Mlp(empty, self.spec, bias=True)

@@ -25,7 +25,7 @@ class HeadProjections(nn.Module):
         self.weight = parameter(empty(rows, columns))
 
 
-class LatentAttention(nn.Module):
+class LatentSelfAttention(nn.Module):
     """Projections around attention to what is kept of each token: a vector, and a key that turns with the position.
 
     Args:

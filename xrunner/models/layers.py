@@ -279,7 +279,7 @@ class RelativeBias(nn.Module):
         return first + torch.where(distance < num_exact, distance, shared.clamp(max=num_buckets - 1))
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Projections around self-attention; `attend` does the attending and owns the cache.
 
     Args:

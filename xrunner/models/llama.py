@@ -11,7 +11,7 @@ from torch import nn
 
 from xrunner.models.base import DecoderModel
 from xrunner.models.experts import MixtureOfExperts, of_one_expert
-from xrunner.models.layers import Attention, Empty, GatedMlp, RmsNorm
+from xrunner.models.layers import Empty, GatedMlp, RmsNorm, SelfAttention
 
 
 class LlamaModel(DecoderModel):
@@ -42,7 +42,7 @@ class LlamaModel(DecoderModel):
 
     def attention(self, empty: Empty, layer: int) -> nn.Module:
         bias = self.spec.attention_bias
-        return Attention(
+        return SelfAttention(
             empty,
             self.spec,
             qkv_bias=bias,

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import nn
 
 from xrunner.models.encoder_decoder import EncoderDecoderModel
-from xrunner.models.layers import UNSCALED, Attention, Empty, GatedMlp, Mlp, RmsNorm
+from xrunner.models.layers import UNSCALED, Empty, GatedMlp, Mlp, RmsNorm, SelfAttention
 
 
 def _layer_names(stack: str, mlp: int) -> dict[str, tuple[str, ...]]:
@@ -47,7 +47,7 @@ class T5Model(EncoderDecoderModel):
     }
 
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        return Attention(empty, self.spec, qkv_bias=False, out_bias=False, scoring=UNSCALED)
+        return SelfAttention(empty, self.spec, qkv_bias=False, out_bias=False, scoring=UNSCALED)
 
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
         return GatedMlp(empty, self.spec) if self.spec.gated_ffn else Mlp(empty, self.spec, bias=False)

@@ -22,7 +22,7 @@ from xrunner.server.api.errors import ApiError
 from xrunner.server.lasting_engine import LastingEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
-from xrunner.server.observe.metrics import NO_BOUNDS, Bounds, Metrics
+from xrunner.server.observe.metrics import NO_BOUNDS, Metrics, RequestBounds
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine, ServedPool
 
@@ -65,7 +65,7 @@ class Submission:
 
     inbox: Inbox
     account: Account
-    bounds: Bounds
+    bounds: RequestBounds
     stop_token_ids: frozenset[int]
     output_length: int | None
     end_s: float
@@ -76,7 +76,7 @@ class Submission:
 
 
 @dataclass(slots=True)
-class Stream:
+class TokenStream:
     """A request in the engine: where its tokens go, and when they came.
 
     Times are those of `time.perf_counter`; 0: not yet.
@@ -100,7 +100,7 @@ class Stream:
     unwritten_s: float = 0.0
     """End of the step of its oldest token that has not been written to a client."""
     promise: Promise | None = None
-    bounds: Bounds = NO_BOUNDS
+    bounds: RequestBounds = NO_BOUNDS
     seen: Seen | None = None
     """What the watch knows of it."""
 
@@ -126,7 +126,7 @@ class EngineClient:
         """Whether what runs shall end, and nothing begin."""
         self._engine = engine
         self._ids = itertools.count()
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, TokenStream] = {}
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
@@ -242,7 +242,7 @@ class EngineClient:
 
     def submit(
         self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, submission: Submission
-    ) -> Stream:
+    ) -> TokenStream:
         """Hand in a request (see `Generation`).
 
         Raises:
@@ -262,7 +262,7 @@ class EngineClient:
             account=submission.account,
             arrival_ns=round(submission.read_s * 1e9),
         )
-        stream = Stream(
+        stream = TokenStream(
             generation.id,
             submission.inbox,
             time.perf_counter(),
@@ -282,7 +282,7 @@ class EngineClient:
         self._lasting.submit(generation)
         return stream
 
-    def cancel(self, stream: Stream, *, finish_reason: str = "cancelled") -> None:
+    def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
         """Take a request out; one that has ended already is left alone."""
         if self._streams.pop(stream.id, None) is not None:
             self._backlog.leave(stream.id)
@@ -294,12 +294,12 @@ class EngineClient:
             if finish_reason in ("stop", "deadline"):
                 self._note_deadline(stream, time.perf_counter())
 
-    def _note_deadline(self, stream: Stream, end_s: float) -> None:
+    def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
         """End a request that has had its last token, or as many as it could have."""
         if stream.deadline_s is not None:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
-    def _give_up(self, stream: Stream, token: Token) -> None:
+    def _give_up(self, stream: TokenStream, token: Token) -> None:
         """End a request that the engine has lost alone."""
         del self._streams[stream.id]
         self._backlog.leave(stream.id)
@@ -312,7 +312,7 @@ class EngineClient:
             error = ApiError(500, f"the engine could not go on with this request{why}", code="engine_error")
         stream.inbox.put_nowait(error)
 
-    def _end(self, stream: Stream) -> None:
+    def _end(self, stream: TokenStream) -> None:
         if stream.promise is not None:
             self._backlog.note_answer(*stream.promise, took_s=stream.last_token_s - stream.submitted_s)
         if self.watch is not None and stream.seen is not None:
@@ -362,7 +362,7 @@ class EngineClient:
                 whole_s = end_s - stream.submitted_s
                 metrics.e2e_s.observe(whole_s)
                 gap_s = (end_s - stream.first_token_s) / max(stream.output_tokens - 1, 1)
-                took = Bounds(stream.first_token_s - stream.submitted_s, gap_s, whole_s)
+                took = RequestBounds(stream.first_token_s - stream.submitted_s, gap_s, whole_s)
                 metrics.note_bounds(stream.account, took, stream.bounds)
                 metrics.requests.labels(token.finish).inc()
                 metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)

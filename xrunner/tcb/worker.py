@@ -19,7 +19,7 @@ from xrunner.tcb.rows import Layout, Rows, rows_of
 from xrunner.worker import fed
 
 
-class _Inside:
+class _RunningBatch:
     """A batch that is computed, and where each of its requests stands; arrays are in the order of its logits.
 
     Attributes:
@@ -74,7 +74,7 @@ class RowWorker(OneAtATime):
         self._batching, self._row_tokens, self._device, self._kept = batching, row_tokens, device, kept
         self._grammars = grammars
         self._generations: dict[int, Generation] = {}
-        self.inside: dict[int, _Inside] = {}
+        self.inside: dict[int, _RunningBatch] = {}
         self._samplers: dict[int, Sampler] = {}
         """Of each micro-batch that has had a batch."""
 
@@ -127,7 +127,7 @@ class RowWorker(OneAtATime):
         asked = {*step.decode, *(chunk.id for chunk in step.encode)}
         return {id_: token for id_, token in zip(batch.ids, tokens.tolist(), strict=True) if id_ in asked}
 
-    def _begin(self, step: Step) -> _Inside:
+    def _begin(self, step: Step) -> _RunningBatch:
         """Lay the batch of a step that encodes out in rows, as the pool has."""
         assert step.microbatch not in self.inside, "a batch begins when the last one of its micro-batch has ended"
         batch = [self._generations[chunk.id] for chunk in step.encode]
@@ -144,4 +144,4 @@ class RowWorker(OneAtATime):
             prompt = () if self.model.decoder_start else one.prompt[:cut]
             sampler.start(line, one.sampling, one.prompt[cut:], prompt)
         rows = rows_of(self.model, placed, max(one.max_output for one in batch), self._kept)
-        return _Inside(rows, placed, sampler, len(self.model.decoder_start))
+        return _RunningBatch(rows, placed, sampler, len(self.model.decoder_start))

@@ -27,7 +27,7 @@ WARM_UP = -1
 """The number of a request that is a host's own."""
 
 
-class Submit(msgspec.Struct, tag="submit", array_like=True):
+class VllmSubmit(msgspec.Struct, tag="submit", array_like=True):
     """A request for a host.
 
     Attributes:
@@ -49,26 +49,26 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     transfer: dict[str, Any] | None = None
 
 
-class Ready(msgspec.Struct, tag="ready", array_like=True):
+class VllmReady(msgspec.Struct, tag="ready", array_like=True):
     """A lane's host takes requests."""
 
     lane: LaneName
 
 
-class Alive(msgspec.Struct, tag="alive", array_like=True):
+class VllmAlive(msgspec.Struct, tag="alive", array_like=True):
     """A lane's host runs; sent regularly once it takes requests."""
 
     lane: LaneName
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True):
+class VllmFailed(msgspec.Struct, tag="failed", array_like=True):
     """vLLM does not take this request, or has lost it."""
 
     id: int
     reason: str
 
 
-class Output(msgspec.Struct, array_like=True):
+class VllmOutput(msgspec.Struct, array_like=True):
     """What a step added to a request.
 
     Attributes:
@@ -84,7 +84,7 @@ class Output(msgspec.Struct, array_like=True):
     transfer: dict[str, Any] | None = None
 
 
-class Stepped(msgspec.Struct, tag="stepped", array_like=True):
+class VllmStepped(msgspec.Struct, tag="stepped", array_like=True):
     """A step of vLLM's has been executed.
 
     Attributes:
@@ -95,7 +95,7 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
     lane: LaneName
     core: int
-    outputs: list[Output]
+    outputs: list[VllmOutput]
     records: list[StepRecord]
     reserved_blocks: int = 0
     num_preemptions: int = 0
@@ -109,7 +109,7 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True):
     plan_sha256: str
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True):
+class VllmRefused(msgspec.Struct, tag="refused", array_like=True):
     """This plan cannot be changed to while requests run; the one before goes on."""
 
     core: int
@@ -117,7 +117,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     reason: str
 
 
-class Hello(msgspec.Struct, tag="hello", array_like=True):
+class VllmHello(msgspec.Struct, tag="hello", array_like=True):
     """The first message of a connection: a lane's host, or an engine core of it that follows plans or does not.
 
     Attributes:
@@ -128,8 +128,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     plans: bool | None = None
 
 
-Down = Submit | Cancel | Follow
-Up = Hello | Ready | Alive | Failed | Began | Stepped | Accepted | Refused
+Down = VllmSubmit | Cancel | Follow
+Up = VllmHello | VllmReady | VllmAlive | VllmFailed | Began | VllmStepped | Accepted | VllmRefused
 
 _decode_down = msgspec.msgpack.Decoder(Down).decode
 _decode_up = msgspec.msgpack.Decoder(Up).decode
@@ -144,7 +144,7 @@ class Reports:
         directory: of this run.
     """
 
-    def __init__(self, directory: str, hello: Hello) -> None:
+    def __init__(self, directory: str, hello: VllmHello) -> None:
         connected = socket.socket(socket.AF_UNIX)
         connected.connect(f"{directory}/{_FRONT}")
         self._end = EngineEnd(connected, _decode_down)
@@ -168,7 +168,7 @@ class HostSide(Reports):
     """The end in the host of a lane."""
 
     def __init__(self, directory: str, lane: LaneName) -> None:
-        super().__init__(directory, Hello(lane))
+        super().__init__(directory, VllmHello(lane))
 
     @property
     def fd(self) -> int:
@@ -188,14 +188,14 @@ class CoreSide(Reports):
     """
 
     def __init__(self, directory: str, lane: LaneName, *, follows_plans: bool) -> None:
-        super().__init__(directory, Hello(lane, follows_plans))
+        super().__init__(directory, VllmHello(lane, follows_plans))
         self.core = os.getpid()
 
     def accept(self, plan: Plan) -> None:
         self.send(Accepted(self.core, sha256(plan)))
 
     def refuse(self, plan: Plan, reason: str) -> None:
-        self.send(Refused(self.core, sha256(plan), reason))
+        self.send(VllmRefused(self.core, sha256(plan), reason))
 
     def plans(self) -> Iterator[Plan]:
         """The plans that have come since the last call."""
@@ -260,14 +260,14 @@ class FrontSide:
                 self._selector.register(end, selectors.EVENT_READ)
         for end in list(self._ends):
             while (message := end.receive()) is not None:
-                if isinstance(message, Hello):
+                if isinstance(message, VllmHello):
                     self._greet(end, message)
                 else:
                     self._received.append(message)
             if end.has_gone:
                 self._leave(end)
 
-    def _greet(self, end: FrontEnd[Up], hello: Hello) -> None:
+    def _greet(self, end: FrontEnd[Up], hello: VllmHello) -> None:
         if hello.plans is None:
             self._hosts[hello.lane] = end
         elif hello.plans:

@@ -14,7 +14,7 @@ from xrunner.channel.messages import Began, Room
 from xrunner.channel.remote import Inside, OnStep
 from xrunner.executor import Use
 from xrunner.generation import FinishReason, Generation, Logprobs, SamplingParams, Token
-from xrunner.vllm.channel import Accepted, Failed, Output, Refused, Stepped, Submit, Up
+from xrunner.vllm.channel import Accepted, Up, VllmFailed, VllmOutput, VllmRefused, VllmStepped, VllmSubmit
 from xrunner.vllm.command import Launch, launch
 from xrunner.vllm.instance import Instances
 from xrunner.vllm.lane import settings_of
@@ -80,7 +80,7 @@ class VllmEngine:
         self.takes_seeds = takes_seeds(plan)
         self._next: Plan | None = None
         """What vLLM's scheduler can adopt only when no request runs: those that arrive until then are parked."""
-        self._parked: dict[int, Submit] = {}
+        self._parked: dict[int, VllmSubmit] = {}
 
         def launches(directory: Path) -> list[Launch]:
             path = directory / "plan.json"
@@ -151,11 +151,11 @@ class VllmEngine:
     def _take(self, message: Up) -> list[Token] | None:
         """Note what vLLM tells; return the tokens of a step, or the end of a request."""
         match message:
-            case Stepped() as stepped:
+            case VllmStepped() as stepped:
                 return self._settle(stepped)
             case Began() as began:
                 self.pool.begin(began.ids)
-            case Failed() as failed:
+            case VllmFailed() as failed:
                 logger.error("vLLM has given up request %d: %s", failed.id, failed.reason)
                 self.pool.leave(failed.id)
                 self._go_on_if_empty()
@@ -163,7 +163,7 @@ class VllmEngine:
             case Accepted() as accepted:
                 self._accepted = self._asked
                 logger.info("vLLM follows a plan", extra={"fields": {"plan_sha256": accepted.plan_sha256}})
-            case Refused() as refused:
+            case VllmRefused() as refused:
                 logger.info("vLLM's plan waits until no request runs", extra={"fields": {"reason": refused.reason}})
                 self._next = self._asked
                 self._go_on_if_empty()
@@ -180,7 +180,7 @@ class VllmEngine:
     def close(self) -> None:
         self._vllm.close()
 
-    def _settle(self, stepped: Stepped) -> list[Token]:
+    def _settle(self, stepped: VllmStepped) -> list[Token]:
         tokens = [token for output in stepped.outputs for token in tokens_of(output)]
         self.pool.take(stepped.core, stepped.reserved_blocks, stepped.num_preemptions, stepped.kept_blocks)
         self.pool.begin([output.id for output in stepped.outputs])
@@ -191,7 +191,7 @@ class VllmEngine:
                 listener(record)
         return tokens
 
-    def _hand_over(self, request: Submit) -> None:
+    def _hand_over(self, request: VllmSubmit) -> None:
         self.pool.waiting[request.id] = None
         self._vllm.submit("both", request)
 
@@ -227,9 +227,9 @@ def repeats(generation: Generation, *, seeded: bool) -> bool:
     return seeded or not generation.sampling.temperature
 
 
-def request_of(generation: Generation, *, seeded: bool) -> Submit:
+def request_of(generation: Generation, *, seeded: bool) -> VllmSubmit:
     """A request as a host takes it; not `seeded`: its tokens are drawn from what all requests share."""
-    return Submit(
+    return VllmSubmit(
         generation.id,
         generation.prompt,
         generation.max_output,
@@ -258,7 +258,7 @@ def _sampling(sampling: SamplingParams, *, seeded: bool) -> dict[str, Any]:
     return given
 
 
-def tokens_of(output: Output) -> list[Token]:
+def tokens_of(output: VllmOutput) -> list[Token]:
     """What a step has added to a request, token by token; the last says how it ended."""
     finish: FinishReason | None = None
     if output.finish is not None:

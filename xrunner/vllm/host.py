@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from xrunner.channel.messages import Cancel
-from xrunner.vllm.channel import WARM_UP, Alive, Down, Failed, HostSide, Ready, Submit
+from xrunner.vllm.channel import WARM_UP, Down, HostSide, VllmAlive, VllmFailed, VllmReady, VllmSubmit
 
 if TYPE_CHECKING:
     from xgpt.core.schema import LaneName
@@ -28,13 +28,13 @@ HEALTH_S = 1.0
 """Between two looks at whether the engine lives."""
 
 
-SAMPLED = Submit(
+SAMPLED = VllmSubmit(
     WARM_UP, (0, 0), 2, sampling={"temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 0, "logprobs": 1}
 )
 """A request that has vLLM compile what samples: otherwise the first one to ask for it holds up all others for 20 s."""
 
 
-class Host:
+class VllmHost:
     """One vLLM, and the requests that it has."""
 
     def __init__(self, engine: AsyncLLM, front: HostSide) -> None:
@@ -51,10 +51,10 @@ class Host:
         """
         await self._generate(SAMPLED)
         asyncio.get_running_loop().add_reader(self._front.fd, self._has_come.set)
-        self._front.send(Ready(lane))
+        self._front.send(VllmReady(lane))
         while True:
             await self._engine.check_health()
-            self._front.send(Alive(lane))
+            self._front.send(VllmAlive(lane))
             self._has_come.clear()
             for message in self._front.requests():  # all: the descriptor tells of new ones alone
                 self._take(message)
@@ -65,13 +65,13 @@ class Host:
 
     def _take(self, message: Down) -> None:
         match message:
-            case Submit():
+            case VllmSubmit():
                 task = self._tasks[message.id] = asyncio.create_task(self._generate(message))
                 task.add_done_callback(lambda _: self._tasks.pop(message.id))
             case Cancel() if message.id in self._tasks:
                 self._tasks[message.id].cancel()  # vLLM aborts the request
 
-    async def _generate(self, request: Submit) -> None:
+    async def _generate(self, request: VllmSubmit) -> None:
         try:
             # So no account finds, or learns from the time to its first token, what another one has asked.
             prompt = tokens_input(list(request.prompt), cache_salt=request.account.key or None)
@@ -80,10 +80,10 @@ class Host:
         except EngineDeadError:
             return  # `run` tells
         except Exception as error:
-            self._front.send(Failed(request.id, f"{type(error).__name__}: {error}"))
+            self._front.send(VllmFailed(request.id, f"{type(error).__name__}: {error}"))
 
 
-def sampling_params(request: Submit) -> SamplingParams:
+def sampling_params(request: VllmSubmit) -> SamplingParams:
     """A request in vLLM's words: what ends it stands in its stop tokens, the rest is for the scheduler."""
     own = {
         "id": request.id,
@@ -109,7 +109,7 @@ async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> N
     front = HostSide(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
-        await Host(engine, front).run(lane)
+        await VllmHost(engine, front).run(lane)
     finally:
         engine.shutdown()
         front.close()

@@ -19,7 +19,7 @@ from xgpt.core.errors import MachineError
 from xgpt.core.schema import LaneName, Plan, StepRecord
 from xrunner.channel import EngineLost
 from xrunner.channel.messages import Cancel
-from xrunner.vllm.channel import WARM_UP, Alive, FrontSide, Ready, Stepped, Submit, Up
+from xrunner.vllm.channel import WARM_UP, FrontSide, Up, VllmAlive, VllmReady, VllmStepped, VllmSubmit
 from xrunner.vllm.command import Launch
 from xrunner.vllm.process import last_error, package_path, preload, python, started
 
@@ -106,12 +106,12 @@ class Instances:
         missing = {launch.lane for launch in self.launches}
         while missing or not self._channel.reaches([launch.lane for launch in self.launches], num_cores):
             match self.receive():
-                case Ready() as ready:
+                case VllmReady() as ready:
                     missing.discard(ready.lane)
                 case _:
                     self.wait(POLL_S if missing else 0.01)
 
-    def submit(self, lane: LaneName, request: Submit) -> None:
+    def submit(self, lane: LaneName, request: VllmSubmit) -> None:
         self._channel.send(lane, request)
 
     def cancel(self, lane: LaneName, id_: int) -> None:
@@ -139,7 +139,7 @@ class Instances:
         """
         message = self._channel.receive()
         now_s = time.monotonic()
-        if not isinstance(message, Alive | None) or not (is_busy and self._was_busy):
+        if not isinstance(message, VllmAlive | None) or not (is_busy and self._was_busy):
             self._heard_s = now_s
         elif now_s - self._heard_s > SILENCE_S:
             raise EngineLost(f"vLLM has requests and has executed no step for {SILENCE_S:g} s: it hangs")
@@ -150,13 +150,13 @@ class Instances:
                 if reader.process.poll() is not None:
                     says = f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
                     raise EngineLost(says)
-        if isinstance(message, Stepped):
+        if isinstance(message, VllmStepped):
             message.records = self._without_warm_up(message)
         return message
 
     def _note_alive(self, message: Up | None, now_s: float) -> None:
         """Note a report of a host; raise MachineError if one has been silent for `ALIVE_S`."""
-        if isinstance(message, Alive):
+        if isinstance(message, VllmAlive):
             self._alive_s[message.lane] = now_s
         if now_s - self._looked_s > ALIVE_S / 4:  # this process did not run, or waited to be asked: reports are queued
             self._alive_s = dict.fromkeys(self._alive_s, now_s)
@@ -165,7 +165,7 @@ class Instances:
             if message is None and now_s - heard_s > ALIVE_S:
                 raise EngineLost(f"vLLM ({lane}) has reported nothing for {ALIVE_S:g} s: it hangs")
 
-    def _without_warm_up(self, stepped: Stepped) -> list[StepRecord]:
+    def _without_warm_up(self, stepped: VllmStepped) -> list[StepRecord]:
         """A core's steps, counted from the first that a request of ours is in."""
         ours = [record for record in stepped.records if not _is_warm_up(record)]
         self._skipped[stepped.core] += len(stepped.records) - len(ours)

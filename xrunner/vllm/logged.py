@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, StepRecord
 from xrunner.vllm import TESTED_VERSION, installed_version
-from xrunner.vllm.channel import CoreSide, Output, Stepped
+from xrunner.vllm.channel import CoreSide, VllmOutput, VllmStepped
 from xrunner.vllm.mirror import chain_of
 
 logger = logging.getLogger("vllm.xgpt")
@@ -84,10 +84,10 @@ class LoggedScheduler(Scheduler):
         self._tell(told)
         return outputs
 
-    def _outputs(self, outputs: dict[int, Any]) -> list[Output]:
+    def _outputs(self, outputs: dict[int, Any]) -> list[VllmOutput]:
         """What the step has added to each request that is still wanted."""
         return [
-            Output(
+            VllmOutput(
                 self._number[out.request_id],
                 list(out.new_token_ids),
                 None if out.finish_reason is None else str(out.finish_reason),
@@ -99,10 +99,10 @@ class LoggedScheduler(Scheduler):
             if out.request_id in self._number
         ]
 
-    def _tell(self, outputs: list[Output]) -> None:
+    def _tell(self, outputs: list[VllmOutput]) -> None:
         if self._front is not None and (outputs or self._settled):
             lane = self.config["lane"]
-            self._front.send(Stepped(lane, self._front.core, outputs, self._settled, *self._room_taken()))
+            self._front.send(VllmStepped(lane, self._front.core, outputs, self._settled, *self._room_taken()))
             self._settled = []
 
     def _room_taken(self) -> tuple[int, int, int]:

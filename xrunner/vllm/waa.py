@@ -25,7 +25,7 @@ from xgpt.core.policies import Request, Step
 from xgpt.core.schema import LaneName, Plan
 from xrunner.executor import Use
 from xrunner.generation import Generation, Token
-from xrunner.vllm.channel import Failed, Output, Stepped, Submit, Up
+from xrunner.vllm.channel import Up, VllmFailed, VllmOutput, VllmStepped, VllmSubmit
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
 from xrunner.vllm.engine import InsideVllm, OnStep, repeats, request_of, resumes, takes_seeds, tokens_of
 from xrunner.vllm.instance import Instances
@@ -49,7 +49,7 @@ class _Inside:
         transfer: what the encode lane's connector says of its K/V, for that of the decode lane; None: nothing.
     """
 
-    request: Submit
+    request: VllmSubmit
     arrived_s: float
     lane: LaneName | None = None
     transfer: dict[str, Any] | None = None
@@ -187,15 +187,15 @@ class WaaEngine:
         broken, self._broken = self._broken, []
         tokens = [Token(id_, 0, "error") for id_ in broken]
         match message:
-            case Stepped():
+            case VllmStepped():
                 tokens += self._settle(message)
-            case Failed():
+            case VllmFailed():
                 logger.error("vLLM has given up request %d: %s", message.id, message.reason)
                 tokens += self._break(message.id)
             case _ if not tokens:
                 return None
         self._advance()
-        if isinstance(message, Stepped):
+        if isinstance(message, VllmStepped):
             for record in message.records:
                 # A request arrives and ends once, though both lanes see it come and go.
                 is_first = record.lane == "encode"
@@ -215,7 +215,7 @@ class WaaEngine:
     def close(self) -> None:
         self._vllm.close()
 
-    def _settle(self, stepped: Stepped) -> list[Token]:
+    def _settle(self, stepped: VllmStepped) -> list[Token]:
         tokens: list[Token] = []
         for output in stepped.outputs:
             if stepped.lane == "encode":
@@ -228,7 +228,7 @@ class WaaEngine:
                     self._leave(output.id)
         return tokens
 
-    def _encoded(self, output: Output) -> list[Token]:
+    def _encoded(self, output: VllmOutput) -> list[Token]:
         """The encode lane has ended a prompt; its token is not used, as the decode lane makes it once more."""
         if output.finish is None or (inside := self._inside.get(output.id)) is None:
             return []
@@ -285,7 +285,7 @@ class WaaEngine:
                 self.pool.begin([chunk.id])
                 # NixlConnector keeps no other K/V.
                 told = {"do_remote_decode": True}
-                self._vllm.submit("encode", Submit(chunk.id, inside.request.prompt, 1, transfer=told))
+                self._vllm.submit("encode", VllmSubmit(chunk.id, inside.request.prompt, 1, transfer=told))
         self.pool.take(0, schedule.pool.reserved_blocks, schedule.pool.num_preemptions)
         self._prune()
 

@@ -18,7 +18,7 @@ Recommend = Callable[[LoadSample], Recommendation]
 
 
 @dataclass
-class _Simulated:
+class _SimulatedReplica:
     """A replica on the simulated clock."""
 
     kind: int
@@ -53,7 +53,9 @@ def simulate_day(
     Args:
         first: replicas of each kind at the beginning.
     """
-    all_: list[_Simulated] = [_Simulated(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)]
+    all_: list[_SimulatedReplica] = [
+        _SimulatedReplica(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)
+    ]
     waiting, held = 0.0, []
     count = int(np.ceil(seconds / look_s))
     edges = np.searchsorted(requests.arrivals_s, look_s * np.arange(count + 1))
@@ -83,7 +85,7 @@ def simulate_day(
     return RecommendedDay(_served(all_), *_spent(fleet, all_, seconds), tuple(held))
 
 
-def _follow(fleet: FleetPlan, all_: list[_Simulated], wanted: Sequence[int], now_s: float) -> None:
+def _follow(fleet: FleetPlan, all_: list[_SimulatedReplica], wanted: Sequence[int], now_s: float) -> None:
     """Start what is missing; end what is too much: first those that do not serve yet, then the newest."""
     for kind, number in enumerate(wanted):
         present = [one for one in all_ if one.kind == kind and one.leaves_s > now_s]
@@ -91,15 +93,15 @@ def _follow(fleet: FleetPlan, all_: list[_Simulated], wanted: Sequence[int], now
         for one in present[: max(0, len(present) - number)]:
             one.leaves_s = now_s
         missing = max(0, number - len(present))
-        all_ += [_Simulated(kind, now_s, now_s + fleet.kinds[kind].start_s) for _ in range(missing)]
+        all_ += [_SimulatedReplica(kind, now_s, now_s + fleet.kinds[kind].start_s) for _ in range(missing)]
 
 
-def _served(all_: Sequence[_Simulated]) -> tuple[Replica, ...]:
+def _served(all_: Sequence[_SimulatedReplica]) -> tuple[Replica, ...]:
     served = [Replica(one.kind, one.ready_s, one.leaves_s) for one in all_ if one.ready_s < one.leaves_s]
     return tuple(sorted(served, key=lambda replica: replica.from_s))
 
 
-def _spent(fleet: FleetPlan, all_: Sequence[_Simulated], seconds: float) -> tuple[float, float]:
+def _spent(fleet: FleetPlan, all_: Sequence[_SimulatedReplica], seconds: float) -> tuple[float, float]:
     device_hours = cost = 0.0
     for one in all_:
         kind = fleet.kinds[one.kind]

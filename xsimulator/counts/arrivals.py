@@ -131,7 +131,7 @@ class GoalNs(NamedTuple):
     most_broken: float
 
 
-class Limits(NamedTuple):
+class KeptBounds(NamedTuple):
     """What the requests [first, last), those that count, have to keep."""
 
     goals: tuple[GoalNs, ...]
@@ -149,7 +149,7 @@ class Kv(NamedTuple):
         return -(-tokens // self.block_size)
 
 
-class State(NamedTuple):
+class RunState(NamedTuple):
     """All that a run changes, as compiled code takes it.
 
     Attributes:
@@ -211,7 +211,7 @@ class Run(ABC):
         lane["blocks"], lane["block_size"], lane["is_logged"] = kv.blocks, kv.block_size, is_logged
         lane["num_sent"], lane["path_ns"] = count if clients is None else clients, path_ns
         longest = int(requests["output"].max(initial=1))
-        self.state = State(
+        self.state = RunState(
             lane,
             requests,
             batches,
@@ -224,7 +224,7 @@ class Run(ABC):
             np.zeros(1024 if is_logged else 1, LOGGED),
         )
 
-    def run(self, limits: Limits | None = None) -> bool:
+    def run(self, limits: KeptBounds | None = None) -> bool:
         """Run until all requests that count have ended; False: too many of them broke their limits."""
         goals, first, last = limits or ((), 0, len(self.state.requests))
         lane = self.state.lane[0]

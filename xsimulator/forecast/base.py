@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int_]
 M = TypeVar("M")
 
 
-class Room(NamedTuple):
+class PlacementLimits(NamedTuple):
     """The limits that a placement sets to control variables.
 
     Attributes:
@@ -97,11 +97,11 @@ class Forecast(ABC, Generic[M]):
         """Return whether this forecast is for plans of these settings."""
         return settings.kind == self.settings.model_fields["kind"].default and self.takes(vars(settings))
 
-    def values(self, name: str, room: Room) -> Ints:
+    def values(self, name: str, room: PlacementLimits) -> Ints:
         """Return the values of a control variable; by default it counts requests."""
         return np.arange(room.least, max(room.least, int(room.capacity)) + 1)
 
-    def line_counts(self, outer: Ints, inner: Ints, room: Room) -> npt.NDArray[Any]:
+    def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> npt.NDArray[Any]:
         """Return how many values of the line variable are allowed with each value of the other one."""
         return np.full(len(outer), len(inner))
 

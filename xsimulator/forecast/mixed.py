@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from xgpt.core.schema import ChunkedSettings, OrcaSettings
-from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, PlacementLimits, Stations, column
 from xsimulator.forecast.mixes import MixedSteps, most_displaced
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance
@@ -38,7 +38,7 @@ class Mixed(Forecast[OneLaneModel]):
         return BoundTerms(working, [steps.each * steps.met, steps.passing, *steady])
 
 
-def _budgets(room: Room) -> list[int]:
+def _budgets(room: PlacementLimits) -> list[int]:
     """The budgets worth telling apart, within what the engine takes: where it cuts no prompt, those with room for the
     longest and all decodes. Where none is, the largest.
     """
@@ -59,7 +59,7 @@ class Chunked(Mixed):
     num_curves = 12
     cuts_prompts = True
 
-    def values(self, name: str, room: Room) -> Ints:
+    def values(self, name: str, room: PlacementLimits) -> Ints:
         if name == "token_budget":
             return room.microbatches * np.asarray(_budgets(room))
         return super().values(name, room)

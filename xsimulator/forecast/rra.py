@@ -12,7 +12,7 @@ from xgpt.core.policies.rule import ADJUSTMENT
 from xgpt.core.schema import Plan, RraSettings
 from xgpt.core.workload import decoding_share
 from xsimulator.costs.curves import Array
-from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, PlacementLimits, Stations, column
 from xsimulator.forecast.one_lane import OneLaneModel
 from xsimulator.forecast.performance import Performance, stack
 from xsimulator.forecast.phases import PhaseColumns, phases_of
@@ -32,12 +32,12 @@ class Rra(Forecast[OneLaneModel]):
     stations = Stations(admits_each_step=False, frees_together=True)
     swaps_between_steps = True
 
-    def values(self, name: str, room: Room) -> Ints:
+    def values(self, name: str, room: PlacementLimits) -> Ints:
         if name == "decode_iterations":
             return np.arange(1, max(2, room.lengths.max_output))
         return super().values(name, room)
 
-    def line_counts(self, outer: Ints, inner: Ints, room: Room) -> Array:
+    def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> Array:
         phases = _phases(room.lengths)
         return (
             np.floor(room.capacity / np.maximum(phases[np.minimum(outer, len(phases)) - 1], 1.0) + 1e-9) - inner[0] + 1

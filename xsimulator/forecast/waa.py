@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from xgpt.core.schema import Plan, WaaSettings
 from xsimulator.costs.curves import Array
-from xsimulator.forecast.base import Columns, Forecast, Ints, Room, Stations, column
+from xsimulator.forecast.base import Columns, Forecast, Ints, PlacementLimits, Stations, column
 from xsimulator.forecast.lane_balance import as_interpolated
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
@@ -38,10 +38,10 @@ class Waa(Forecast[TwoLaneModel]):
     def takes(self, fixed: Mapping[str, Any]) -> bool:
         return self._allocation in (None, fixed["allocation"])
 
-    def values(self, name: str, room: Room) -> Ints:
+    def values(self, name: str, room: PlacementLimits) -> Ints:
         return super().values(name, room._replace(least=1) if name == "encode_batch" else room)
 
-    def line_counts(self, outer: Ints, inner: Ints, room: Room) -> Ints:
+    def line_counts(self, outer: Ints, inner: Ints, room: PlacementLimits) -> Ints:
         return outer - inner[0] + 1  # a batch larger than the cap never enters
 
     def curve_values(self, values: Ints) -> Ints:

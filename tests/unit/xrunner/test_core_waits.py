@@ -14,7 +14,7 @@ import pytest
 
 from xgpt.core.schema import StepRecord
 from xrunner import core_waits
-from xrunner.core_waits import CoreWaits
+from xrunner.core_waits import CoreWaitMeter
 
 STEP = StepRecord(0, 10**12, (), (1,), (), (), ())
 
@@ -36,7 +36,7 @@ def test_another_process_on_the_core_is_waited_for() -> None:
         with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             other.stdout.readline()
-            log = CoreWaits(seen.append)
+            log = CoreWaitMeter(seen.append)
             cpu_s, start_ns = time.thread_time(), time.perf_counter_ns()
             while time.thread_time() - cpu_s < 0.2:
                 pass
@@ -64,7 +64,7 @@ def test_the_thread_that_answers_requests_does_not_count(tmp_path: Path, monkeyp
 
     def run() -> None:
         waited(main=10, first=20, second=0)
-        log = CoreWaits(seen.append)
+        log = CoreWaitMeter(seen.append)
         waited(main=5000, first=520, second=300)
         log(STEP)
         log(STEP)
@@ -78,5 +78,5 @@ def test_the_thread_that_answers_requests_does_not_count(tmp_path: Path, monkeyp
 def test_where_the_system_does_not_tell_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_waits, "TASKS", tmp_path / "none")
     seen: list[StepRecord] = []
-    CoreWaits(seen.append)(STEP)
+    CoreWaitMeter(seen.append)(STEP)
     assert seen == [STEP]

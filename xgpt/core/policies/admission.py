@@ -65,7 +65,7 @@ class Queue:
         """Time of the last `expire`."""
         self.has_accounts = False
         """Whether a request has come from an account with a name."""
-        self._next: _Choice | None = None
+        self._next: _NextRequest | None = None
         """The result of `_choose`, kept until anything changes."""
 
     def fresh(self) -> Queue:
@@ -144,7 +144,7 @@ class Queue:
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))
         states, level = [(account, account.state()) for account in accounts.values()], self._level
-        taken: list[_Choice] = []
+        taken: list[_NextRequest] = []
         while len(taken) < min(count, len(self)):
             taken.append(self._choose())
             self._take(taken[-1])
@@ -232,12 +232,12 @@ class Queue:
             self._accounts[name] = _Account(self._make_order())
         return self._accounts[name]
 
-    def _choose(self) -> _Choice:
+    def _choose(self) -> _NextRequest:
         """Return the head and where it waits; the queue must not be empty."""
         if self._next is None:
             due_ns = None if self.patience_ns is None else self.now_ns - self.patience_ns
             account = self._choose_account(due_ns)
-            self._next = _Choice(account, *account.choose(due_ns))
+            self._next = _NextRequest(account, *account.choose(due_ns))
         return self._next
 
     def _choose_account(self, due_ns: int | None) -> _Account:
@@ -254,7 +254,7 @@ class Queue:
 
         return min(waiting, key=rank)[1]
 
-    def _take(self, chosen: _Choice) -> None:
+    def _take(self, chosen: _NextRequest) -> None:
         account = chosen.account
         account.take(chosen)
         account.served = self._level = max(account.served, self._level)
@@ -267,7 +267,7 @@ class Queue:
             del self._waiting[request.id], self._numbers[request.id]
 
 
-class _Choice(NamedTuple):
+class _NextRequest(NamedTuple):
     """The request that enters next. `since_ns`: with place "back", since when it has waited."""
 
     account: _Account
@@ -334,7 +334,7 @@ class _Account:
         since_ns, request = self.back[0]
         return request, "back", since_ns
 
-    def take(self, chosen: _Choice) -> None:
+    def take(self, chosen: _NextRequest) -> None:
         """Remove the request that `choose` has returned."""
         match chosen.place:
             case "front":
@@ -351,7 +351,7 @@ class _Account:
                 self._drop(chosen.request)
         self._may_be_overdue = False
 
-    def put_back(self, chosen: _Choice, number: int) -> None:
+    def put_back(self, chosen: _NextRequest, number: int) -> None:
         """Undo `take`; call it for the last taken request first, and then `restore`."""
         match chosen.place:
             case "front":

@@ -19,7 +19,7 @@ SLACK = 0.5
 prompt it holds; for a request of which it holds a part, that part of the share."""
 
 
-class Router:
+class ReplicaRouter:
     """The number of requests of each replica, and where the beginnings of prompts were last sent.
 
     Args:
@@ -34,7 +34,7 @@ class Router:
         """The replica that had each key last, the least recently used key first."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Router:
+    def of(cls, plan: Plan) -> ReplicaRouter:
         """Return the router of a plan's replicas."""
         return cls(plan.replicas, max(1.0, SLACK * plan.estimate.decode_batch))
 
@@ -70,7 +70,7 @@ def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
         return trace
     if prefixes is None:
         return trace.take(range(0, len(trace.input), plan.replicas))
-    router, mine = Router.of(plan), []
+    router, mine = ReplicaRouter.of(plan), []
     inside: deque[int] = deque()
     for number, length in enumerate(trace.input.tolist()):
         if len(inside) > plan.replicas * plan.estimate.decode_batch:

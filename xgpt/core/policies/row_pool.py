@@ -21,7 +21,7 @@ from xgpt.core.schema import Batching, LaneName
 
 
 @dataclass(slots=True)
-class _Rows:
+class _RowBatch:
     """A batch that is inside.
 
     Attributes:
@@ -62,7 +62,7 @@ class RowPool(Pool):
         super().__init__(kv_blocks, block_size, max_running=max_running, hold_finished=True, waiting=waiting)
         self.batching = batching
         self.layout_tokens = row_tokens
-        self._rows: dict[int, _Rows] = {}
+        self._rows: dict[int, _RowBatch] = {}
         """Of each micro-batch with requests, by its number."""
         self._number: dict[int, int] = {}
         """The micro-batch of each request inside."""
@@ -105,7 +105,7 @@ class RowPool(Pool):
             return
         layout, blocks = lay_out(self.batching, members, self.layout_tokens), self._blocks(members)
         slot = {place.id: place.slot for place in layout.places}
-        self._rows[number] = _Rows(set(slot), slot, blocks // layout.num_slots, blocks)
+        self._rows[number] = _RowBatch(set(slot), slot, blocks // layout.num_slots, blocks)
         for request in members:
             self._enter(request, self.batches[number])
             self._number[request.id] = number

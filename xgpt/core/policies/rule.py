@@ -14,7 +14,7 @@ from xgpt.core.policies.in_time import FirstTokens
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
-from xgpt.core.policies.slack import Room, Slack, TimeRoom, TokenRoom
+from xgpt.core.policies.slack import PromptRoom, Slack, TimeRoom, TokenRoom
 
 ADJUSTMENT = 0.1
 """Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
@@ -170,7 +170,9 @@ class OneLaneRule:
             forecast.begin(now_ns, room.seconds, slack.num_stages)
         return chunks
 
-    def _fill_room(self, room: Room, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
+    def _fill_room(
+        self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
+    ) -> tuple[Chunk, ...]:
         """Prompts as far as the step has room, up to the largest batch: those that are begun, then others; of both
         those last that give way."""
         chunks: list[Chunk] = []
@@ -183,7 +185,7 @@ class OneLaneRule:
             self._admit(room, pool, batch, chunks)
         return tuple(chunks)
 
-    def _go_on(self, room: Room, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
+    def _go_on(self, room: PromptRoom, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
         """Take more of prompts that are begun."""
         for request in begun:
             if not room.is_open:
@@ -191,7 +193,9 @@ class OneLaneRule:
             if not (self.settings.ahead and request.id in pool.under_way.leaving):
                 chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
 
-    def _admit(self, room: Room, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False) -> None:
+    def _admit(
+        self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
+    ) -> None:
         """Take prompts that wait; `in_time`: as long as the next one gives way to none."""
         while room.is_open and self._has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
@@ -203,7 +207,7 @@ class OneLaneRule:
                 return
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
 
-    def _holds_next(self, room: Room, pool: Pool) -> bool:
+    def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
         """Return whether the next prompt fits the room left, uncut unless it is longer than any step."""
         budget = self.settings.token_budget
         return all(

@@ -193,7 +193,7 @@ class LaneForecast:
         self._begun.append((now_ns, round(1e9 * seconds / num_stages)))
 
 
-class Room(Protocol):
+class PromptRoom(Protocol):
     """What a step has left for prompts."""
 
     @property

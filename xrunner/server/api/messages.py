@@ -28,7 +28,7 @@ from xrunner.server.api.protocol import (
     TextPart,
 )
 from xrunner.server.api.tools import NAME, Function, FunctionCall, NamedFunction, NamedTool, Tool, ToolCall, ToolChoice
-from xrunner.server.api.translated import Block, BlockWriter, Translated, named_event, new_id, parts_of
+from xrunner.server.api.translated import AnswerBlock, BlockWriter, Translated, named_event, new_id, parts_of
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class MessagesWriter(BlockWriter):
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(prompt, 0)}
         yield named_event("message_start", message=self._message | empty)
 
-    def opened(self, block: Block) -> Iterator[bytes]:
+    def opened(self, block: AnswerBlock) -> Iterator[bytes]:
         content: dict[str, Any] = {"type": "text", "text": ""}
         if block.kind == "reasoning":
             content = {"type": "thinking", "thinking": "", "signature": ""}
@@ -243,7 +243,7 @@ class MessagesWriter(BlockWriter):
             content = {"type": "tool_use", "id": block.call.id, "name": block.call.name, "input": {}}
         yield named_event("content_block_start", index=self._num_blocks - 1, content_block=content)
 
-    def added(self, block: Block, text: str, logprobs: LogprobsJson | None) -> bytes:
+    def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
         delta = {
             "reasoning": {"type": "thinking_delta", "thinking": text},
             "text": {"type": "text_delta", "text": text},
@@ -251,7 +251,7 @@ class MessagesWriter(BlockWriter):
         }[block.kind]
         return named_event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
-    def closed(self, block: Block, text: str) -> Iterator[bytes]:
+    def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
         yield named_event("content_block_stop", index=self._num_blocks - 1)
 
     def ended(self, last: Delta, prompt: PromptTokens, num_tokens: int) -> Iterator[bytes]:

@@ -41,7 +41,7 @@ from xrunner.server.api.tools import (
     ToolCall,
     ToolChoice,
 )
-from xrunner.server.api.translated import Block, BlockWriter, Translated, named_event, new_id, parts_of
+from xrunner.server.api.translated import AnswerBlock, BlockWriter, Translated, named_event, new_id, parts_of
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport, scored_token
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", 
 WITH_LOGPROBS = "message.output_text.logprobs"
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of an item's content. Its other fields (`annotations`, ...) say nothing to a model."""
 
     type: str
@@ -85,12 +85,12 @@ class Item(msgspec.Struct):
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    content: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
     call_id: str = ""
     name: str | None = None
     arguments: str = ""
-    output: str | list[Part] | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
@@ -240,13 +240,13 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
     return messages
 
 
-def _content(content: str | list[Part] | None) -> str | list[TextPart]:
+def _content(content: str | list[ContentPart] | None) -> str | list[TextPart]:
     if isinstance(content, str):
         return content
     return parts_of(_texts(content)) if content else ""
 
 
-def _texts(parts: str | list[Part]) -> list[str]:
+def _texts(parts: str | list[ContentPart]) -> list[str]:
     """Return the texts of parts. Raises ApiError (400)."""
     if isinstance(parts, str):
         return [parts]
@@ -315,7 +315,7 @@ class ResponsesWriter(BlockWriter):
         for event in ("response.created", "response.in_progress"):
             yield self._event(event, response=self._response("in_progress", [], None))
 
-    def opened(self, block: Block) -> Iterator[bytes]:
+    def opened(self, block: AnswerBlock) -> Iterator[bytes]:
         index = len(self._items)
         item = _item(block, None, "in_progress", [])
         yield self._event("response.output_item.added", output_index=index, item=item)
@@ -323,7 +323,7 @@ class ResponsesWriter(BlockWriter):
             part = _part(block, "", [])
             yield self._event("response.content_part.added", **self._place(block), content_index=0, part=part)
 
-    def added(self, block: Block, text: str, logprobs: LogprobsJson | None) -> bytes:
+    def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
         members = self._place(block) | {"delta": text}
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", **members)
@@ -333,7 +333,7 @@ class ResponsesWriter(BlockWriter):
         self._logprobs += scored
         return self._event("response.output_text.delta", **members, content_index=0, logprobs=scored)
 
-    def closed(self, block: Block, text: str) -> Iterator[bytes]:
+    def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
         place, logprobs = self._place(block), self._logprobs
         self._logprobs = []
         if block.kind == "call":
@@ -365,9 +365,9 @@ class ResponsesWriter(BlockWriter):
         logprobs = [] if choice.logprobs is None else msgspec.json.decode(choice.logprobs.render())["content"]
         items = []
         if choice.reasoning:
-            items.append(_item(Block("reasoning", 0, new_id("rs")), choice.reasoning, "completed", []))
+            items.append(_item(AnswerBlock("reasoning", 0, new_id("rs")), choice.reasoning, "completed", []))
         if choice.text or not (items or choice.calls):
-            items.append(_item(Block("text", 0, new_id("msg")), choice.text, "completed", logprobs))
+            items.append(_item(AnswerBlock("text", 0, new_id("msg")), choice.text, "completed", logprobs))
         items += [_call(new_id("fc"), call.id, call.function.name, call.function.arguments) for call in choice.calls]
         return self._response(_status(choice.finish), items, self._usage(prompt, choice.num_tokens))
 
@@ -378,7 +378,7 @@ class ResponsesWriter(BlockWriter):
         self._num_events += 1
         return named_event(kind, sequence_number=self._num_events - 1, **members)
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
         return {"item_id": block.id, "output_index": len(self._items)}
 
     def _response(self, status: str, items: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -408,13 +408,13 @@ def _status(finish: str | None) -> str:
     return "incomplete" if finish == "length" else "completed"
 
 
-def _part(block: Block, text: str, logprobs: list[Any]) -> dict[str, Any]:
+def _part(block: AnswerBlock, text: str, logprobs: list[Any]) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _item(block: Block, text: str | None, status: str, logprobs: list[Any]) -> dict[str, Any]:
+def _item(block: AnswerBlock, text: str | None, status: str, logprobs: list[Any]) -> dict[str, Any]:
     """Return a block as an item of the output; `text`: None, it has only begun."""
     if block.kind == "call":
         assert block.call is not None

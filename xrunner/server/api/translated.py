@@ -60,7 +60,7 @@ def parts_of(texts: Sequence[str]) -> str | list[TextPart]:
     return texts[0] if len(texts) == 1 else [TextPart(text) for text in texts]
 
 
-class Block(NamedTuple):
+class AnswerBlock(NamedTuple):
     """A part of an answer: reasoning, text, or a call with its name and id."""
 
     kind: Kind
@@ -75,7 +75,7 @@ class BlockWriter(AnswerWriter):
     def __init__(self) -> None:
         self._num_reasoning = 0
         self._num_blocks = 0
-        self._block: Block | None = None
+        self._block: AnswerBlock | None = None
         self._written: list[str] = []
         """The text of the open block."""
         self._has_calls = False
@@ -87,15 +87,15 @@ class BlockWriter(AnswerWriter):
         """Yield the events before the first block."""
 
     @abstractmethod
-    def opened(self, block: Block) -> Iterator[bytes]:
+    def opened(self, block: AnswerBlock) -> Iterator[bytes]:
         """Yield the events with which a block begins."""
 
     @abstractmethod
-    def added(self, block: Block, text: str, logprobs: LogprobsJson | None) -> bytes:
+    def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
         """Return the event of text that is added to a block."""
 
     @abstractmethod
-    def closed(self, block: Block, text: str) -> Iterator[bytes]:
+    def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
         """Yield the events with which a block of this text ends."""
 
     @abstractmethod
@@ -138,9 +138,9 @@ class BlockWriter(AnswerWriter):
         self._num_reasoning = choice.num_reasoning
         yield msgspec.json.encode(self.answer(choice, prompt))
 
-    def _open(self, kind: Kind, number: int, call: CallPiece | None) -> Block:
+    def _open(self, kind: Kind, number: int, call: CallPiece | None) -> AnswerBlock:
         prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[kind]
-        self._block = Block(kind, number, new_id(prefix), call)
+        self._block = AnswerBlock(kind, number, new_id(prefix), call)
         self._written.clear()
         self._has_calls = self._has_calls or kind == "call"
         self._num_blocks += 1

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from xrunner.generation import Token
 from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.api.writers import AnswerWriter
-from xrunner.server.http.bodies import Memory
+from xrunner.server.http.bodies import RequestMemory
 from xrunner.server.http.outputs import TOKENS_AT_ONCE, Outputs
 from xrunner.server.observe.metrics import Metrics
 from xrunner.server.request_info import ABORT
@@ -33,7 +33,7 @@ class Answer(Response):
     away."""
 
     def __init__(
-        self, outputs: Outputs, writer: AnswerWriter, memory: Memory, metrics: Metrics, *, stream: bool
+        self, outputs: Outputs, writer: AnswerWriter, memory: RequestMemory, metrics: Metrics, *, stream: bool
     ) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response
         self._outputs = outputs

@@ -52,7 +52,7 @@ class Budget:
         return self._taken.total()
 
 
-class Memory:
+class RequestMemory:
     """The memory of one request: of its body, then of the text in it, then of what is kept until it has ended."""
 
     def __init__(self, account: str, bodies: Budget, requests: Budget, on_long: Callable[[], None]) -> None:
@@ -115,12 +115,12 @@ class Bodies:
         self._turns = Turns()
         self._giving_back: asyncio.TimerHandle | None = None
 
-    def memory(self, http: Request) -> Memory:
+    def memory(self, http: Request) -> RequestMemory:
         """Return the memory of a request that begins; the caller frees it."""
         info: RequestInfo = http.scope["xgpt"]
-        return Memory(info.key.name, self._bodies, self._requests, self._give_back_soon)
+        return RequestMemory(info.key.name, self._bodies, self._requests, self._give_back_soon)
 
-    async def read(self, http: Request, memory: Memory) -> bytearray:
+    async def read(self, http: Request, memory: RequestMemory) -> bytearray:
         """Return a request's body.
 
         Raises:

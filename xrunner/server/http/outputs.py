@@ -19,9 +19,9 @@ from xrunner.server.api.parsing import parse_deadline
 from xrunner.server.api.protocol import GenerationRequest
 from xrunner.server.api.text import CONTEXT
 from xrunner.server.api.writers import AnswerWriter, Delta, PromptTokens
-from xrunner.server.engine_client import EngineClient, Inbox, Promise, Stream, Submission
+from xrunner.server.engine_client import EngineClient, Inbox, Promise, Submission, TokenStream
 from xrunner.server.http.limits import Limits
-from xrunner.server.observe.metrics import Bounds
+from xrunner.server.observe.metrics import RequestBounds
 from xrunner.server.request_info import RequestInfo
 
 TOKENS_AT_ONCE = 64
@@ -69,7 +69,7 @@ class Outputs:
         self._seconds = parse_deadline(info.deadline_header, request.deadline_s)
         self.end_s = info.received_s + min(self._seconds or math.inf, limits.request_timeout_s or math.inf)
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, TokenStream] = {}
         self._choices: dict[int, Choice] = {}
         self.num_running = 0
         self.inbox: Inbox = asyncio.Queue()
@@ -103,7 +103,7 @@ class Outputs:
         submission = Submission(
             inbox=self.inbox,
             account=key.account,
-            bounds=Bounds(key.ttft_s, key.tpot_s, key.whole_s or key.answer_within_s),
+            bounds=RequestBounds(key.ttft_s, key.tpot_s, key.whole_s or key.answer_within_s),
             stop_token_ids=self._stop_token_ids,
             output_length=self._request.output_length,
             end_s=self.end_s,

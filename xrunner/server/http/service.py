@@ -38,7 +38,7 @@ from xrunner.server.api.translated import Translated
 from xrunner.server.api.writers import AnswerWriter, ChatWriter, CompletionWriter
 from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.answer import Answer
-from xrunner.server.http.bodies import Bodies, Memory
+from xrunner.server.http.bodies import Bodies, RequestMemory
 from xrunner.server.http.limits import Limits
 from xrunner.server.http.outputs import CheckedPrompt, Outputs
 from xrunner.server.http.prompting import Prompts
@@ -87,7 +87,7 @@ class Service:
         self,
         http: Request,
         parse: Callable[[bytearray], R],
-        begin: Callable[[Request, R, Memory], Awaitable[Answer]],
+        begin: Callable[[Request, R, RequestMemory], Awaitable[Answer]],
     ) -> Response:
         self._begin(http)
         memory = self._bodies.memory(http)
@@ -106,7 +106,7 @@ class Service:
         info.quota = self._quotas.begin(info.key)
         return info
 
-    async def _complete(self, http: Request, request: CompletionRequest, memory: Memory) -> Answer:
+    async def _complete(self, http: Request, request: CompletionRequest, memory: RequestMemory) -> Answer:
         self._check(request)
         info: RequestInfo = http.scope["xgpt"]
         limit = min(MAX_OUTPUTS, self._limits.max_waiting)
@@ -133,14 +133,14 @@ class Service:
             ]
         return self._answer(http, request, checked, CompletionWriter.of(request), memory)
 
-    async def _translated(self, http: Request, request: Translated, memory: Memory) -> Answer:
+    async def _translated(self, http: Request, request: Translated, memory: RequestMemory) -> Answer:
         try:
             return await self._chat(http, request.chat, memory, request.writer)
         except ApiError as error:
             request.refuse_as_named(error)
 
     async def _chat(
-        self, http: Request, request: ChatRequest, memory: Memory, writer: AnswerWriter | None = None
+        self, http: Request, request: ChatRequest, memory: RequestMemory, writer: AnswerWriter | None = None
     ) -> Answer:
         self._check(request)
         info: RequestInfo = http.scope["xgpt"]
@@ -287,7 +287,7 @@ class Service:
         request: GenerationRequest,
         checked: list[CheckedPrompt],
         writer: AnswerWriter,
-        memory: Memory,
+        memory: RequestMemory,
     ) -> Answer:
         info: RequestInfo = http.scope["xgpt"]
         is_scored = request.num_prompt_logprobs is not None

@@ -26,7 +26,7 @@ OVERHEAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05
 REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
-class Bounds(NamedTuple):
+class RequestBounds(NamedTuple):
     """A request's bounds, in seconds: to its first token, per token in the mean, to its last; None: no bound."""
 
     ttft_s: float | None = None
@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
     whole_s: float | None = None
 
 
-NO_BOUNDS = Bounds()
+NO_BOUNDS = RequestBounds()
 
 
 class Metrics:
@@ -134,14 +134,14 @@ class Metrics:
                 tokens.labels(name, "prompt").inc(prompt_tokens)
                 tokens.labels(name, "output").inc(output_tokens)
 
-    def note_bounds(self, account: Account, took: Bounds, bounds: Bounds) -> None:
+    def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> None:
         """Count a complete request by whether it kept its key's bounds.
 
         For a key without bounds, the plan's count; a request of a class without bounds always keeps them.
         """
         if bounds == NO_BOUNDS and not account.of_class and self._watch is not None:
             constraint = self._watch.plan.constraint
-            bounds = Bounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
+            bounds = RequestBounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
         if bounds == NO_BOUNDS and not account.of_class:
             self.recent.end(took.ttft_s or 0.0, took.whole_s or 0.0, is_kept=None)
             return

@@ -20,7 +20,7 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from xgpt.core.errors import InputError
 from xgpt.exploring.explore import Explorer
-from xgpt.exploring.ui import MOST_BYTES, Worker
+from xgpt.exploring.ui import MOST_BYTES, AnswerProcess
 
 ONE = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": "orca", "latency_bound_s": 8}
 MANY = {"model": "gpt3-175b", "cluster": "a40x32", "workload": "translation", "latency_bound_s": 40}
@@ -226,7 +226,7 @@ def test_a_question_right_behind_the_end_of_the_process_is_answered(noticed: str
     """It had the last word of the process that was gone for its answer, or might have waited for ever."""
 
     async def parts() -> list[str]:
-        worker = Worker()
+        worker = AnswerProcess()
         try:
             await worker.start()
             process = worker._process

@@ -10,7 +10,14 @@ from tests.contract.scenarios import problem
 from tests.fakes import fake_plan
 from xgpt.core.io import sha256
 from xgpt.core.schema import Observation, Plan, ProfileRef
-from xgpt.observation.observer import ENOUGH_STEPS, PACE_MEMORY_S, Observer, Pace, differs, slowdown_to_plan_with
+from xgpt.observation.observer import (
+    ENOUGH_STEPS,
+    PACE_MEMORY_S,
+    MeasuredPace,
+    Observer,
+    differs,
+    slowdown_to_plan_with,
+)
 from xscheduler.replanning import reestimate
 from xscheduler.replanning.replanner import BackgroundPlanner, propose
 from xscheduler.replanning.verdicts import judged
@@ -25,7 +32,7 @@ def tight() -> Plan:
     return Scheduler(OF).best(("rra", "chunked", "orca"))
 
 
-def step(pace: Pace, seconds: float, slowdown: float, start_s: float = 0.0, step_s: float = 0.05) -> float:
+def step(pace: MeasuredPace, seconds: float, slowdown: float, start_s: float = 0.0, step_s: float = 0.05) -> float:
     """Steps one after the other, each that many times as long as predicted; when the last has ended."""
     end_s = start_s
     while end_s < start_s + seconds:
@@ -51,7 +58,7 @@ def look(observer: Observer) -> Observation | None:
 
 @pytest.mark.parametrize("cycle", range(2, 30))
 def test_the_steps_that_are_compared_are_in_step_with_no_cycle(cycle: int) -> None:
-    pace, taken = Pace(), np.zeros(cycle)
+    pace, taken = MeasuredPace(), np.zeros(cycle)
     for i in range(400 * cycle):
         taken[i % cycle] += pace.wants_step(0.001)
     assert taken.sum() == pytest.approx(50 * cycle, rel=0.02)
@@ -60,21 +67,21 @@ def test_the_steps_that_are_compared_are_in_step_with_no_cycle(cycle: int) -> No
 
 def test_long_steps_are_all_compared() -> None:
     for step_s, share in ((0.2, 1.0), (0.01, 0.2), (0.001, 0.125)):
-        pace = Pace()
+        pace = MeasuredPace()
         assert sum(pace.wants_step(step_s) for _ in range(1000)) == pytest.approx(1000 * share, rel=0.02)
 
 
 def test_a_pace_is_known_after_some_time_and_some_steps() -> None:
-    pace = Pace()
+    pace = MeasuredPace()
     assert pace.ratio is None
     pace.note(0.1, 0.2, 0.1)
     pace.note(10 * PACE_MEMORY_S, 0.2, 0.1)
     assert pace.ratio == pytest.approx(2) and not pace.is_known  # long, but two steps
-    pace = Pace()
+    pace = MeasuredPace()
     for i in range(4 * ENOUGH_STEPS):
         pace.note(0.5 * PACE_MEMORY_S * i / (4 * ENOUGH_STEPS), 0.2, 0.1)
     assert not pace.is_known  # many steps, in one moment of the machine
-    pace = Pace()
+    pace = MeasuredPace()
     end_s = step(pace, 40, 2.0)
     assert pace.is_known and pace.ratio == pytest.approx(2)
     step(pace, 80, 1.0, end_s)
@@ -82,7 +89,7 @@ def test_a_pace_is_known_after_some_time_and_some_steps() -> None:
 
 
 def test_a_clock_that_flips_every_second_is_one_pace() -> None:
-    pace, end_s, ratios = Pace(), 0.0, []
+    pace, end_s, ratios = MeasuredPace(), 0.0, []
     for second in range(120):
         end_s = step(pace, 1.0, (0.7, 1.0, 1.4)[second % 3], end_s, 0.01)
         if pace.is_known:

@@ -23,7 +23,7 @@ from xrunner.cluster import workers as workers_module
 from xrunner.cluster.launching import LauncherSettings
 from xrunner.cluster.nodes import Node
 from xrunner.cluster.sockets import Secret, Sockets
-from xrunner.cluster.store import EngineStore, Keys
+from xrunner.cluster.store import EngineStore, EpochKeys
 from xrunner.cluster.workers import Workers
 from xrunner.executor import WorkerLost
 
@@ -207,7 +207,7 @@ def stores() -> Iterator[Callable[[], EngineStore]]:
     secret, stop = Secret.new(), threading.Event()
     sockets = Sockets(secret, HOST)
     served, endpoint = sockets.bind(zmq.ROUTER)
-    keys = Keys(lambda caller, answer: served.send_multipart([caller, m.encode(answer)]))
+    keys = EpochKeys(lambda caller, answer: served.send_multipart([caller, m.encode(answer)]))
     keys.begin(1)
 
     def serve() -> None:

@@ -37,11 +37,11 @@ from xrunner.vllm.channel import (
     Down,
     FrontSide,
     HostSide,
-    Output,
-    Refused,
-    Stepped,
-    Submit,
     Up,
+    VllmOutput,
+    VllmRefused,
+    VllmStepped,
+    VllmSubmit,
 )
 from xrunner.vllm.command import CPU_BLOCK_SIZE, launch, launch_lane, variables
 from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
@@ -209,12 +209,12 @@ def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
         core.accept(CHUNKED)
         assert told() == Accepted(core.core, sha256(CHUNKED))
         core.refuse(CHUNKED, "no")
-        assert told() == Refused(core.core, sha256(CHUNKED), "no")
+        assert told() == VllmRefused(core.core, sha256(CHUNKED), "no")
         record = StepRecord(1, 2, ((7, 0, 3),), (), (7,), (Arrival(7, 3, 1, 0, account=Account("a", 2.0, 1)),), ())
-        stepped = Stepped("both", core.core, [Output(7, [5], "length", [(-1.0, [(5, -1.0)])])], [record], 3, 1)
+        stepped = VllmStepped("both", core.core, [VllmOutput(7, [5], "length", [(-1.0, [(5, -1.0)])])], [record], 3, 1)
         core.send(stepped)
         assert told() == stepped
-        request = Submit(7, (1, 2, 3), 1, sampling={"seed": 2**63 - 1, "temperature": 0.5}, account=Account("a"))
+        request = VllmSubmit(7, (1, 2, 3), 1, sampling={"seed": 2**63 - 1, "temperature": 0.5}, account=Account("a"))
         front.send("both", request)
         front.send("both", Cancel(7))
         requests: list[Down] = []

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.fakes import fake_plan
 from tools.structured import conversations, shared_prompts
-from xgpt.core.policies.routing import BLOCKS_A_KEY, Router, share_of_replica
+from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter, share_of_replica
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.workload import TraceLengths
 
@@ -14,7 +14,7 @@ A, B = (b"a1", b"a2", b"a3"), (b"b1", b"b2")
 
 
 def test_where_the_longest_beginning_lies_or_else_the_fewest_are() -> None:
-    router = Router(3, slack=2)
+    router = ReplicaRouter(3, slack=2)
     assert [router.route(A), router.route(B), router.route(())] == [0, 1, 2]
     assert router.route((*A[:2], b"other")) == 0
     assert router.route(B) == 1
