@@ -170,7 +170,7 @@ def run_simulation(
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
         rng = np.random.default_rng(seed)
-        own = load_trace(workload) if isinstance(workload, str) and shares_prompts(plan) else None
+        own = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
         if own is not None and own.prefixes is not None:
             requests = _first_of(own, plan, num_requests, rng, arrivals)
         else:
@@ -370,7 +370,7 @@ def replay_trace(
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
-    trace = share_of_replica(trace if shares_prompts(plan) else trace._replace(prefixes=None), plan)
+    trace = share_of_replica(trace if plan.shares_prompts else trace._replace(prefixes=None), plan)
     total = requests_to_send(plan, num_requests, saturated=False)
     if len(trace.input) < total:
         raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
@@ -470,11 +470,6 @@ def reused_share(log: Sequence[StepRecord]) -> float:
         for id_, start, _ in record.encode:
             found.setdefault(id_, start)
     return sum(found.values()) / max(1, sum(asked[id_] for id_ in found))
-
-
-def shares_prompts(plan: Plan) -> bool:
-    """Return whether the plan's engine shares what prompts have in common; models with an encoder cannot."""
-    return not plan.model.is_encoder_decoder and (plan.profile.engine != "vllm" or plan.vllm_shares_prompts)
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:

@@ -12,6 +12,10 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.machine import detect, num_cores
 from xgpt.core.schema import EngineKind, Plan, Profile
 from xprofiler.store import check_engine, dtype_of, profile_of
+from xrunner.vllm import TESTED_VERSION
+from xrunner.vllm.command import launch
+from xrunner.vllm.process import package_path, python, version_of
+from xrunner.vllm.waa import check_waa
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +190,6 @@ def check_plan_for_vllm(plan: Plan) -> str:
         InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
         MachineError: vLLM, devices or memory are missing.
     """
-    from xrunner.vllm import TESTED_VERSION
-    from xrunner.vllm.process import package_path, python, version_of
-
     check_runs(plan, engine="vllm")
     check_vllm_runs(plan)
     with package_path() as packages:
@@ -206,9 +207,6 @@ def check_vllm_runs(plan: Plan) -> None:
     Raises:
         InputError: the message says why.
     """
-    from xrunner.vllm.command import launch
-    from xrunner.vllm.waa import check_waa
-
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):
         accepted = "vLLM pages the states of recurrent layers by itself; run it under vLLM's own scheduler"

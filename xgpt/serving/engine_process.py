@@ -14,43 +14,25 @@ import socket
 import sys
 import threading
 from functools import partial
-from typing import TYPE_CHECKING
 
-from xgpt.core.schema import Batching, Frozen, Plan
-from xgpt.serving.engines import Nodes, build_engine
-
-if TYPE_CHECKING:
-    from xrunner.channel.host import HostedEngine
-    from xrunner.channel.remote import OnStep
+from xgpt.core.schema import Plan
+from xgpt.serving.engines import build_engine
+from xgpt.serving.order import EngineOrder, Nodes
+from xrunner.channel.ends import EngineEnd
+from xrunner.channel.host import EngineHost, HostedEngine
+from xrunner.channel.messages import decode_down
+from xrunner.channel.remote import OnStep
+from xrunner.core_waits import CoreWaitMeter
+from xrunner.cores import take_cores
+from xrunner.logs import log_json
+from xrunner.memory import keep_freed_memory
 
 END_S = 20.0
 """For the step under way, and for the workers, to end once the front has gone."""
 
 
-class EngineOrder(Frozen):
-    """What to run.
-
-    Attributes:
-        nodes: machines that run the plan together: their number, this one's, and the rendezvous; None: this one only.
-        core_waits: note in the records of steps how long threads waited for a core.
-    """
-
-    plan: Plan
-    batching: Batching
-    reuse: bool
-    log_level: str
-    nodes: tuple[int, int, str] | None = None
-    core_waits: bool = False
-
-
 def main() -> None:
     """Run the engine until the front has gone, or the engine has failed."""
-    from xrunner.channel.ends import EngineEnd
-    from xrunner.channel.host import EngineHost
-    from xrunner.channel.messages import decode_down
-    from xrunner.memory import keep_freed_memory
-    from xrunner.server.observe.logs import log_json
-
     # Not ignored: processes that this one starts would ignore them, too.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
@@ -68,9 +50,6 @@ def main() -> None:
 
 
 def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
-    from xrunner.core_waits import CoreWaitMeter
-    from xrunner.cores import take_cores
-
     plan, is_alone = order.plan, _is_alone(order.plan)
     nodes = None if order.nodes is None else Nodes.of(*order.nodes)
     listener = CoreWaitMeter(on_step) if order.core_waits and is_alone else on_step

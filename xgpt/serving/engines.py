@@ -2,85 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xgpt.core import policies
-from xgpt.core.errors import InputError, MachineError
+from xgpt.core.errors import MachineError
 from xgpt.core.policies import Schedule
 from xgpt.core.policies.build import row_tokens
 from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import Batching, Plan
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.serving.checking import check_devices
+from xgpt.serving.order import Nodes
 from xprofiler.store import check_engine
-from xsimulator.run import shares_prompts
-
-if TYPE_CHECKING:
-    from xrunner.build import WorkerSettings
-    from xrunner.cluster.executor import RemoteExecutor
-    from xrunner.engine import Engine
-    from xrunner.executor import Deployer, Executor
-    from xrunner.replicas import Replicas
-    from xrunner.tcb.worker import RowWorker
-    from xrunner.worker import Worker
-
-MIN_SECRET = 16
-"""Least length of the secret that machines share."""
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The machines that run a plan together, and which of them this one is.
-
-    Args:
-        rendezvous: address and port of the first machine.
-        passphrase: the secret that all machines share.
-    """
-
-    count: int
-    rank: int
-    rendezvous: str
-    passphrase: str
-
-    @classmethod
-    def of(cls, count: int, rank: int, rendezvous: str | None) -> Nodes | None:
-        """Return the machines that arguments name; None: there is one machine.
-
-        Raises:
-            InputError: an argument is missing, or has no effect.
-        """
-        if count == 1:
-            if rank or rendezvous:
-                raise InputError("nnodes", 1, "`node_rank` and `rendezvous` need `nnodes` of 2 or more")
-            return None
-        if rank >= count:
-            raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
-        host, _, port = (rendezvous or "").rpartition(":")
-        if not host or not port.isdecimal():
-            raise InputError("rendezvous", rendezvous, "give machine 0's address and a free port: HOST:PORT")
-        passphrase = os.environ.get("XGPT_CLUSTER_SECRET", "")
-        if len(passphrase) < MIN_SECRET:
-            accepted = f"set it to the same {MIN_SECRET} or more characters on every machine"
-            raise InputError("XGPT_CLUSTER_SECRET", "*" * len(passphrase), accepted)
-        return cls(count, rank, f"{host}:{port}", passphrase)
-
-    @property
-    def port(self) -> int:
-        """Port of the rendezvous."""
-        return int(self.rendezvous.rpartition(":")[2])
-
-    @property
-    def host(self) -> str:
-        """This machine's address, on the interface that leads to the others."""
-        from xrunner.cluster.sockets import address_towards
-
-        return address_towards(self.rendezvous.rpartition(":")[0])
+from xrunner.build import WorkerSettings, build_row_worker, build_worker, warm_up, whole_worker
+from xrunner.cluster.deployment import Deployment
+from xrunner.cluster.executor import RemoteExecutor
+from xrunner.cluster.launching import LauncherSettings
+from xrunner.cluster.nodes import Node
+from xrunner.cluster.sockets import Secret, address_towards
+from xrunner.cluster.workers import Workers
+from xrunner.engine import Engine
+from xrunner.executor import Deployer, Executor, WorkerLost
+from xrunner.replicas import Replicas
+from xrunner.tcb.worker import RowWorker
+from xrunner.worker import Worker
 
 
 def build_engine(
@@ -104,15 +52,12 @@ def build_engine(
         InputError: the plan is for another engine, or does not go with `batching`.
         MachineError: the plan's devices are not on this machine.
     """
-    from xrunner.engine import Engine
-    from xrunner.replicas import Replicas
-
     check_engine(plan, "native")
     check_devices(plan, 1 if nodes is None else nodes.count)
     if batching != "flat":
         return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
-        router = ReplicaRouter.of(plan) if reuse and shares_prompts(plan) else None
+        router = ReplicaRouter.of(plan) if reuse and plan.shares_prompts else None
         return Replicas(partial(build_replica, plan, reuse=reuse), plan.replicas, on_step=on_step, router=router)
     if plan.devices_per_replica > 1:
         return build_replica(plan, 0, on_step, nodes, reuse=reuse)
@@ -130,16 +75,12 @@ def build_replica(
     reuse: bool = True,
 ) -> Engine:
     """Return the engine of one replica, with a process for each of its devices."""
-    from xrunner.engine import Engine
-
     workers = _workers(plan, number, nodes)
     return Engine(policies.build(plan), workers, on_step=on_step, deploy=_redeployer_of(workers), reuse=reuse)
 
 
 def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
     """Return a worker of the whole model, in this process."""
-    from xrunner.build import build_worker, warm_up
-
     worker = build_worker(_worker_settings(plan, schedule.pool.kv_blocks))
     warm_up(worker)
     return worker
@@ -147,16 +88,12 @@ def _one_worker(plan: Plan, schedule: Schedule) -> Worker:
 
 def _row_worker(plan: Plan, batching: Batching) -> RowWorker:
     """Return a worker of the whole model, in this process, that runs rows."""
-    from xrunner.build import build_row_worker, warm_up
-
     worker = build_row_worker(_worker_settings(plan, num_blocks=0), batching, row_tokens(plan))
     warm_up(worker)
     return worker
 
 
 def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
-    from xrunner.build import WorkerSettings
-
     return WorkerSettings(
         spec=plan.model,
         dtype=plan.dtype,
@@ -173,8 +110,6 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
 
 def _redeployer(worker: Worker) -> Deployer:
     """Return a function that sets another plan's K/V memory up; the weights stay in place."""
-    from xrunner.build import warm_up, whole_worker
-
     # Not the worker itself: its memory must be free before the next one's is taken.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
@@ -202,12 +137,6 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
 
 def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
     """Return the executor of a replica's workers, a process for each device."""
-    from xrunner.cluster.deployment import Deployment
-    from xrunner.cluster.executor import RemoteExecutor
-    from xrunner.cluster.sockets import Secret
-    from xrunner.cluster.workers import Workers
-    from xrunner.executor import WorkerLost
-
     deployment = Deployment.of(plan)
     if nodes is None:
         workers = Workers(deployment.num_workers, first_device=replica * deployment.num_workers)
@@ -215,7 +144,7 @@ def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
         workers = Workers(
             deployment.num_workers,
             num_nodes=nodes.count,
-            host=nodes.host,
+            host=address_towards(nodes.address),
             port=nodes.port,
             secret=Secret.from_passphrase(nodes.passphrase),
         )
@@ -237,13 +166,9 @@ def join_nodes(plan: Plan, nodes: Nodes) -> None:
     Raises:
         MachineError: the plan's devices are not on this machine, or the first machine does not answer.
     """
-    from xrunner.cluster.launching import LauncherSettings
-    from xrunner.cluster.nodes import Node
-    from xrunner.cluster.sockets import Secret
-
     check_devices(plan, nodes.count)
     secret = Secret.from_passphrase(nodes.passphrase).private
-    node = Node(nodes.rank, LauncherSettings(f"tcp://{nodes.rendezvous}", secret, nodes.host))
+    node = Node(nodes.rank, LauncherSettings(f"tcp://{nodes.rendezvous}", secret, address_towards(nodes.address)))
     previous = signal.signal(signal.SIGTERM, lambda *_: node.end())
     try:
         node.run()

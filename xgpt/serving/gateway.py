@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Plan
+from xgpt.serving.admin import admin_server
 from xgpt.serving.checking import check_runs
+from xgpt.serving.running import running
+from xrunner.server import EngineClient, ServedModel
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest
-    from xrunner.server import EngineClient, ServedModel
 
 MAX_BODY_BYTES = 16 << 20
 HEAD_S, IDLE_S = 10, 120
@@ -71,15 +73,12 @@ def serve_behind_gateway(plan: Plan, request: ServeRequest) -> None:
     Raises:
         MachineError: the engine does not start, fails again and again, or a port is taken.
     """
-    from xgpt.serving.running import running
-
     check_runs(plan, request.nnodes, request.engine)
     with running(plan, request, with_text=False) as (engine, model):
         asyncio.run(_serve(plan, request, engine, model))
 
 
 async def _serve(plan: Plan, request: ServeRequest, engine: EngineClient, model: ServedModel) -> None:
-    from xgpt.serving.admin import admin_server
     from xrunner.engine_service.server import service
 
     stopping = asyncio.Event()

@@ -15,17 +15,19 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import Plan, Profile
 from xgpt.serving.checking import missing
-from xgpt.serving.engine_process import EngineOrder
-from xgpt.serving.engines import Nodes
+from xgpt.serving.order import EngineOrder, Nodes
 from xgpt.serving.vllm import build_vllm_engine, can_change_plan
 from xprofiler.store import check_engine, profile_of
+from xrunner import server
+from xrunner.channel.remote import EngineProcess, RemoteEngine
+from xrunner.grammar import grammars_of
+from xrunner.server import EngineClient, ServedModel
+from xrunner.server.served import ServedEngine
 from xscheduler.replanning.replanner import BackgroundPlanner
 
 if TYPE_CHECKING:
     from xgpt.core.policies import Pool
     from xgpt.serving.serve import ServeRequest
-    from xrunner.server import EngineClient, ServedModel
-    from xrunner.server.served import ServedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +49,6 @@ def running(
         InputError: the plan cannot be run in the requested way.
         MachineError: the engine does not start.
     """
-    from xrunner import server
-    from xrunner.grammar import grammars_of
-
     checkpoint = None if plan.checkpoint is None else Path(plan.checkpoint)
     server.log_json(request.log_level)
     planner = _planner(plan, request)
@@ -64,7 +63,7 @@ def running(
         at_end.callback(engine.close)
         if log is not None:
             engine.listen(log)
-        client = server.EngineClient(engine, server.Watch(plan, planner))
+        client = EngineClient(engine, server.Watch(plan, planner))
         if log is not None:
             client.metrics.tell_lost_steps(lambda: log.num_lost)
         codec = server.load_tokenizer(checkpoint) if checkpoint is not None and with_text else None
@@ -73,7 +72,7 @@ def running(
             ends.add(codec.eos_token_id)
         yield (
             client,
-            server.ServedModel(
+            ServedModel(
                 request.served_model_names or (plan.model.name,),
                 plan.model,
                 codec,
@@ -94,8 +93,6 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | None = None) 
     """
     if request.engine == "vllm":
         return build_vllm_engine(plan, reuse=request.reuse)
-    from xrunner.channel.remote import EngineProcess, RemoteEngine
-
     check_engine(plan, "native")
 
     def launch(plan: Plan) -> EngineProcess:

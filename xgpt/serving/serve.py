@@ -20,11 +20,14 @@ from xgpt.core.outputs import check_step_log
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
-from xgpt.serving.engines import Nodes, join_nodes
 from xgpt.serving.gateway import check_gateway, serve_behind_gateway
+from xgpt.serving.order import Nodes
+from xgpt.serving.running import running
+from xrunner import server
+from xrunner.server import ApiKeys, Classes, Limits, check_exposure
+from xrunner.server.http.tls import KEY, server_context
 
 if TYPE_CHECKING:
-    from xrunner.server import ApiKeys, Classes, Limits
     from xrunner.server.observe.traces import Tracer
 
 
@@ -38,8 +41,6 @@ class ServeRequest(ServeFields):
             InputError: the file holds none, or one of a class that the plan does not have; or the host needs keys and
                 no file is given.
         """
-        from xrunner.server import ApiKeys, check_exposure
-
         names = [each.name for each in plan.constraint.classes]
         keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
         check_exposure(self.host, keys)
@@ -51,8 +52,6 @@ class ServeRequest(ServeFields):
         Raises:
             InputError: the certificate cannot be read, or does not match its key.
         """
-        from xrunner.server.http.tls import KEY, server_context
-
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
                 raise InputError(KEY, str(self.ssl_keyfile), "it goes with `ssl_certfile`")
@@ -65,8 +64,6 @@ class ServeRequest(ServeFields):
         Raises:
             InputError: a class that is named is none of them.
         """
-        from xrunner.server import Classes
-
         return Classes(plan, self.answer_within_of)
 
     def limits(self) -> Limits:
@@ -75,8 +72,6 @@ class ServeRequest(ServeFields):
         Raises:
             InputError: the limits contradict each other.
         """
-        from xrunner.server import Limits
-
         return Limits(
             max_waiting=self.max_waiting,
             answer_within_s=self.answer_within_s,
@@ -168,6 +163,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         return
     with _no_end_by_hangup():
         if nodes is not None and nodes.rank:
+            from xgpt.serving.engines import join_nodes  # it loads torch
+
             join_nodes(plan, nodes)
         elif request.front == "smg":
             serve_behind_gateway(plan, request)
@@ -189,9 +186,6 @@ def _no_end_by_hangup() -> Iterator[None]:
 
 
 def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:
-    from xgpt.serving.running import running
-    from xrunner import server
-
     keys, tls = request.keys(plan), request.tls()
     check_runs(plan, request.nnodes, request.engine)
     if limits.default_max_tokens is None and plan.checkpoint is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
-
-if TYPE_CHECKING:
-    from xrunner.server.served import ServedEngine
+from xrunner.server.served import ServedEngine
+from xrunner.vllm.engine import VllmEngine
+from xrunner.vllm.waa import WaaEngine
 
 
 def build_vllm_engine(
@@ -24,9 +23,6 @@ def build_vllm_engine(
         InputError: vLLM cannot run the plan.
         MachineError: vLLM is not installed, or does not start.
     """
-    from xrunner.vllm.engine import VllmEngine
-    from xrunner.vllm.waa import WaaEngine
-
     if len(plan.policy.lanes) > 1:
         return WaaEngine(plan, on_step=on_step)
     return VllmEngine(plan, on_step=on_step, reuse=reuse)

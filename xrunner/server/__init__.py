@@ -3,6 +3,7 @@
 HTTP requests enter; token streams, metrics and the plan leave. May be imported by xgpt.
 """
 
+from xrunner.logs import log_json
 from xrunner.server.access.classes import Classes
 from xrunner.server.access.hosts import AllowedHosts, check_exposure
 from xrunner.server.access.keys import ApiKeys
@@ -13,7 +14,6 @@ from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.app import create_app
 from xrunner.server.http.limits import Limits
 from xrunner.server.http.process import DRAIN_S, serve
-from xrunner.server.observe.logs import log_json
 from xrunner.server.observe.watch import Watch
 
 __all__ = [

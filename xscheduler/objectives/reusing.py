@@ -23,7 +23,6 @@ from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import Task
 from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
-from xsimulator.run import shares_prompts
 
 STEPS = 4
 """Number of sizes of the kept memory; from one to the next the found share grows by the same amount."""
@@ -48,7 +47,7 @@ def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -
     if trace is None:
         return plans
     problem, best = task.problem, next(iter(plans.values()))
-    counts = problem.constraint.sla == "length" and problem.constraint.maximise is None and shares_prompts(best)
+    counts = problem.constraint.sla == "length" and problem.constraint.maximise is None and best.shares_prompts
     if trace.prefixes is None or not counts:
         return plans
     divisions = _divisions(problem, trace, best)

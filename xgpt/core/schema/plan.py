@@ -241,6 +241,11 @@ class Plan(Frozen):
         return self.policy.lanes == ("both",) and self.model.sliding_window is None
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether the plan's engine shares the K/V of equal beginnings of prompts; none can with an encoder."""
+        return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
+
+    @property
     def seeded_weights(self) -> str | None:
         """The warning to show with a plan that has no checkpoint; None: it has one."""
         if self.checkpoint is not None:

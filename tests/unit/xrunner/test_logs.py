@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from tests.fakes import eventually
-from xrunner.server.observe.logs import MAX_LINES, BackgroundHandler, JsonFormatter
+from xrunner.logs import MAX_LINES, BackgroundHandler, JsonFormatter
 
 
 def test_a_pipe_that_is_not_read_holds_up_nothing_and_what_is_lost_is_said() -> None:
