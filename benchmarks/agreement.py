@@ -153,19 +153,21 @@ def _random_degrees(rng: np.random.Generator, profile: Profile, num_devices: int
     return degrees(num_devices, degree, degree * int(rng.integers(0, num_devices // degree + 1)))
 
 
-def _spread(profile: Profile, of: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    return spread(num_layers, [profile.layer(degree).rest.seconds[6] for degree in of])
+def _spread(profile: Profile, stages: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    return spread(num_layers, [profile.layer(degree).rest.seconds[6] for degree in stages])
 
 
-def _whole_lane(spec: ModelSpec, cluster: ClusterSpec, profile: Profile, of: tuple[int, ...], first: int = 0) -> Lane:
-    encoder = _spread(profile, of, spec.num_encoder_layers) if spec.is_encoder_decoder else None
-    return lane(of, _spread(profile, of, spec.num_layers), encoder, first_device=first, cluster=cluster)
+def _whole_lane(
+    spec: ModelSpec, cluster: ClusterSpec, profile: Profile, stages: tuple[int, ...], first: int = 0
+) -> Lane:
+    encoder = _spread(profile, stages, spec.num_encoder_layers) if spec.is_encoder_decoder else None
+    return lane(stages, _spread(profile, stages, spec.num_layers), encoder, first_device=first, cluster=cluster)
 
 
 def _one_lane(
     rng: np.random.Generator, place: tuple[str, str], workload: str, most_devices: int, kind: str
 ) -> Case | None:
-    spec, cluster, of, profile = problem(*place, workload)
+    spec, cluster, workload_profile, profile = problem(*place, workload)
     groups = _random_degrees(rng, profile, int(rng.integers(1, min(most_devices, 16) + 1)))
     stages = len(groups)
     m = int(rng.choice([1, max(1, stages // 2), stages, stages, stages, 2 * stages]))
@@ -183,13 +185,13 @@ def _one_lane(
             batch = _draw(rng, max(4, parts), 256)
             settings = StaticSettings(batch=batch, encode_microbatches=parts, decode_microbatches=m)
     cost = LaneCost(spec, profile, _whole_lane(spec, cluster, profile, groups))
-    predicted = estimate(OneLaneModel(cost, Lengths(of), QUANTILE), settings)
+    predicted = estimate(OneLaneModel(cost, Lengths(workload_profile), QUANTILE), settings)
     rule = lane_settings(settings, predicted["encode_tokens"], predicted["decode_batch"])
     return Case(
         kind,
         f"{place[0]} on {place[1]}, {workload}, stages {groups}, {settings}",
         spec,
-        of,
+        workload_profile,
         settings,
         predicted,
         lambda: OneLane(rule, Pool(PLENTY, BLOCK_SIZE, hold_finished=kind == "static")),
@@ -198,7 +200,7 @@ def _one_lane(
 
 
 def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_devices: int) -> Case | None:
-    spec, cluster, of, profile = problem(*place, workload)
+    spec, cluster, workload_profile, profile = problem(*place, workload)
     num_devices = int(rng.integers(2, most_devices + 1))
     encode_devices = int(rng.integers(1, num_devices))
     groups = _random_degrees(rng, profile, encode_devices), _random_degrees(rng, profile, num_devices - encode_devices)
@@ -217,7 +219,7 @@ def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_d
     )
     if settings.encode_batch > settings.max_decode_batch:
         return None
-    predicted = estimate(TwoLaneModel(encode, decode, Lengths(of), QUANTILE), settings)
+    predicted = estimate(TwoLaneModel(encode, decode, Lengths(workload_profile), QUANTILE), settings)
     rule = TwoLaneSettings(
         encode_tokens=predicted["encode_tokens"],
         encode_stages=len(groups[0]),
@@ -230,7 +232,7 @@ def _waa(rng: np.random.Generator, place: tuple[str, str], workload: str, most_d
         "waa",
         f"{place[0]} on {place[1]}, {workload}, encode {groups[0]}, decode {groups[1]}, {settings}",
         spec,
-        of,
+        workload_profile,
         settings,
         predicted,
         lambda: TwoLane(rule, Pool(PLENTY, BLOCK_SIZE)),

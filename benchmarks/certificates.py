@@ -109,15 +109,19 @@ def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: i
     best = next(iter(case.plans(None).values()), None)
     if best is None:
         return None
-    of, looser = best.estimate, float(rng.choice([1.1, 1.6, 2.5, 5.0]))
-    bound = {"ttft_s": looser * of.ttft_s} if rng.random() < 0.25 else {"latency_bound_s": looser * of.latency_s}
+    estimate, looser = best.estimate, float(rng.choice([1.1, 1.6, 2.5, 5.0]))
+    bound = (
+        {"ttft_s": looser * estimate.ttft_s}
+        if rng.random() < 0.25
+        else {"latency_bound_s": looser * estimate.latency_s}
+    )
     return case.subject.under(Constraint(quantile=quantile, objective="arrivals", **bound)), kind  # type: ignore[arg-type]
 
 
-def planned(of: Problem, kind: str) -> Plan | None:
+def planned(subject: Problem, kind: str) -> Plan | None:
     """Return the best plan; None: none keeps the bounds."""
     try:
-        return next(iter(plan_each(of, kind).values()))  # type: ignore[arg-type]
+        return next(iter(plan_each(subject, kind).values()))  # type: ignore[arg-type]
     except InfeasibleError:
         return None
 
@@ -128,13 +132,13 @@ def attack_bounds(rng: np.random.Generator, scale: float) -> Attacked | None:
     plan = None if drawn is None else planned(*drawn)
     if drawn is None or plan is None or plan.search.gap is None:
         return None
-    of, most = drawn[0], scale * (1 + plan.search.gap) * rate_of(plan)
+    subject, most = drawn[0], scale * (1 + plan.search.gap) * rate_of(plan)
     tried, excess, note = 0, 0.0, ""
-    for other in settings_of(scheduler(of), drawn[1], plan, rng):
+    for other in settings_of(scheduler(subject), drawn[1], plan, rng):
         tried += 1
-        other = with_simulated_figures(other, of.profile)
-        if CapacitySearch(other, of.profile, least_requests=FEW).keeps(ABOVE * most):
-            search = CapacitySearch(other, of.profile, least_requests=MANY)
+        other = with_simulated_figures(other, subject.profile)
+        if CapacitySearch(other, subject.profile, least_requests=FEW).keeps(ABOVE * most):
+            search = CapacitySearch(other, subject.profile, least_requests=MANY)
             if search.keeps(ABOVE * most):
                 excess, note = max(excess, search.rate / most - 1), repr(other.policy)
     return Attacked(tried, excess, note)
@@ -169,18 +173,18 @@ def attack_by_sweep(rng: np.random.Generator, scale: float) -> Attacked | None:
     drawn = problem(rng, ("orca", "chunked", "rra", "static"), devices=1)
     if drawn is None:
         return None
-    of, kind = drawn
+    subject, kind = drawn
     fixed = {"chunked": {"token_budget": int(rng.choice([32, 64, 128]))}, "rra": {"decode_iterations": 4}}
-    of = replace(of, profile=of_few(of.profile), fixed=fixed.get(kind, {}))
-    plan = planned(of, kind)
+    subject = replace(subject, profile=of_few(subject.profile), fixed=fixed.get(kind, {}))
+    plan = planned(subject, kind)
     if plan is None:
         return None
-    by, rates = scheduler(of), [0.0]
+    by, rates = scheduler(subject), [0.0]
     for space in by.candidates.spaces(kind):
         if space.num_points > MOST_SWEPT:
             return None
         for one in plans_at(by, space, np.arange(space.num_points), plan):
-            rates.append(CapacitySearch(with_simulated_figures(one, of.profile), of.profile).rate)
+            rates.append(CapacitySearch(with_simulated_figures(one, subject.profile), subject.profile).rate)
     gap, best = plan.search.gap, max(rates)
     most = scale * (1 + (gap or 0.0)) * rate_of(plan)
     note = f"best {best:.4g}, plan {rate_of(plan):.4g}, gap {gap}"
@@ -202,18 +206,18 @@ def attack_nearest(rng: np.random.Generator, scale: float) -> Attacked | None:
     drawn = problem(rng)
     if drawn is None:
         return None
-    of, kind = drawn
-    name = "ttft_s" if of.constraint.ttft_s is not None else "latency_bound_s"
+    subject, kind = drawn
+    name = "ttft_s" if subject.constraint.ttft_s is not None else "latency_bound_s"
     for share in TIGHTER:
-        tight = share * getattr(of.constraint, name)
+        tight = share * getattr(subject.constraint, name)
         try:
-            plan_each(of.under(of.constraint.model_copy(update={name: tight})), kind)  # type: ignore[arg-type]
+            plan_each(subject.under(subject.constraint.model_copy(update={name: tight})), kind)  # type: ignore[arg-type]
         except InfeasibleError as error:
             printed = re.search(r"one keeps is ([0-9.e+-]+) s", str(error))
             if printed is None:
                 return Attacked(1, 1.0, f"names no bound: {error}")
             nearest = scale * float(printed[1])
-            plan = planned(of.under(of.constraint.model_copy(update={name: nearest})), kind)
+            plan = planned(subject.under(subject.constraint.model_copy(update={name: nearest})), kind)
             is_kept = plan is not None and rate_of(plan) > 0
             return Attacked(1, 0.0 if is_kept else 1.0, f"{name} {tight:g} -> {nearest:g}")
     return None

@@ -194,12 +194,12 @@ def markdown(rows: Sequence[Row]) -> str:
         "| family | checkpoints | on one device | on two | no plan | failed |",
         "|---|---|---|---|---|---|",
     ]
-    for family, of in groupby(sorted(rows, key=lambda row: row.family), key=lambda row: row.family):
-        own = list(of)
-        one, two = (sum(r.outcome == EQUAL and r.cluster == cluster for r in own) for cluster in PLACEMENTS)
-        none = sum(r.is_right and r.outcome != EQUAL for r in own)
-        failed = sum(not r.is_right for r in own)
-        lines.append(f"| {family} | {len({r.number for r in own})} | {one} | {two} | {none} | {failed} |")
+    for family, members in groupby(sorted(rows, key=lambda row: row.family), key=lambda row: row.family):
+        members_list = list(members)
+        one, two = (sum(r.outcome == EQUAL and r.cluster == cluster for r in members_list) for cluster in PLACEMENTS)
+        none = sum(r.is_right and r.outcome != EQUAL for r in members_list)
+        failed = sum(not r.is_right for r in members_list)
+        lines.append(f"| {family} | {len({r.number for r in members_list})} | {one} | {two} | {none} | {failed} |")
     lines += ["", "Where there is no plan:", "", "| reason | combinations |", "|---|---|"]
     reasons = Counter(r.outcome.removeprefix(f"{REFUSED}: ") for r in rows if r.is_right and r.outcome != EQUAL)
     lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
@@ -217,8 +217,8 @@ def markdown(rows: Sequence[Row]) -> str:
             for r in failures
         ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
-    made = f"{detect().device.name}, Python {platform.python_version()}, {versions}, {date.today()}."
-    return "\n".join([*lines, "", made, ""])
+    caption = f"{detect().device.name}, Python {platform.python_version()}, {versions}, {date.today()}."
+    return "\n".join([*lines, "", caption, ""])
 
 
 def main() -> None:
@@ -237,15 +237,17 @@ def main() -> None:
     with TemporaryDirectory() as cache, Workers(2) as workers:
         os.environ["XDG_CACHE_HOME"] = cache  # of models that are gone afterwards
         for number in range(options.first, options.first + options.count):
-            of = None if options.again else kept(number)
-            if of is None:
+            kept_row = None if options.again else kept(number)
+            if kept_row is None:
                 started = time.perf_counter()
-                of = list(rows_of(number, workers))
-                write_atomic(RESULTS / f"{number}.json", json.dumps([asdict(row) for row in of], indent=1) + "\n")
-                right, seconds = sum(row.is_right for row in of), time.perf_counter() - started
-                print(f"{number:3} {of[0].family:10} {right} of {len(of)} right, {seconds:.0f} s", flush=True)
-                print(*(f"    {row}" for row in of if not row.is_right), sep="\n", end="", flush=True)
-            rows += of
+                kept_row = list(rows_of(number, workers))
+                write_atomic(RESULTS / f"{number}.json", json.dumps([asdict(row) for row in kept_row], indent=1) + "\n")
+                right, seconds = sum(row.is_right for row in kept_row), time.perf_counter() - started
+                print(
+                    f"{number:3} {kept_row[0].family:10} {right} of {len(kept_row)} right, {seconds:.0f} s", flush=True
+                )
+                print(*(f"    {row}" for row in kept_row if not row.is_right), sep="\n", end="", flush=True)
+            rows += kept_row
     if options.markdown is not None:
         write_atomic(options.markdown, markdown(rows))
     sys.exit(any(not row.is_right for row in rows))

@@ -74,15 +74,15 @@ def case(number: int) -> Case:
 
 def tried(number: int, *, rates: bool = False) -> dict[str, Any]:
     """Try a case."""
-    of, started, failed = case(number), time.process_time(), None
+    problem, started, failed = case(number), time.process_time(), None
     try:
         if rates:
-            rates_hold(replace(of, sla="length"))
+            rates_hold(replace(problem, sla="length"))
         else:
-            claims_hold(of)
+            claims_hold(problem)
     except Exception as error:  # whatever it is, the other cases are run
         places = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "test_claims" in frame.filename]
-        failed = f"{of}: {type(error).__name__} in {places[-1]}: {str(error)[:200]}"
+        failed = f"{problem}: {type(error).__name__} in {places[-1]}: {str(error)[:200]}"
     return {"case": number, "cpu s": round(time.process_time() - started, 2), "failed": failed}
 
 

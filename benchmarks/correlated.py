@@ -96,10 +96,10 @@ class Outcome:
 
     @property
     def cells(self) -> list[str]:
-        of = self.measured
-        seconds = (of.latency_s, of.request_latency_s, of.itl_p99_s)
+        taken = self.measured
+        seconds = (taken.latency_s, taken.request_latency_s, taken.itl_p99_s)
         spreads = (self.spread_of_batches, self.spread_of_encoding)
-        return [f"{of.throughput_rps:.3f}", *(f"{s:.3f}" for s in seconds), *(f"{100 * s:.1f}%" for s in spreads)]
+        return [f"{taken.throughput_rps:.3f}", *(f"{s:.3f}" for s in seconds), *(f"{100 * s:.1f}%" for s in spreads)]
 
 
 COLUMNS = ("req/s", "latency s", "all requests' p99 s", "itl p99 s", "spread of decode batches", "of encoded tokens")
@@ -169,10 +169,10 @@ def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
     workload = Workload(name="trace", input=histogram_of(trace.input), output=histogram_of(trace.output))
     profile = analytic.profile(model, cluster, "bfloat16")
     bound_s = 20.0
-    of = Problem(
+    problem = Problem(
         model, None, cluster, workload, profile, Constraint(latency_bound_s=bound_s), max_devices=4, replicas=1
     )
-    plan = Scheduler(of).best(["waa"])
+    plan = Scheduler(problem).best(["waa"])
     total = num_requests + 4 * round(plan.estimate.decode_batch + plan.estimate.encode_batch)
     orders = orders_of(trace, min(total, len(trace.input)), np.random.default_rng(0))
     rows = []
@@ -195,7 +195,7 @@ def predicted(trace: TraceLengths, num_requests: int) -> list[str]:
 def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str]:
     """A table of WAA on two devices of this machine, predicted and measured."""
     cluster = load_cluster("local:2")
-    inputs, outputs = (np.maximum(1, np.rint(SCALE * of)).astype(int) for of in (trace.input, trace.output))
+    inputs, outputs = (np.maximum(1, np.rint(SCALE * lengths)).astype(int) for lengths in (trace.input, trace.output))
     small = trace._replace(input=inputs, output=outputs)
     with progress_bar() as progress:
         profile = obtain_profile(SMALL, None, cluster, progress)
@@ -212,7 +212,7 @@ def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str
         num_rounds += 1
         click.echo(f"round {num_rounds}, {time.perf_counter() - started:.0f} s")
     rows = [row for name in names for row in gains(plan, profile, name, orders[name], num_requests, found[name])]
-    columns = ("arrivals", "setting", *(f"{of}, {how}" for how in ("predicted", "measured") for of in RATIOS))
+    columns = ("arrivals", "setting", *(f"{lengths}, {how}" for how in ("predicted", "measured") for lengths in RATIOS))
     return [
         f"### Measured: {settings(plan)}",
         "",
@@ -228,13 +228,13 @@ def measured(trace: TraceLengths, num_requests: int, seconds: float) -> list[str
 def small_plan(cluster: ClusterSpec, inputs: Ints, outputs: Ints, profile: Profile) -> Plan:
     """WAA under a bound, so that runs of some hundred requests are many batches long."""
     workload = Workload(name="scaled", input=histogram_of(inputs), output=histogram_of(outputs))
-    of = Problem(SMALL, None, cluster, workload, profile, Constraint(latency_bound_s=1e-6))
+    problem = Problem(SMALL, None, cluster, workload, profile, Constraint(latency_bound_s=1e-6))
     try:
-        return Scheduler(of).best(["waa"])
+        return Scheduler(problem).best(["waa"])
     except InfeasibleError as error:
         assert error.nearest_bound_s is not None
         bound_s = round(BOUND_FACTOR * error.nearest_bound_s, 2)
-    return Scheduler(replace(of, constraint=Constraint(latency_bound_s=bound_s))).best(["waa"])
+    return Scheduler(replace(problem, constraint=Constraint(latency_bound_s=bound_s))).best(["waa"])
 
 
 def gains(
@@ -244,9 +244,9 @@ def gains(
     base = run(plan, profile, pairs, num_requests).measured
     for arm, outcomes in found.items():
         said = run(arm.of(plan), profile, pairs, num_requests).measured
-        cells = [f"{_ratio(said, base, of) - 1:+.1%}" for of in RATIOS]
-        for of in RATIOS:
-            each = [_ratio(x.measured, y.measured, of) - 1 for x, y in zip(outcomes, found[Arm()], strict=True)]
+        cells = [f"{_ratio(said, base, ratio) - 1:+.1%}" for ratio in RATIOS]
+        for ratio in RATIOS:
+            each = [_ratio(x.measured, y.measured, ratio) - 1 for x, y in zip(outcomes, found[Arm()], strict=True)]
             cells.append(f"{np.median(each):+.1%} ({min(each):+.1%} to {max(each):+.1%})")
         spread = np.mean([outcome.spread_of_batches for outcome in outcomes])
         yield [name, str(arm), *cells, f"{spread:.1%}"]
@@ -254,13 +254,13 @@ def gains(
 
 
 RATIOS: dict[str, Callable[[Measured], float]] = {
-    "throughput": lambda of: of.throughput_rps,
-    "latency": lambda of: of.latency_s,
+    "throughput": lambda outcome: outcome.throughput_rps,
+    "latency": lambda outcome: outcome.latency_s,
 }
 
 
-def _ratio(found: Measured, base: Measured, of: str) -> float:
-    return RATIOS[of](found) / RATIOS[of](base)
+def _ratio(found: Measured, base: Measured, figure: str) -> float:
+    return RATIOS[figure](found) / RATIOS[figure](base)
 
 
 def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
@@ -270,7 +270,7 @@ def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
     assert isinstance(engine, Engine)
     try:
         tokens = np.random.default_rng(0).integers(0, plan.model.vocab_size, int(max(pairs[0])))
-        for i, (length, output) in enumerate(zip(*(of.tolist() for of in pairs), strict=True)):
+        for i, (length, output) in enumerate(zip(*(column.tolist() for column in pairs), strict=True)):
             prompt = tuple(tokens[:length].tolist())
             engine.submit(Generation(i, prompt, plan.workload.output.lengths[-1], output_length=output))
         while not engine.pool.is_idle or not log:
@@ -282,7 +282,7 @@ def execute(plan: Plan, pairs: Pairs, num_requests: int) -> Outcome:
 
 def settings(plan: Plan) -> str:
     """What the plan does, and where."""
-    variables = [f"{of.name} {getattr(plan.policy, of.name)}" for of in plan.policy.variables]
+    variables = [f"{variable.name} {getattr(plan.policy, variable.name)}" for variable in plan.policy.variables]
     lanes = dict.fromkeys(stage.lane for stage in plan.stages)
     shape = " > ".join(str([stage.tp for stage in plan.stages if stage.lane == lane]) for lane in lanes)
     return ", ".join([*variables, shape])

@@ -137,13 +137,13 @@ def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
     plain = Worker(pair.own, cache, ReferenceAttention())
     logits = [first_logits(worker, requests) for worker in (served, plain)]
     apart = [float((a - b).abs().max()) for a, b in zip(*logits, strict=True)]
-    own, reference = generate(served, requests), generate(plain, requests)
+    tokens, reference = generate(served, requests), generate(plain, requests)
     with torch.no_grad():
         other = [transformers_tokens(pair.other, prompt, count) for prompt, count in requests]
     return {
         "logits_apart": apart,
-        "equal": equal_share(own, reference),
-        "equal_to_transformers": equal_share(own, other),
+        "equal": equal_share(tokens, reference),
+        "equal_to_transformers": equal_share(tokens, other),
         "ahead": getattr(served, "num_hits", None),
     }
 
@@ -197,15 +197,15 @@ def twins(kind: str, changes: dict[str, Any], dtype: DType, device: str) -> Twin
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         spec = read_spec(Path(directory))
-    own = seeded(spec, dtype, 0, device)
+    model = seeded(spec, dtype, 0, device)
     with torch.device(device):
         other = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa")
     other.eval()
     other.generation_config.eos_token_id = None
     tensors = other.state_dict()
-    for weight in weights_of(own, Part.whole(spec)):
+    for weight in weights_of(model, Part.whole(spec)):
         tensors[weight.name].copy_(weight.out.t() if weight.transposed else weight.out)
-    return Twins(spec, own, other)
+    return Twins(spec, model, other)
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> Any:
@@ -254,7 +254,7 @@ def equal_share(tokens: list[list[int]], others: list[list[int]]) -> float:
     """Of tokens that are alike; after the first that is not, all differ."""
     pairs = list(zip(tokens, others, strict=True))
     equal = sum(next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs)
-    return equal / sum(len(own) for own, _ in pairs)
+    return equal / sum(len(mine) for mine, _ in pairs)
 
 
 def transformers_tokens(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:

@@ -184,7 +184,7 @@ class Kept:
 
     def lines(self) -> Iterator[str]:
         rows = [Row(*cells) for part in PARTS[:2] for cells in self._parts.get(part, ())]
-        rows = [row._replace(figures={name: Checked(*of) for name, of in row.figures.items()}) for row in rows]
+        rows = [row._replace(figures={name: Checked(*figure) for name, figure in row.figures.items()}) for row in rows]
         yield from summary([row.figures for row in rows])
         figures = [text for name in AIMS for text in (name, "error", "the model's")]
         yield from ("", "| " + " | ".join((*COLUMNS, *figures)) + " |", "|" + "---|" * (len(COLUMNS) + len(figures)))

@@ -204,7 +204,7 @@ def floors(checkpoint: Path, workload: Path, rates: dict[RunDType, Rates]) -> di
     """The machine's rates in each precision, and the floor of these requests at them, in seconds."""
     spec, requests = read_spec(checkpoint), json.loads(workload.read_text())
     lengths = [(len(request["prompt"]), request["num_output"]) for request in requests]
-    return {dtype: {"seconds": floor_s(spec, lengths, dtype, of), **of._asdict()} for dtype, of in rates.items()}
+    return {dtype: {"seconds": floor_s(spec, lengths, dtype, rate), **rate._asdict()} for dtype, rate in rates.items()}
 
 
 def run_all(
@@ -337,13 +337,13 @@ def table(document: dict[str, Any]) -> str:
         f"|{'---|' * 7}",
     ]
     for name, median in medians.items():
-        own = [run for run in runs if run.engine == name]
+        own_runs = [run for run in runs if run.engine == name]
         ratio = f"{medians['own'] / median:.2f}" if "own" in medians else "-"
         floor = document["floors"].get(ENGINES[name].precision)
         least = "- | -" if floor is None else f"{floor['seconds']:.1f} | {floor['seconds'] / median:.0%}"
         seconds, states = (
             " ".join(f"{value:.1f}" for value in values)
-            for values in zip(*[(run.seconds, run.gflops) for run in own], strict=True)
+            for values in zip(*[(run.seconds, run.gflops) for run in own_runs], strict=True)
         )
         lines.append(f"| {name} | {median:.1f} | {seconds} | {states} | {ratio} | {least} |")
     lines += [f"{name} does not run: {reason}" for name, reason in document["failed"].items()]

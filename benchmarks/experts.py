@@ -93,16 +93,16 @@ def problem_of(case: Case, framework: str | None, kv_dtype: DType | None) -> Pro
 
 
 def row(case: Case, framework: str | None, kv_dtype: DType | None) -> str:
-    of = problem_of(case, framework, kv_dtype)
-    found = best(of)
+    problem = problem_of(case, framework, kv_dtype)
+    found = best(problem)
     name = f"| {case.model} | {case.cluster} | {case.latency_bound_s:g} s, {case.workload} "
     if found is None:
         return f"{name}| none | | | | | | |"
     most = found.plan.estimate.throughput_rps
     others = (
-        best(only(of, lambda layer: layer.ep_degree == 1)),
-        best(only(of, lambda layer: layer.ep_degree == layer.tp_degree)),
-        best(replace(of, uniform=True)),
+        best(only(problem, lambda layer: layer.ep_degree == 1)),
+        best(only(problem, lambda layer: layer.ep_degree == layer.tp_degree)),
+        best(replace(problem, uniform=True)),
     )
     shares = ["none" if other is None else f"{other.plan.estimate.throughput_rps / most - 1:+.1%}" for other in others]
     what = f"{found.plan.policy.kind}, {settings_text(found.plan)}"
@@ -124,8 +124,8 @@ def main(model: str | None, framework: str | None, kv_dtype: DType | None, markd
             lines.append(row(case, framework, kv_dtype))
             print(lines[-1], flush=True)
     if markdown is not None:
-        made = f"{detect().device.name}, {datetime.now(UTC):%Y-%m-%d}; step times: {framework or 'datasheet'}"
-        write_atomic(markdown, "\n".join([*lines, "", made, ""]))
+        caption = f"{detect().device.name}, {datetime.now(UTC):%Y-%m-%d}; step times: {framework or 'datasheet'}"
+        write_atomic(markdown, "\n".join([*lines, "", caption, ""]))
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def undisturbed(count: int = ROUND) -> list[list[int]]:
     tokens: list[list[int]] = [[] for _ in range(count)]
     for id_, request in enumerate(requests(count)):
         engine.submit(Generation(id_, tuple(request.prompt_ids), request.max_tokens))
-    while (made := engine.step()) is not None:
-        for token in made:
+    while (step := engine.step()) is not None:
+        for token in step:
             tokens[token.id].append(token.token)
     engine.close()
     return tokens

@@ -59,7 +59,7 @@ pass, simulated request by request.
 - *constant*: the cheapest fleet for that day that never changes;
 - *recommended*: `xgpt autoscale` with the first day's plan, followed at once;
 - *utilisation*: Kubernetes' rule (replicas times utilisation over its target, a tolerance of a tenth, five minutes of
-  stabilisation before scaling down) at the cheapest target of {", ".join(f"{of:g}" for of in TARGETS)} that keeps
+  stabilisation before scaling down) at the cheapest target of {", ".join(f"{goal:g}" for goal in TARGETS)} that keeps
   the share, or else at that which keeps the most.
 
 Sinusoid: from 1 to 24 requests a second and back in half an hour, for six hours. Flash crowd: a calm day of which
@@ -208,8 +208,8 @@ def run(case: Case, state: Path, ends_s: float) -> dict[str, Row]:
             done = simulate_day(fleet, day.requests, day.seconds, recommend, LOOK_S, first)
             rows[name] = _row(name, model, done, sum(first))
             write_atomic(rows_path, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1) + "\n")
-    for name, of in (("clairvoyant", best.planned), ("constant", best.constant.figures)):
-        rows[name] = Row(name, of.share_kept, of.share_within, of.device_hours, of.starts)
+    for name, figures in (("clairvoyant", best.planned), ("constant", best.constant.figures)):
+        rows[name] = Row(name, figures.share_kept, figures.share_within, figures.device_hours, figures.starts)
     return rows
 
 
@@ -221,7 +221,7 @@ def _ways(fleet: FleetPlan) -> Iterator[tuple[str, Recommend]]:
 
 def _row(name: str, model: FleetModel, done: RecommendedDay, first: int) -> Row:
     times = model.simulate_replicas(done.replicas)
-    kept, within = (share_kept(model, times, headroom=of) for of in (True, False))
+    kept, within = (share_kept(model, times, headroom=headroom) for headroom in (True, False))
     return Row(name, kept, within, done.device_hours, len(done.replicas) - first)
 
 
@@ -235,17 +235,17 @@ def shown(rows: dict[str, Row]) -> list[Row]:
 
 def cases(traces: Path | None, mooncake: Path | None) -> list[Case]:
     """The cases whose traces are given."""
-    of = ("qwen3-32b", "h100x8")
+    place = ("qwen3-32b", "h100x8")
     found = [
-        Case("sinusoid", sinusoid, *of, 25.0, 3.0, 60.0),
-        Case("flash crowd", flash_crowd, *of, 25.0, 3.0, 300.0),
+        Case("sinusoid", sinusoid, *place, 25.0, 3.0, 60.0),
+        Case("flash crowd", flash_crowd, *place, 25.0, 3.0, 300.0),
     ]
     if traces is not None:
         conv, code = traces / "azure_conv_2023_first_half.csv", traces / "azure_code_2023.csv"
-        found.append(Case("azure-conv", stretched(conv, "azure-conv", 8.0), *of, 25.0, 3.0, 300.0))
-        found.append(Case("azure-code", stretched(code, "azure-code", 8.0), *of, 12.0, 3.0, 300.0))
+        found.append(Case("azure-conv", stretched(conv, "azure-conv", 8.0), *place, 25.0, 3.0, 300.0))
+        found.append(Case("azure-code", stretched(code, "azure-code", 8.0), *place, 12.0, 3.0, 300.0))
     if mooncake is not None:
-        found.append(Case("mooncake", stretched(mooncake, "mooncake", 5.0), *of, 40.0, 10.0, 300.0))
+        found.append(Case("mooncake", stretched(mooncake, "mooncake", 5.0), *place, 40.0, 10.0, 300.0))
     return found
 
 
@@ -290,16 +290,17 @@ def planned(path: Path) -> str:
     """What planning a day takes; nothing where that has not been timed."""
     if not path.is_file():
         return ""
-    of = Planning(**json.loads(path.read_text()))
-    runs = ", ".join(f"{seconds:.1f}" for seconds in of.seconds)
+    planning = Planning(**json.loads(path.read_text()))
+    runs = ", ".join(f"{seconds:.1f}" for seconds in planning.seconds)
     return f"""
 
 ## Planning
 
-`python -m benchmarks.fleet_planning`: `xgpt fleet` for a day of {of.intervals} intervals and {of.requests:,} requests,
-up to 64 devices of each of three kinds (H100, A100, L40S), on {of.cores} cores: {runs} s from the command to its end.
-Of the last, {of.planning_s:.1f} s plan, and {of.verifying_s:.1f} s simulate all requests on each fleet that is tried
-and on the constant one. Goal: under 10 s. Commit `{of.commit}`."""
+`python -m benchmarks.fleet_planning`: `xgpt fleet` for a day of {planning.intervals} intervals and
+{planning.requests:,} requests, up to 64 devices of each of three kinds (H100, A100, L40S), on
+{planning.cores} cores: {runs} s from the command to its end. Of the last,
+{planning.planning_s:.1f} s plan, and {planning.verifying_s:.1f} s simulate all requests on each fleet that is tried
+and on the constant one. Goal: under 10 s. Commit `{planning.commit}`."""
 
 
 if __name__ == "__main__":

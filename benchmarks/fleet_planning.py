@@ -53,17 +53,17 @@ class Planning:
 def main(state: Path, runs: int) -> None:
     state.mkdir(parents=True, exist_ok=True)
     trace, out, seconds = state / "weekday.yaml", state / "weekday.json", []
-    stages = [{"hours": of, "rate_per_s": rate, "workload": f"azure-{kind}"} for of, rate, kind in HOURS]
+    stages = [{"hours": hours, "rate_per_s": rate, "workload": f"azure-{kind}"} for hours, rate, kind in HOURS]
     write_atomic(trace, json.dumps({"name": "weekday", "stages": stages}))  # JSON is YAML
     command = [sys.executable, "-m", "xgpt", "fleet", "--trace", str(trace), *ASKED, "-o", str(out)]
     for i in range(1 + runs):
         started = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds += [time.perf_counter() - started] if i else []  # the first one may compile its loops
-    print(", ".join(f"{of:.2f} s" for of in seconds))
+    print(", ".join(f"{hours:.2f} s" for hours in seconds))
     fleet = load_json(out, FleetPlan, "fleet")
-    of = (fleet.planning_s, fleet.verifying_s, fleet.num_requests, len(fleet.intervals))
-    planning = Planning(seconds, *of, len(os.sched_getaffinity(0)), made.commit())
+    hours = (fleet.planning_s, fleet.verifying_s, fleet.num_requests, len(fleet.intervals))
+    planning = Planning(seconds, *hours, len(os.sched_getaffinity(0)), made.commit())
     write_atomic(state / PLANNING, json.dumps(asdict(planning), indent=1) + "\n")
 
 

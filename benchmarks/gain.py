@@ -111,10 +111,10 @@ def case_of(pair: tuple[str, str], workload: str, bound: float | None, engine: E
     problem = problem.under(problem.constraint.model_copy(update={"latency_bound_s": bound_s}))
     chosen, over_uniform, over_default = {}, {}, {}
     for mixing in MIXING:
-        of = replace(problem, engine=engine.model_copy(update={"mixing": mixing}))
-        best = next(iter(plan_each(of).values()))
+        subject = replace(problem, engine=engine.model_copy(update={"mixing": mixing}))
+        best = next(iter(plan_each(subject).values()))
         chosen[mixing] = best.policy.kind
-        uniform, default = plan_uniform(of), default_of(of)
+        uniform, default = plan_uniform(subject), default_of(subject)
         if uniform is not None:
             over_uniform[mixing] = best.estimate.throughput_rps / uniform.estimate.throughput_rps - 1
         if default is not None:
@@ -124,12 +124,12 @@ def case_of(pair: tuple[str, str], workload: str, bound: float | None, engine: E
 
 
 def _with_arrivals(case: Case, problem: Problem) -> Case:
-    of = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
+    subject = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
     try:
-        best = next(iter(plan_each(of).values()))
+        best = next(iter(plan_each(subject).values()))
     except InfeasibleError:
         return case  # kept by requests that do not wait, and by none that arrive
-    uniform, default = plan_uniform(of), default_of(of)
+    uniform, default = plan_uniform(subject), default_of(subject)
     rates = {name: rate_of(plan) for name, plan in (("uniform", uniform), ("default", default)) if plan is not None}
     gains = {f"arrivals_over_{name}": rate_of(best) / rate - 1 for name, rate in rates.items() if rate > 0}
     return replace(case, arrivals_chosen=best.policy.kind, **gains)
@@ -162,7 +162,7 @@ def read(path: Path) -> dict[Key, Case | None]:
     found: dict[Key, Case | None] = {}
     for key, entry in json.loads(path.read_text(encoding="utf-8")):
         if entry is not None:
-            by_mixing = {name: {float(m): of for m, of in entry[name].items()} for name in BY_MIXING}
+            by_mixing = {name: {float(m): case for m, case in entry[name].items()} for name in BY_MIXING}
             entry = Case(**(entry | by_mixing))
         found[key[0], key[1], key[2], key[3]] = entry
     return found
@@ -196,13 +196,13 @@ def summary(found: list[Case], engine: EngineSpec) -> str:
     return "\n".join(lines)
 
 
-def _by(found: list[Case], name: str, of: Callable[[Case], str]) -> Iterator[str]:
+def _by(found: list[Case], name: str, key: Callable[[Case], str]) -> Iterator[str]:
     """A table of what is chosen at each cost of mixing, and the gain over uniform plans, by a property of cases."""
     columns = " | ".join(f"+{100 * mixing:.0f}% | over uniform: median, most" for mixing in MIXING)
     yield f"| {name} | cases | {columns} | by arrivals |"
     yield "|---" * (3 + 2 * len(MIXING)) + "|"
-    for value in dict.fromkeys(map(of, found)):
-        cases = [case for case in found if of(case) == value]
+    for value in dict.fromkeys(map(key, found)):
+        cases = [case for case in found if key(case) == value]
         cells = [
             f"{_chosen(cases, mixing)} | {_gains([case.over_uniform.get(mixing) for case in cases], ', ')}"
             for mixing in MIXING
@@ -242,8 +242,8 @@ def main() -> None:
         if case is not None:
             bound = "none" if case.bound is None else f"{case.bound:g}x"
             gains = ", ".join(f"{m:g}: {case.chosen[m]} {100 * case.over_uniform.get(m, 0):+.1f}%" for m in MIXING)
-            of = f"{case.model} {case.cluster} {case.workload} bound {bound}"
-            print(f"{of}: {gains}; {case.arrivals_chosen}", flush=True)
+            title = f"{case.model} {case.cluster} {case.workload} bound {bound}"
+            print(f"{title}: {gains}; {case.arrivals_chosen}", flush=True)
         if options.json:
             write(options.json[0], found)
     for path in options.json[1:]:

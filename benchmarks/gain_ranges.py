@@ -54,9 +54,9 @@ def main() -> None:
         found = ranges(plans, problem.profile, default, problem.profile, None)
         first, chosen = next(iter(plans)), max(plans, key=lambda kind: found[kind].least)
         gain = rate_of(plans[chosen]) / plans[chosen].num_devices / (rate_of(default) / default.num_devices)
-        of, other = found[chosen], found[first]
+        best, other = found[chosen], found[first]
         cells = [f"{model}, {cluster}, {workload}, {bound_s:g} s", f"{first} {other.least:.2f} to {other.most:.2f}"]
-        cells += [chosen, f"{gain:.2f}", f"{of.least:.2f} to {of.most:.2f}", of.worst]
+        cells += [chosen, f"{gain:.2f}", f"{best.least:.2f} to {best.most:.2f}", best.worst]
         print(f"{edge}{' | '.join(cells)}{' |' if edge else ''}", flush=True)
 
 

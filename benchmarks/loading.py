@@ -123,9 +123,9 @@ def weight_bytes(spec: ModelSpec, dtype: DType, stages: Sequence[Stage]) -> list
     precision = Precision.of(dtype, "cpu")
     memories = [(LaneMemory(spec, load_cluster("local"), precision, lane, 16), lane) for lane in lanes(stages)]
     return [
-        float(held)
+        float(num_bytes)
         for memory, lane in memories
-        for held, stage in zip(memory.weight_bytes, lane, strict=True)
+        for num_bytes, stage in zip(memory.weight_bytes, lane, strict=True)
         for _ in range(stage.tp)
     ]
 
@@ -148,12 +148,12 @@ def measure(name: str, directory: Path, places: Sequence[str]) -> Iterator[Row]:
     disk = disk_rate(directory)
     torch.set_num_threads(1)  # as each worker has
     for place, stages in placements(spec.num_layers).items():
-        held = weight_bytes(spec, dtype, stages)
-        if place not in places or sum(held) > MOST_BYTES:
+        num_bytes = weight_bytes(spec, dtype, stages)
+        if place not in places or sum(num_bytes) > MOST_BYTES:
             continue
-        layouts = fastest_layouts(spec, dtype, (1, 2) if len(held) > 1 else (1,))
+        layouts = fastest_layouts(spec, dtype, (1, 2) if len(num_bytes) > 1 else (1,))
         rate = loading_rate(spec, dtype, directory, "cpu", layouts)
-        from_memory_s = max(held) / rate
+        from_memory_s = max(num_bytes) / rate
         from_disk_s = from_memory_s + size / disk  # lanes read the same file
         deployment = Deployment(
             model=spec,
@@ -162,10 +162,10 @@ def measure(name: str, directory: Path, places: Sequence[str]) -> Iterator[Row]:
             stages=stages,
             layouts=layouts,
         )
-        with Workers(len(held)) as workers:
+        with Workers(len(num_bytes)) as workers:
             for source, predicted_s in (("disk", from_disk_s), ("memory", from_memory_s)):
                 seconds = min(_deploy_s(workers, deployment, source, directory) for _ in range(REPEATS[name]))
-                row = Row(name, dtype, place, source, max(held), round(predicted_s, 2), round(seconds, 2))
+                row = Row(name, dtype, place, source, max(num_bytes), round(predicted_s, 2), round(seconds, 2))
                 print("  ".join(str(value) for value in asdict(row).values()), flush=True)
                 yield row
 

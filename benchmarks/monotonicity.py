@@ -69,12 +69,12 @@ def count(space: Space, counts: dict[str, Counts]) -> None:
         directions = (axis.variable.throughput, axis.variable.latency)
         both_fit = np.moveaxis(fits, i, -1)
         both_fit = both_fit[..., 1:] & both_fit[..., :-1]
-        of = counts.setdefault(f"{space.kind}.{axis.variable.name}", Counts(directions))
-        of.steps += int(both_fit.sum())
+        count_of = counts.setdefault(f"{space.kind}.{axis.variable.name}", Counts(directions))
+        count_of.steps += int(both_fit.sum())
         for j, (values, scale, direction) in enumerate(zip((throughput, latency), scales, directions, strict=True)):
             steps = np.diff(np.moveaxis(values, i, -1), axis=-1)[both_fit]
             against = steps if direction == "falls" else -steps
-            of.broken[j] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
+            count_of.broken[j] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
 
 
 class Monotone(NamedTuple):
@@ -110,14 +110,17 @@ def count_all(only: str | None = None, show: Callable[[str], None] = lambda line
                 if spaces:
                     for i in np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)):
                         count(spaces[i], counts)
-            for name, of in counts.items():
-                declared = np.asarray([direction != "none" for direction in of.directions])
-                steps += declared * of.steps
-                broken += declared[:, None] * of.broken
-                cells = "  ".join(f"{t:.0%}: {of.cell(k)}" for k, t in enumerate(TOLERANCES))
-                show(f"{model:10} {workload:15} {name:26} {of.steps:7d} steps  {cells}")
-                rows.append({"model": model, "workload": workload, "variable": name, "steps": of.steps})
-                rows[-1] |= {"broken_throughput": of.broken[0].tolist(), "broken_latency": of.broken[1].tolist()}
+            for name, axis_counts in counts.items():
+                declared = np.asarray([direction != "none" for direction in axis_counts.directions])
+                steps += declared * axis_counts.steps
+                broken += declared[:, None] * axis_counts.broken
+                cells = "  ".join(f"{t:.0%}: {axis_counts.cell(k)}" for k, t in enumerate(TOLERANCES))
+                show(f"{model:10} {workload:15} {name:26} {axis_counts.steps:7d} steps  {cells}")
+                rows.append({"model": model, "workload": workload, "variable": name, "steps": axis_counts.steps})
+                rows[-1] |= {
+                    "broken_throughput": axis_counts.broken[0].tolist(),
+                    "broken_latency": axis_counts.broken[1].tolist(),
+                }
     return Monotone(rows, steps, broken)
 
 

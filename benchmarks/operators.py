@@ -99,9 +99,9 @@ def _of_model(spec: ModelSpec, t: int, tables: imported.Tables, found: dict[str,
                 found[kind].append(point)
 
 
-def errors(kernels: Kernels, of: list[Point]) -> np.ndarray:
+def errors(kernels: Kernels, points_of_kind: list[Point]) -> np.ndarray:
     """Relative errors of the datasheet's times."""
-    return np.asarray([predict(kernels) / measured - 1 for predict, measured in of])
+    return np.asarray([predict(kernels) / measured - 1 for predict, measured in points_of_kind])
 
 
 def with_efficiency(cluster: ClusterSpec, efficiency: Efficiency, dtype: DType) -> Kernels:
@@ -120,7 +120,7 @@ def fit(cluster: ClusterSpec, found: dict[str, list[Point]], dtype: DType) -> Ef
 
 
 def _fit_kind(
-    cluster: ClusterSpec, values: dict[str, Any], names: list[str], of: list[Point], dtype: DType
+    cluster: ClusterSpec, values: dict[str, Any], names: list[str], kind_points: list[Point], dtype: DType
 ) -> dict[str, float]:
     start = np.asarray([values[name] for name in names])
 
@@ -132,7 +132,7 @@ def _fit_kind(
         if any(found.get(name, 0) > 1 for name in ("matrix", "weights", "attention", "kv", "bus")):
             return 1e3
         kernels = with_efficiency(cluster, Efficiency.model_validate(values | found), dtype)
-        return float(np.mean(np.abs(np.log1p(errors(kernels, of)))))
+        return float(np.mean(np.abs(np.log1p(errors(kernels, kind_points)))))
 
     simplex = np.vstack([np.zeros(len(names)), 0.15 * np.eye(len(names))])
     best = minimize(
@@ -157,8 +157,8 @@ def main() -> None:
             found = points(cluster, dtype)
         except InputError as error:
             raise SystemExit(str(error)) from None
-        own = device.efficiency_float8 if dtype == "float8" else device.efficiency
-        efficiency = fit(cluster, found, dtype) if options.fit else own or device.efficiency or A40_EFFICIENCY
+        stored = device.efficiency_float8 if dtype == "float8" else device.efficiency
+        efficiency = fit(cluster, found, dtype) if options.fit else stored or device.efficiency or A40_EFFICIENCY
         if options.fit:
             print("efficiency_float8:" if dtype == "float8" else "efficiency:")
             for field, value in efficiency.model_dump().items():
@@ -166,13 +166,13 @@ def main() -> None:
         kernels = with_efficiency(cluster, efficiency, dtype)
         label = f"{device.name} {dtype}"
         document[label] = {}
-        for kind, of in found.items():
-            error = errors(kernels, of)
+        for kind, kind_points in found.items():
+            error = errors(kernels, kind_points)
             median, p90 = (float(100 * np.quantile(np.abs(error), q)) for q in (0.5, 0.9))
             bias = float(100 * np.median(error))
-            document[label][kind] = {"points": len(of), "median": median, "p90": p90, "bias": bias}
+            document[label][kind] = {"points": len(kind_points), "median": median, "p90": p90, "bias": bias}
             print(
-                f"{label:26} {kind:18} {len(of):5} points, error: median {median:5.1f}%,"
+                f"{label:26} {kind:18} {len(kind_points):5} points, error: median {median:5.1f}%,"
                 f" 90% below {p90:5.1f}%, bias {bias:+5.1f}%",
                 flush=True,
             )

@@ -169,15 +169,15 @@ def _load(plan: Plan, share: float, seconds: float) -> Load:
 
 def _measured(plan: Plan, profile: Profile, load: Load, seed: int, *, alone: bool) -> Row:
     report, log = bench_plan(plan, load, np.random.default_rng(seed), profile=profile)
-    own = paces(plan, profile, run_alone(plan, load, seed)) if alone else None
-    return Row(plan, report, _by_size(paces(plan, profile, log)), None if own is None else own.ratio)
+    alone_paces = paces(plan, profile, run_alone(plan, load, seed)) if alone else None
+    return Row(plan, report, _by_size(paces(plan, profile, log)), None if alone_paces is None else alone_paces.ratio)
 
 
 def _by_size(found: Paces | None) -> tuple[float | None, ...]:
     if found is None:
         return (None,) * len(SIZES)
-    of = [found.where((found.tokens >= low) & (found.tokens <= high)) for low, high in SIZES]
-    return tuple(paces.ratio if len(paces.tokens) else None for paces in of)
+    within = [found.where((found.tokens >= low) & (found.tokens <= high)) for low, high in SIZES]
+    return tuple(paces.ratio if len(paces.tokens) else None for paces in within)
 
 
 def _cells(row: Row) -> list[str]:

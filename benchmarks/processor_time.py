@@ -65,9 +65,9 @@ def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
 def executed(plan: Plan, num_requests: int, seed: int) -> list[StepRecord]:
     """The steps of a plan's engine in this process, all requests waiting from the beginning."""
     log: list[StepRecord] = []
-    made = build_engine(plan)
-    assert isinstance(made, Engine)
-    engine = Engine(policies.build(plan), made.executor, clock=time.process_time_ns, on_step=log.append)
+    built = build_engine(plan)
+    assert isinstance(built, Engine)
+    engine = Engine(policies.build(plan), built.executor, clock=time.process_time_ns, on_step=log.append)
     rng = np.random.default_rng(seed)
     total = requests_to_send(plan, num_requests, saturated=True)
     for i, (length, output) in enumerate(zip(*sample(plan.workload, total, rng), strict=True)):
@@ -106,9 +106,9 @@ def main(model: str, workload: str, num_requests: int, bound_s: float, rounds: i
     rows: list[list[str]] = []
     for seed in range(rounds):
         for bound in (None, bound_s):
-            of = Problem(spec, where, detect(1), lengths, profile, Constraint(latency_bound_s=bound))
+            problem = Problem(spec, where, detect(1), lengths, profile, Constraint(latency_bound_s=bound))
             for kind in runnable(KINDS, spec):
-                plan = Scheduler(of).best([kind])
+                plan = Scheduler(problem).best([kind])
                 rows.append(row(plan, profile, executed(plan, num_requests, seed), num_requests))
                 click.echo("  ".join(rows[-1]), err=True)
     show(table(f"{spec.name}, {lengths.name}, processor time of one thread", COLUMNS, rows))

@@ -71,11 +71,19 @@ def table(rows: dict[str, dict[str, Any]], earlier: dict[str, dict[str, Any]]) -
         "|---|---|---|---|---|---|---|---|",
     ]
     for case, row in rows.items():
-        for version, of in (("before", earlier.get(case)), ("now", row)):
-            if of is not None:
-                more = "not proven" if of["gap"] is None else f"{of['gap']:.1%}"
-                cells = (case, version, of["policy"], f"{of['rate']:.4g}", more, of["method"], of["simulated"])
-                lines.append(f"| {' | '.join(map(str, (*cells, of['seconds'])))} |")
+        for version, row_of_version in (("before", earlier.get(case)), ("now", row)):
+            if row_of_version is not None:
+                more = "not proven" if row_of_version["gap"] is None else f"{row_of_version['gap']:.1%}"
+                cells = (
+                    case,
+                    version,
+                    row_of_version["policy"],
+                    f"{row_of_version['rate']:.4g}",
+                    more,
+                    row_of_version["method"],
+                    row_of_version["simulated"],
+                )
+                lines.append(f"| {' | '.join(map(str, (*cells, row_of_version['seconds'])))} |")
     return "\n".join(lines)
 
 

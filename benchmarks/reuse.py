@@ -278,16 +278,16 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
         if not kept.exists():
             write_atomic(kept, json.dumps(_measured(plan, steps, trace, requests, reuse=reuse)))
         shown = Shown(*json.loads(kept.read_text()))
-        of = _simulated(plan, steps, trace, requests, reuse=reuse)
+        simulated = _simulated(plan, steps, trace, requests, reuse=reuse)
         measured.append(shown)
         mode, policy = "on" if reuse else "off", plan.policy
         cells = [name, mode, f"{policy.token_budget}", f"{policy.max_batch}", f"{plan.estimate.throughput_rps:.2f}"]  # type: ignore[union-attr]
-        cells += _compared(of.rate, shown.rate, 1 / shown.pace, "")
+        cells += _compared(simulated.rate, shown.rate, 1 / shown.pace, "")
         rates.append(f"| {' | '.join([*cells, f'{shown.pace:.2f}'])} |")
-        cells = [name, mode, *_compared(of.latency_s, shown.latency_s, shown.pace, " s")]
+        cells = [name, mode, *_compared(simulated.latency_s, shown.latency_s, shown.pace, " s")]
         latencies.append(f"| {' | '.join(cells)} |")
-        cells = [name, mode, *_compared(of.first_s, shown.first_s, shown.pace, " s")]
-        firsts.append(f"| {' | '.join([*cells, f'{of.found:.1%}', f'{shown.found:.1%}'])} |")
+        cells = [name, mode, *_compared(simulated.first_s, shown.first_s, shown.pace, " s")]
+        firsts.append(f"| {' | '.join([*cells, f'{simulated.found:.1%}', f'{shown.found:.1%}'])} |")
         click.echo(rates[-1] + "\n" + firsts[-1])
     even = [shown.rate * shown.pace for shown in measured]
     gained = (
@@ -322,15 +322,15 @@ def gain(work: Path, requests: int) -> None:
         for memory in SIZES_GIB:
             for bound in BOUNDS_S:
                 steps, aware, unaware = _planned(work, trace, memory, bound)
-                of = [(aware, True), (unaware, True), (unaware, False)]
-                rates = [_simulated(plan, steps, trace, requests, reuse=reuse).rate for plan, reuse in of]
+                arms = [(aware, True), (unaware, True), (unaware, False)]
+                rates = [_simulated(plan, steps, trace, requests, reuse=reuse).rate for plan, reuse in arms]
                 batches = f"{aware.policy.max_batch}, {unaware.policy.max_batch}"  # type: ignore[union-attr]
                 cells = [f"{memory:g}", f"{bound:g}", batches, *(f"{rate:.2f}" for rate in rates)]
                 lines.append(f"| {' | '.join([*cells, *(f'{rates[0] / rate:.2f}' for rate in rates[1:])])} |")
 
 
 def _compared(predicted: float, measured: float, at_pace: float, unit: str) -> list[str]:
-    errors = (f"{100 * (of * predicted / measured - 1):+.1f}%" for of in (1.0, at_pace))
+    errors = (f"{100 * (pace * predicted / measured - 1):+.1f}%" for pace in (1.0, at_pace))
     return [f"{predicted:.2f}{unit}", f"{measured:.2f}{unit}", *errors]
 
 

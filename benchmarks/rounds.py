@@ -80,14 +80,14 @@ def draw(rng: np.random.Generator, num_lanes: int) -> Iterator[Lanes]:
 def fit(lanes: list[Lanes]) -> tuple[float, ...]:
     """The coefficients with the least mean fourth power of the relative error; they are in use from then on."""
     bounds = [group.steps.bounds() for group in lanes]
-    least, held = (np.concatenate([bound[i][0] for bound in bounds]) for i in range(2))
+    least, reached = (np.concatenate([bound[i][0] for bound in bounds]) for i in range(2))
     simulated = np.concatenate([group.simulated for group in lanes])
     known = np.concatenate([group.ratio for group in lanes]) <= MOST_FITTED
 
     def loss(x: Array) -> float:
         pipeline.SHARE = (x[0], x[1], (x[2], x[3]), x[4])
         share = np.concatenate([group.steps.share()[0] for group in lanes])
-        return float(np.mean(((least + share * (held - least)) / simulated - 1)[known] ** 4) ** 0.25)
+        return float(np.mean(((least + share * (reached - least)) / simulated - 1)[known] ** 4) ** 0.25)
 
     found = minimize(loss, [0.7, -0.1, 0.0, 0.0, -0.2], method="Powell")
     loss(found.x)

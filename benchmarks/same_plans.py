@@ -67,8 +67,8 @@ Make = Callable[[], Mapping[str, Plan]]
 
 
 def searched(model: str, cluster: str, workload: str, bound_s: float | None, kinds: tuple[str, ...]) -> dict[str, Plan]:
-    of = problem(model, cluster, workload_of(workload, model), bound_s)
-    return Scheduler(of).best_of_each(kinds)
+    subject = problem(model, cluster, workload_of(workload, model), bound_s)
+    return Scheduler(subject).best_of_each(kinds)
 
 
 def asked(arguments: Mapping[str, object]) -> dict[str, Plan]:
@@ -108,8 +108,8 @@ def cases(only: str | None) -> Iterator[tuple[str, Make]]:
                     yield name, partial(searched, model, cluster, workload, bound_s, kinds)
     if only is not None:
         return
-    for of in CONTRACT:
-        yield f"contract {' '.join(of[:3])} {_bound(of[3])}", partial(searched, *of, tuple(POLICIES))
+    for scenario in CONTRACT:
+        yield f"contract {' '.join(scenario[:3])} {_bound(scenario[3])}", partial(searched, *scenario, tuple(POLICIES))
     for name, arguments in ASKED.items():
         yield f"plan {name}", partial(asked, arguments)
     for objective in ("saturated", "arrivals"):

@@ -67,13 +67,13 @@ def main(what: str, only: str | None, kept: Path | None, page: Path | None) -> N
     done = {(row["task"], row["bound"]) for row in rows}
     for model, cluster, workloads in SCENARIOS:
         for workload in workloads if only in (None, model) else ():
-            of, task = task_problem(model, cluster, workload, None), f"{model} {cluster} {workload}"
-            tightest, loosest = np.quantile(faster_transformer(of).latency, SHARES).tolist()
+            problem, task = task_problem(model, cluster, workload, None), f"{model} {cluster} {workload}"
+            tightest, loosest = np.quantile(faster_transformer(problem).latency, SHARES).tolist()
             bounds = np.geomspace(tightest, loosest, NUM_BOUNDS).round(3).tolist()
             for bound_s in [bounds[-1]] if what == "rates" else [bounds[i] for i in CHOSEN]:
                 if (task, bound_s) in done:
                     continue
-                row = {"task": task, "bound": bound_s} | (rate if what == "rates" else throughput)(of, bound_s)
+                row = {"task": task, "bound": bound_s} | (rate if what == "rates" else throughput)(problem, bound_s)
                 click.echo(json.dumps(row))
                 rows.append(row)
                 if kept is not None:
@@ -83,30 +83,30 @@ def main(what: str, only: str | None, kept: Path | None, page: Path | None) -> N
         write_atomic(page, made.page(*PAGES[what], markdown(rows)))
 
 
-def rate(of: Problem, bound_s: float) -> dict[str, Any]:
+def rate(problem: Problem, bound_s: float) -> dict[str, Any]:
     """The highest arrival rate of the chosen plan, and whether single requests confirm it."""
-    plan, seconds = planned(of, Constraint(latency_bound_s=bound_s, objective="arrivals"))
+    plan, seconds = planned(problem, Constraint(latency_bound_s=bound_s, objective="arrivals"))
     if plan is None:
         return {"policy": "-", "arrivals/s": None, "saturated": None, "cpu s": seconds, "confirmed": "-"}
-    confirmed = "yes" if is_confirmed(plan, of.profile) else "NO"
+    confirmed = "yes" if is_confirmed(plan, problem.profile) else "NO"
     rates = {"arrivals/s": round(rate_of(plan), 3), "saturated": round(plan.estimate.throughput_rps, 3)}
     return {"policy": plan.policy.kind} | rates | {"cpu s": seconds, "confirmed": confirmed}
 
 
-def throughput(of: Problem, bound_s: float) -> dict[str, Any]:
+def throughput(problem: Problem, bound_s: float) -> dict[str, Any]:
     """The throughput under a bound on the quantile of all requests."""
-    plan, seconds = planned(of, Constraint(latency_bound_s=bound_s, sla="request"))
+    plan, seconds = planned(problem, Constraint(latency_bound_s=bound_s, sla="request"))
     if plan is None:
         return {"policy": "-", "req/s": 0.0, "latency s": None, "keeps s": None, "simulated": None, "cpu s": seconds}
-    keeps_s = (1 + plan.constraint.headroom) * request_latency(plan, of.profile)
+    keeps_s = (1 + plan.constraint.headroom) * request_latency(plan, problem.profile)
     found = {"req/s": plan.estimate.throughput_rps, "latency s": round(plan.estimate.latency_s, 3), "keeps s": keeps_s}
     return {"policy": plan.policy.kind} | found | {"simulated": plan.search.simulations, "cpu s": seconds}
 
 
-def planned(of: Problem, constraint: Constraint) -> tuple[Plan | None, float]:
+def planned(problem: Problem, constraint: Constraint) -> tuple[Plan | None, float]:
     started, plan = time.process_time(), None
     with suppress(InfeasibleError):
-        plan = next(iter(plan_each(of.under(constraint)).values()))
+        plan = next(iter(plan_each(problem.under(constraint)).values()))
     return plan, round(time.process_time() - started, 2)
 
 
@@ -137,8 +137,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 def is_beaten(row: dict[str, Any], rows: list[dict[str, Any]]) -> bool:
     """Whether a plan made for another bound of the task keeps this row's and serves more."""
-    others = [of for of in rows if of["task"] == row["task"] and (of["keeps s"] or inf) <= row["bound"]]
-    return any(of["req/s"] > row["req/s"] * (1 + 1e-9) for of in others)
+    others = [other for other in rows if other["task"] == row["task"] and (other["keeps s"] or inf) <= row["bound"]]
+    return any(other["req/s"] > row["req/s"] * (1 + 1e-9) for other in others)
 
 
 def _text(value: object) -> str:

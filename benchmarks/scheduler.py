@@ -115,16 +115,16 @@ def _runs(degrees: Sequence[int]) -> Iterator[str]:
 # Searches ------------------------------------------------------------------------------------------------------------
 
 
-def searched(of: Problem, ft_rps: float | None) -> list[Row]:
+def searched(subject: Problem, ft_rps: float | None) -> list[Row]:
     """What each choice of policies gives under one bound."""
     rows = []
-    bound_s = of.constraint.latency_bound_s
+    bound_s = subject.constraint.latency_bound_s
     static: Plan | None = None
     for choice, kinds in reversed(CHOICES.items()):
-        empty = Row(of.model.name, of.cluster.name, of.workload.name, bound_s, choice, None)
+        empty = Row(subject.model.name, subject.cluster.name, subject.workload.name, bound_s, choice, None)
         started = time.process_time()
         try:
-            plans = Scheduler(of).best_of_each(kinds)
+            plans = Scheduler(subject).best_of_each(kinds)
         except InfeasibleError:
             rows.append(empty)
             continue
@@ -269,16 +269,16 @@ def markdown(rows: Sequence[Row]) -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((f"{row.model}, {row.cluster}", row.choice), []).append(row)
-    for (where, choice), of in groups.items():
-        over = np.asarray([row.over_ft for row in of if row.over_ft is not None])
-        static = np.asarray([row.over_static for row in of if row.over_static is not None])
-        seconds = np.asarray([row.seconds for row in of if row.chosen is not None])
-        kinds = Counter(row.chosen.split()[0] for row in of if row.chosen is not None)
-        cells = [where, choice, str(len(of)), f"{over.mean():.2f}x ({over.min():.2f} to {over.max():.2f})"]
+    for (where, choice), group in groups.items():
+        over = np.asarray([row.over_ft for row in group if row.over_ft is not None])
+        static = np.asarray([row.over_static for row in group if row.over_static is not None])
+        seconds = np.asarray([row.seconds for row in group if row.chosen is not None])
+        kinds = Counter(row.chosen.split()[0] for row in group if row.chosen is not None)
+        cells = [where, choice, str(len(group)), f"{over.mean():.2f}x ({over.min():.2f} to {over.max():.2f})"]
         cells += [f"{static.mean():.2f}x", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())]
         cells += [f"{np.median(seconds):.2f} / {seconds.max():.2f}"]
-        cells += [f"{100 * max(row.evaluations / row.space_size for row in of if row.chosen is not None):.3f}%"]
-        cells += [f"{100 * max(row.gap for row in of):.2f}%"]
+        cells += [f"{100 * max(row.evaluations / row.space_size for row in group if row.chosen is not None):.3f}%"]
+        cells += [f"{100 * max(row.gap for row in group):.2f}%"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
@@ -302,19 +302,20 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
     for choice in CHOICES:
-        of = [row for row in rows if row.choice == choice and row.chosen is not None]
-        over = np.asarray([row.over_ft for row in of if row.over_ft is not None])
-        static = np.asarray([row.over_static for row in of if row.over_static is not None])
-        seconds = np.asarray([row.seconds for row in of])
-        share = max((row.evaluations / row.space_size for row in of), default=0.0)
+        chosen_rows = [row for row in rows if row.choice == choice and row.chosen is not None]
+        over = np.asarray([row.over_ft for row in chosen_rows if row.over_ft is not None])
+        static = np.asarray([row.over_static for row in chosen_rows if row.over_static is not None])
+        seconds = np.asarray([row.seconds for row in chosen_rows])
+        share = max((row.evaluations / row.space_size for row in chosen_rows), default=0.0)
         yield (
-            f"{choice}: {len(of)} rows; over FT {over.mean():.2f}x in the mean, {over.min():.2f} to {over.max():.2f}x, "
+            f"{choice}: {len(chosen_rows)} rows; over FT {over.mean():.2f}x in the mean, "
+            f"{over.min():.2f} to {over.max():.2f}x, "
             f"over static {static.mean():.2f}x, {static.min():.2f} to {static.max():.2f}x; "
             f"{np.median(seconds):.2f} s median, {seconds.max():.2f} s most, {(seconds < 1).sum()} under 1 s; "
-            f"{100 * share:.2f}% of the space at most; gap {100 * max(row.gap for row in of):.2f}% at most"
+            f"{100 * share:.2f}% of the space at most; gap {100 * max(row.gap for row in chosen_rows):.2f}% at most"
         )
         for name, exhaustive in (("all points", True), ("samples", False)):
-            beaten = [row.swept for row in of if row.swept is not None and row.all_swept == exhaustive]
+            beaten = [row.swept for row in chosen_rows if row.swept is not None and row.all_swept == exhaustive]
             if beaten:
                 yield f"  {name} of {len(beaten)} rows: {100 * min(beaten):+.2f}% to {100 * max(beaten):+.2f}%"
 
@@ -343,7 +344,7 @@ def main(only: str | None, check: bool, again: bool, sla: str, page: Path | None
     if sla == "request":
         names = [(m, c, w) for m, c, workloads in SCENARIOS for w in workloads if only in (None, m)]
         free = [task_problem(*name, None) for name in names]
-        all_requests.show([(of, faster_transformer(of).latency.tolist()) for of in free])
+        all_requests.show([(subject, faster_transformer(subject).latency.tolist()) for subject in free])
         return
     click.echo(
         "model      cluster  workload         bound choice    req/s latency    /FT /static  evals      space   share"

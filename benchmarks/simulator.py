@@ -45,9 +45,9 @@ def closed_forms() -> list[dict[str, object]]:
     profile = analytic.profile(spec, cluster, spec.default_dtype)
     lengths = Lengths(load_workload("summarization", spec))
 
-    def cost(of: tuple[int, ...], first: int = 0) -> LaneCost:
-        layers = spread(spec.num_layers, [profile.layer(degree).rest.seconds[5] for degree in of])
-        return LaneCost(spec, profile, lane(of, layers, first_device=first, cluster=cluster))
+    def cost(stages: tuple[int, ...], first: int = 0) -> LaneCost:
+        layers = spread(spec.num_layers, [profile.layer(degree).rest.seconds[5] for degree in stages])
+        return LaneCost(spec, profile, lane(stages, layers, first_device=first, cluster=cluster))
 
     one_lane = OneLaneModel(cost(degrees(32, 2, 16)), lengths)
     two_lanes = TwoLaneModel(cost((1,) * 12), cost((1,) * 20, 12), lengths)
@@ -95,9 +95,9 @@ def request_level() -> list[dict[str, object]]:
     workload = load_workload("summarization", spec)
     lengths = Lengths(workload)
     rows: list[dict[str, object]] = []
-    for of, m in (((4,), 1), ((1, 1, 1, 1), 4)):
-        layers = spread(spec.num_layers, [1.0] * len(of))
-        cost = LaneCost(spec, profile, lane(of, layers, cluster=cluster))
+    for stages, m in (((4,), 1), ((1, 1, 1, 1), 4)):
+        layers = spread(spec.num_layers, [1.0] * len(stages))
+        cost = LaneCost(spec, profile, lane(stages, layers, cluster=cluster))
         settings = RraSettings(encode_batch=52, decode_iterations=13, microbatches=m)
         predicted = estimate(OneLaneModel(cost, lengths), settings)
         inputs, outputs = sample(workload, NUM_REQUESTS, np.random.default_rng(0))
@@ -108,7 +108,7 @@ def request_level() -> list[dict[str, object]]:
         schedule = OneLane(rule, Pool(10**7, 16))
         log = SimulatedEngine(schedule, LaneClock(cost, schedule), requests).run()
         seconds = time.process_time() - started
-        rows.append({"stages": len(of), "requests": NUM_REQUESTS, "steps": len(log), "seconds": seconds})
+        rows.append({"stages": len(stages), "requests": NUM_REQUESTS, "steps": len(log), "seconds": seconds})
     return rows
 
 

@@ -159,7 +159,7 @@ def main(
     gains = [row.gain for row in rows if row.gain is not None]
     click.echo(f"gain of slack: median {median(gains):+.1%}, least {min(gains):+.1%}, most {max(gains):+.1%}")
     most = [row.most_gain for row in rows if row.most_gain is not None]
-    click.echo(f"any rule's at most: median {median(most):+.1%}; under 20% in {sum(of < 0.2 for of in most)}")
+    click.echo(f"any rule's at most: median {median(most):+.1%}; under 20% in {sum(gain < 0.2 for gain in most)}")
     click.echo(
         f"planned in {median(row.seconds for row in rows):.1f} s, at most {max(row.seconds for row in rows):.1f}"
     )
@@ -169,16 +169,18 @@ def cases(
     models: list[str], loads: dict[str, tuple[str, float]], known: list[Row], *, quick: bool
 ) -> Iterator[Iterator[Row]]:
     """Yield the states of each row, the last of them whole."""
-    of = {row.case: row for row in known}
+    rows_by_case = {row.case: row for row in known}
     for model in models:
         for load in loads:
             for ttft_s, tpot_s in BOUNDS[model][: 1 if quick else None]:
                 bounds = LONGER.get(load, 1.0) * ttft_s, tpot_s
-                yield _states(of.get((model, load, *bounds)), (model, MODELS[model], load, loads[load], *bounds))
+                yield _states(
+                    rows_by_case.get((model, load, *bounds)), (model, MODELS[model], load, loads[load], *bounds)
+                )
 
 
-def _states(known: Row | None, of: tuple[str, int, str, tuple[str, float], float, float]) -> Iterator[Row]:
-    row = known or measure(*of)
+def _states(known: Row | None, case: tuple[str, int, str, tuple[str, float], float, float]) -> Iterator[Row]:
+    row = known or measure(*case)
     yield row
     plans = {name: [Plan.model_validate(each) for each in documents] for name, documents in row.plans.items()}
     if not all(plans.values()):
@@ -216,8 +218,8 @@ def unseen_rate(plans: list[Plan], profile: Profile) -> float:
     return best
 
 
-def measure(model: str, devices: int, load: str, of: tuple[str, float], ttft_s: float, tpot_s: float) -> Row:
-    workload, burstiness = of
+def measure(model: str, devices: int, load: str, quantity: tuple[str, float], ttft_s: float, tpot_s: float) -> Row:
+    workload, burstiness = quantity
     asked = plan_request(
         model=model,
         cluster="h100x8",
@@ -284,7 +286,7 @@ def line(row: Row) -> str:
 
     unseen = texts(row.unseen.get("fixed"), row.unseen.get("slack"))
     seen = texts(row.fixed, row.fixed_in_time, row.slack)
-    gains = " | ".join(f"{of:+.1%}" if of is not None else "-" for of in (row.gain, row.most_gain))
+    gains = " | ".join(f"{gain:+.1%}" if gain is not None else "-" for gain in (row.gain, row.most_gain))
     bounds = f"{row.ttft_s:g} s, {1000 * row.tpot_s:g} ms"
     return f"| {row.model} | {row.load} | {bounds} | {unseen} | {gains} | {seen} | {row.seconds:g} |"
 
@@ -353,7 +355,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
     rng, total = np.random.default_rng(0), sum(LOADS_OF_CLASSES.values())
     bounds = {"interactive": {"ttft_s": plan.constraint.ttft_s, "tpot_s": plan.constraint.tpot_s, "priority": 1}}
     classes = tuple(
-        RequestClass(name=kind, share=of / total, **bounds.get(kind, {})) for kind, of in LOADS_OF_CLASSES.items()
+        RequestClass(name=kind, share=share / total, **bounds.get(kind, {})) for kind, share in LOADS_OF_CLASSES.items()
     )
     plan = plan.model_copy(update={"constraint": plan.constraint.with_classes(classes)})
     inputs, outputs = sample(plan.workload, count, rng)
@@ -376,7 +378,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
                 first[id_] = step.end_ns
         end |= dict.fromkeys(step.finished, step.end_ns)
     until = int(arrivals_ns[-1])  # what comes after it has no load behind it
-    for kind, of in LOADS_OF_CLASSES.items():
+    for kind, share in LOADS_OF_CLASSES.items():
         ids = [i for i in range(count // 8, count) if kinds[i] == kind]
         kept = sum(
             first[i] - arrivals_ns[i] <= 1e9 * (plan.constraint.ttft_s or 0)
@@ -385,7 +387,7 @@ def _of_classes(name: str, plan: Plan, rate: float, profile: Profile, count: int
         )
         served = sum(end[i] <= until for i in ids) / ((until - arrivals_ns[ids[0]]) / 1e9)
         waited = max(begun[i] - arrivals_ns[i] for i in ids) / 1e9
-        yield f"| {name} | {kind} | {of * rate:.1f} | {kept / len(ids):.1%} | {served:.1f} | {waited:.1f} |"
+        yield f"| {name} | {kind} | {share * rate:.1f} | {kept / len(ids):.1%} | {served:.1f} | {waited:.1f} |"
 
 
 MIXING = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
@@ -401,8 +403,8 @@ def crossovers() -> Iterator[str]:
         subject, engine = resolve(asked), load_engine("vllm-0.15")
         closed, simulated = [], []
         for mixing in MIXING:
-            of = Scheduler(replace(subject, engine=engine.model_copy(update={"mixing": mixing})))
-            exclusive, mixed = (of.best((kind,)) for kind in ("rra", "chunked"))
+            search = Scheduler(replace(subject, engine=engine.model_copy(update={"mixing": mixing})))
+            exclusive, mixed = (search.best((kind,)) for kind in ("rra", "chunked"))
             closed.append(exclusive.estimate.throughput_rps / mixed.estimate.throughput_rps)
             served = [Trial(plan, subject.profile).saturated() for plan in (exclusive, mixed)]
             simulated.append(served[0] / served[1])

@@ -83,8 +83,8 @@ def main(
             click.echo(f"{kind}: {n} requests simulated: {rps:.3f} req/s, {latency_s:.2f} s")
         server: Server | None = vllm_as_it_is if kind == "default" else None
         rng = np.random.default_rng(seed)
-        own = None if kind == "default" else subject.profile  # whose steps are not the rule's
-        report, log = bench_plan(plan, Load(num_requests), rng, profile=own, engine="vllm", server=server)
+        own_profile = None if kind == "default" else subject.profile  # whose steps are not the rule's
+        report, log = bench_plan(plan, Load(num_requests), rng, profile=own_profile, engine="vllm", server=server)
         click.echo(" | ".join(row(kind, plan, report)))
         steps = step_times(log, LaneCost(subject.model, subject.profile, whole(subject.model)))
         for name, (count, predicted_s, measured_s) in steps.items():

@@ -14,8 +14,8 @@ for _ in range(1500):
 trace.write_text("\n".join(lines) + "\n")
 
 plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload=trace, latency_bound_s=8.0, objective="saturated")
-own = xgpt.simulate(plan, workload=trace, num_requests=300, own_times=True)
+replayed = xgpt.simulate(plan, workload=trace, num_requests=300, own_times=True)
 bursts = xgpt.simulate(plan, num_requests=300, arrival_rate_per_s=4.0, burstiness=3.0)
-for name, run in (("the trace as it was", own), ("in bursts", bursts)):
+for name, run in (("the trace as it was", replayed), ("in bursts", bursts)):
     print(f"{name}: p99 {run.figures['whole_p99_s']:.2f} s, {run.figures['goodput']:.1%} within the bound")
-Path("timeline.json").write_text(own.chrome_trace())
+Path("timeline.json").write_text(replayed.chrome_trace())

@@ -18,7 +18,7 @@ def _plan() -> Plan:
 
 
 def fleet_of(
-    rates: Sequence[float], held: Sequence[float] = (2.0,), *, start_s: float = 60.0, least_stay_s: float = 0.0
+    rates: Sequence[float], ready: Sequence[float] = (2.0,), *, start_s: float = 60.0, least_stay_s: float = 0.0
 ) -> FleetPlan:
     """A fleet of a kind for each rate that a replica holds, over five minutes for each rate of the day."""
     plan = _plan()
@@ -31,10 +31,10 @@ def fleet_of(
             start_s=start_s,
             drain_s=10.0,
         )
-        for number, rate in enumerate(held)
+        for number, rate in enumerate(ready)
     )
     figures = FleetFigures(cost=1, device_hours=1, starts=0, share_kept=1, share_within=1)
-    none = (0,) * (len(held) - 1)
+    none = (0,) * (len(ready) - 1)
     return FleetPlan(
         name="test",
         constraint=plan.constraint,
@@ -45,7 +45,9 @@ def fleet_of(
         kinds=kinds,
         lengths=(plan.workload,),
         intervals=tuple(
-            FleetInterval(rate_per_s=rate, peak_per_s=rate, lengths=0, replicas=(max(1, -int(-rate // held[0])), *none))
+            FleetInterval(
+                rate_per_s=rate, peak_per_s=rate, lengths=0, replicas=(max(1, -int(-rate // ready[0])), *none)
+            )
             for rate in rates
         ),
         planned=figures,

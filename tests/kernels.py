@@ -74,7 +74,7 @@ def simulations() -> dict[str, Callable[[], object]]:
     from xsimulator.capacity import capacity
 
     def count(kind: str, cluster: str) -> None:
-        of = problem("opt-125m", cluster, "chat-short", latency_bound_s=20.0)
-        capacity(scheduler(of).best([kind]), of.profile, edges=False)
+        subject = problem("opt-125m", cluster, "chat-short", latency_bound_s=20.0)
+        capacity(scheduler(subject).best([kind]), subject.profile, edges=False)
 
     return {"counts-one-lane": partial(count, "orca", "v100x1"), "counts-two-lanes": partial(count, "waa", "a40x4")}

@@ -29,9 +29,13 @@ def argparse_flags(tree: ast.AST) -> Flags:
     found: Flags = {}
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
-            names = [of.value for of in call.args if isinstance(of, ast.Constant) and isinstance(of.value, str)]
+            names = [
+                argument.value
+                for argument in call.args
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
             if names and names[0].startswith("-"):
-                _add(found, names, _takes({of.arg: of.value for of in call.keywords}))
+                _add(found, names, _takes({argument.arg: argument.value for argument in call.keywords}))
     return found
 
 
@@ -53,8 +57,12 @@ def click_flags(tree: ast.AST, command: str) -> Flags:
         if isinstance(function, ast.FunctionDef) and function.name == command:
             for call in function.decorator_list:
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "click.option":
-                    names = [of.value for of in call.args if isinstance(of, ast.Constant) and isinstance(of.value, str)]
-                    is_flag = any(of.arg == "is_flag" for of in call.keywords)
+                    names = [
+                        argument.value
+                        for argument in call.args
+                        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+                    ]
+                    is_flag = any(argument.arg == "is_flag" for argument in call.keywords)
                     _add(found, [name for name in names if name.startswith("-")], "nothing" if is_flag else "value")
     return found
 
@@ -66,10 +74,10 @@ def field_flags(tree: ast.AST, only: str | None = None) -> Flags:
         only: the one class; None: all, of which fields are flags if they are annotated `A[type, help]`.
     """
     found: Flags = {}
-    for of in ast.walk(tree):
-        if not isinstance(of, ast.ClassDef) or only not in (None, of.name):
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or only not in (None, node.name):
             continue
-        for field in of.body:
+        for field in node.body:
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                 continue
             kind, names = ast.unparse(field.annotation), ["--" + field.target.id.replace("_", "-")]
@@ -162,7 +170,9 @@ def main(wheels: tuple[Path, ...], sglang: Path, trt: tuple[Path, str]) -> None:
     earlier: Flags = {}
     for wheel in wheels:
         earlier |= of_vllm(wheel)
-    new = {name: of for name, of in earlier.items() if name not in TAKES and f"--{name}" not in KNOWN}
+    new = {
+        name: earlier_flags for name, earlier_flags in earlier.items() if name not in TAKES and f"--{name}" not in KNOWN
+    }
     new = {name: (takes, [other for other in others if other not in KNOWN]) for name, (takes, others) in new.items()}
     version = re.compile(r"-([0-9.]+)-")
     engines = {

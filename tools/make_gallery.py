@@ -64,8 +64,8 @@ def price(plan: Plan, an_hour: float) -> float:
     return plan.num_devices * an_hour / rate(plan) / 3600 * 1e6
 
 
-def ratio(found: Found, over: str, under: str, of: Callable[[Plan], float] = rate) -> float:
-    return of(found[over]) / of(found[under])
+def ratio(found: Found, over: str, under: str, figure: Callable[[Plan], float] = rate) -> float:
+    return figure(found[over]) / figure(found[under])
 
 
 LLAMA8 = "--model llama-3.1-8b --cluster h200x1 --workload azure-conv"

@@ -128,8 +128,8 @@ def _type(annotation: Any) -> str:
         return f"object of {_type(arguments[1])}"
     if origin in (tuple, list):
         inner = [argument for argument in arguments if argument is not ...]
-        of = ", ".join(_type(argument) for argument in inner)
-        return f"list of {of}" if len(inner) < len(arguments) or origin is list else f"[{of}]"
+        inner_types = ", ".join(_type(argument) for argument in inner)
+        return f"list of {inner_types}" if len(inner) < len(arguments) or origin is list else f"[{inner_types}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     return {int: "integer", float: "number", str: "string", bool: "boolean"}.get(annotation, str(annotation))

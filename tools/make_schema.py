@@ -39,9 +39,9 @@ def text(type_: Any = Plan) -> str:
     schema = TypeAdapter(type_).json_schema(mode="serialization")
     for root in _models(type_):
         for model in reachable(root):
-            of = schema.get("$defs", {}).get(model.__name__, schema)
+            definition = schema.get("$defs", {}).get(model.__name__, schema)
             for name, description in descriptions(model).items():
-                of["properties"][name]["description"] = description
+                definition["properties"][name]["description"] = description
     return json.dumps(schema, indent=1) + "\n"
 
 

@@ -63,14 +63,14 @@ def main() -> int:
     lengths.add_argument("trace", type=Path, help="CSV or JSON lines, as `xgpt plan --workload` takes")
     lengths.add_argument("--name", required=True)
     lengths.add_argument("--source", required=True, help="where the trace comes from, with its licence")
-    told = commands.add_parser("reuse", help="how much of a trace's prompts is reusable, and at which distances")
-    told.add_argument("trace", type=Path, help="JSON lines in Mooncake's format")
+    reuse = commands.add_parser("reuse", help="how much of a trace's prompts is reusable, and at which distances")
+    reuse.add_argument("trace", type=Path, help="JSON lines in Mooncake's format")
     for name, make in STRUCTURED.items():
-        made = commands.add_parser(name, help=str(make.__doc__).splitlines()[0])
-        made.add_argument("--requests", type=int, default=5000)
-        made.add_argument("--seed", type=int, default=0)
+        subparser = commands.add_parser(name, help=str(make.__doc__).splitlines()[0])
+        subparser.add_argument("--requests", type=int, default=5000)
+        subparser.add_argument("--seed", type=int, default=0)
         for option, default in (make.__kwdefaults__ or {}).items():
-            made.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
+            subparser.add_argument(f"--{option.replace('_', '-')}", type=type(default), default=default)
     for command in commands.choices.values():
         command.add_argument("-o", "--output", type=Path, help="file to write (default: standard output)")
     args = vars(parser.parse_args())

@@ -68,13 +68,13 @@ def conversations(
             so_far, tokens = whole + answer, prompt + answered
             now_s += rng.exponential(think_s)
 
-    made: list[_Request] = []
+    records: list[_Request] = []
     begin_s = 0.0
-    while len(made) < 2 * num_requests:
+    while len(records) < 2 * num_requests:
         begin_s += rng.exponential(mean_turns / rate_per_s)
-        made += turns(begin_s)
+        records += turns(begin_s)
     # What comes later in the long conversations of the last ones is left out.
-    return _trace(heapq.nsmallest(num_requests, made), ids)
+    return _trace(heapq.nsmallest(num_requests, records), ids)
 
 
 def shared_prompts(
@@ -98,14 +98,14 @@ def shared_prompts(
     shared = [ids.fresh(_length(prompt_tokens, rng) // BLOCK) for _ in range(prompts)]
     popularity = np.arange(1, prompts + 1) ** -exponent
     popularity /= popularity.sum()
-    now_s, made = 0.0, []
+    now_s, requests = 0.0, []
     for _ in range(num_requests):
         now_s += rng.exponential(1 / rate_per_s)
         begin = shared[rng.choice(prompts, p=popularity)]
         prompt = len(begin) * BLOCK + _length(mean_input, rng)
         whole = begin + ids.fresh(prompt // BLOCK - len(begin))
-        made.append(_Request(now_s, prompt, _length(mean_output, rng), whole, ()))
-    return _trace(made, ids)
+        requests.append(_Request(now_s, prompt, _length(mean_output, rng), whole, ()))
+    return _trace(requests, ids)
 
 
 def write(trace: TraceLengths) -> str:

@@ -82,8 +82,8 @@ def _takes(request: type[RequestBase]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-        known = {one.name for one in own}
+        parameters = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        known = {one.name for one in parameters}
         named = [
             inspect.Parameter(
                 name,
@@ -96,7 +96,7 @@ def _takes(request: type[RequestBase]) -> Callable[[F], F]:
             for name, field in request.model_fields.items()
             if name not in known
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*parameters, *named])  # type: ignore[attr-defined]
         function.__doc__ = (function.__doc__ or "").replace("        **asked\n", _documented(command, known))
         return function
 
@@ -406,18 +406,18 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         raise InputError("batching", request.batching, "it goes with a plan; the server behind a URL has its own")
     if request.saturated and request.arrival_rate_per_s is not None:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "`saturated` goes without it")
-    of = str(target) if is_url else _plan(target)
+    of_what = str(target) if is_url else _plan(target)
     workload = None
     if request.workload is not None:
-        workload = workload_of(request.workload, of.model if isinstance(of, Plan) else None)
+        workload = workload_of(request.workload, of_what.model if isinstance(of_what, Plan) else None)
     arrivals, num_requests = _arrivals(request, 300)
     return benches.bench(
-        of,
+        of_what,
         benches.Load(num_requests, workload, arrivals, request.stream, request.concurrency, request.ca_file),
         request.seed,
         engine=request.engine,
         batching=request.batching,
-        profile=profile_of(of, profile) if profile is not None and isinstance(of, Plan) else None,
+        profile=profile_of(of_what, profile) if profile is not None and isinstance(of_what, Plan) else None,
         calibrate=request.calibrate,
         saturated=request.saturated,
     )

@@ -337,9 +337,13 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
-    own = share_of_replica(TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan)
+    replica_trace = share_of_replica(
+        TraceLengths(drawn.inputs, drawn.outputs, None if closed else drawn.arrivals_s), plan
+    )
     count = max(1, load.num_requests // plan.replicas)
-    measured, log = run_replica(plan.model_copy(update={"profile": slower}), profile, load.workload, own, count)
+    measured, log = run_replica(
+        plan.model_copy(update={"profile": slower}), profile, load.workload, replica_trace, count
+    )
     return _figures(measured, None if closed else times_of(plan, log, count))
 
 

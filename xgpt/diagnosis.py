@@ -108,11 +108,11 @@ def _profiles() -> list[Finding]:
     if not measured:
         advice = "the first plan measures one, which takes about a minute for a small model"
         return [Finding(name="profiles", value=f"none measured, in {directory}", advice=advice)]
-    of = sorted({f"{profile.model.name} in {profile.dtype} on {profile.device}" for profile in measured})
+    names = sorted({f"{profile.model.name} in {profile.dtype} on {profile.device}" for profile in measured})
     others = f", {broken} of other versions" if broken else ""
     layouts = sorted({layout for profile in measured for layout in profile.layouts.values()})
     return [
-        Finding(name="profiles", value=f"{len(measured)} measured{others}, in {directory}: {'; '.join(of)}"),
+        Finding(name="profiles", value=f"{len(measured)} measured{others}, in {directory}: {'; '.join(names)}"),
         Finding(name="layouts", value=", ".join(layouts) or "as torch has them"),
     ]
 

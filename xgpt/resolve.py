@@ -120,8 +120,8 @@ def engine_of(profile: Profile) -> EngineSpec | None:
         return None
     if profile.engine == "native":
         return load_engine("xgpt")
-    of = [load_engine(name) for name in config_names("engines")]
-    return next((e for e in of if (e.framework, e.version) == (profile.engine, profile.engine_version)), None)
+    engines = [load_engine(name) for name in config_names("engines")]
+    return next((e for e in engines if (e.framework, e.version) == (profile.engine, profile.engine_version)), None)
 
 
 def _version_of(name: str) -> tuple[int, ...]:

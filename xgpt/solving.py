@@ -169,7 +169,7 @@ def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, 
             problem = replace(problem, max_devices=fewest_devices(problem, request.policy))
         return problem, ()
     each = [{"cluster": name, "price": price, "among": None} for name, price in request.among.items()]
-    choices = cheapest([resolve(request.model_copy(update=of), progress) for of in each], request.policy)
+    choices = cheapest([resolve(request.model_copy(update=update), progress) for update in each], request.policy)
     best = choices[0]
     if best.num_devices is None:
         raise InfeasibleError(

@@ -115,7 +115,7 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
         (t, ep)
         for t in degrees
         for ep in dict.fromkeys((1, t))
-        if all(_shares_experts(of, t // ep, ep) for of in experts)
+        if all(_shares_experts(each, t // ep, ep) for each in experts)
     )
 
 
@@ -215,8 +215,8 @@ class Kernels:
         """Share of memory bandwidth that norms and activations (in half precision) reach."""
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
-        own = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
-        self.efficiency = efficiency.model_copy(update={k: value for k, value in own.items() if value is not None})
+        times = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
+        self.efficiency = efficiency.model_copy(update={k: value for k, value in times.items() if value is not None})
         self._rate, self._bandwidth = rate, bandwidth
         self._eight_bits = max(rate, device.flops_per_s.get("float8", rate))
         self.size, self.kv_dtype = BYTES_PER_ELEMENT[dtype], kv_dtype or dtype
@@ -403,7 +403,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
         add("dense", sizes.dense(kind) / t, 2)
     if experts is None:
         groups = list(by_format.items())
-        return lambda tokens: sum(kernels.matrix(tokens, params, n, of) for of, (params, n) in groups)
+        return lambda tokens: sum(kernels.matrix(tokens, params, n, form) for form, (params, n) in groups)
     add("shared", sizes.beside_experts(kind) / t, 1 + 2 * (experts.shared_ffn_size > 0))
     groups = list(by_format.items())
     routing, each = Routing(experts, ep), sizes.expert(kind) / max(1, t // ep)
@@ -414,7 +414,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
     sent = experts.active * experts.width_in(spec.hidden_size) / t
 
     def seconds(tokens: int) -> float:
-        others = sum(kernels.matrix(tokens, params, n, of) for of, (params, n) in groups)
+        others = sum(kernels.matrix(tokens, params, n, form) for form, (params, n) in groups)
         if sharing > 1:
             others += kernels.exchange(tokens * sent * there, ep) + kernels.exchange(tokens * sent * kernels.size, ep)
         return others + kernels.grouped(tokens * sharing, each, routing, of_experts)

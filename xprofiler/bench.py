@@ -175,7 +175,10 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
     lengths: dict[str | int, list[int]] = {}
     for name, *sizes in keys:
         lengths.setdefault(name, []).extend(int(size) for size in sizes[1:])
-    ranks = {name: {n: i for i, n in enumerate(sorted(set(of), reverse=True))} for name, of in lengths.items()}
+    ranks = {
+        name: {n: i for i, n in enumerate(sorted(set(lengths_of), reverse=True))}
+        for name, lengths_of in lengths.items()
+    }
 
     def is_kept(name: str | int, first: int, *length: int) -> bool:
         is_large = first * math.prod(length) > BRIEF_TOKENS and (first > 1 or not length) and name != "decode attention"
@@ -200,7 +203,11 @@ def _on_line(times: Timings, key: tuple[str | int, ...]) -> float | None:
     """Return a point's time on the line through its nearest two neighbours in one size; None: there are no two."""
     for place in reversed(range(1, len(key))):
         at = int(key[place])
-        others = {int(of[place]): time for of, time in times.items() if _with(of, place, key[place]) == key}
+        others = {
+            int(other_key[place]): time
+            for other_key, time in times.items()
+            if _with(other_key, place, key[place]) == key
+        }
         if len(others) > 1:
             low, high = sorted(sorted(others, key=lambda size: abs(size - at))[:2])
             return max(0.0, others[low] + (at - low) / (high - low) * (others[high] - others[low]))

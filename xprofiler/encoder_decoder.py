@@ -95,8 +95,8 @@ class CrossBench(Bench):
     def jobs(self) -> Jobs:
         points = EncoderDecoderPoints.of(self.spec)
         jobs: Jobs = {}
-        for n, (prompt, own) in points.decodes.items():
-            jobs["decode step", n] = partial(self.step, [(prompt, own - 1)] * n)
+        for n, (prompt, own_length) in points.decodes.items():
+            jobs["decode step", n] = partial(self.step, [(prompt, own_length - 1)] * n)
         for n, (batch, prompt) in points.encodes.items():
             jobs["encode step", n] = partial(self.step, [(prompt, 0)] * batch)
             jobs["keys and values", n] = partial(self.keys_and_values, n)
@@ -145,10 +145,10 @@ class CrossBench(Bench):
         q, k, v = self.queries_keys_values(num_requests)
 
         def run() -> None:
-            own = own_tokens(batch)
-            bias = self.model.own_bias(own)
+            tokens = own_tokens(batch)
+            bias = self.model.own_bias(tokens)
             for cache in caches:
-                self.worker.backend.forward(q, k, v, cache, own, UNSCALED._replace(bias=bias))
+                self.worker.backend.forward(q, k, v, cache, tokens, UNSCALED._replace(bias=bias))
 
         return self.seconds(run) / len(caches)
 
@@ -178,16 +178,16 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def batch(self, sequences: Sizes) -> Batch:
-        prompt_len, own = np.asarray(sequences, np.int32).T
-        query_len = np.where(own > 0, 1, prompt_len + 1).astype(np.int32)
-        context_len = prompt_len + own + 1
+        prompt_len, own_len = np.asarray(sequences, np.int32).T
+        query_len = np.where(own_len > 0, 1, prompt_len + 1).astype(np.int32)
+        context_len = prompt_len + own_len + 1
         width = -(-int(context_len.max()) // BLOCK_SIZE)
         tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
             np.zeros(int(query_len.sum()), np.int64),
             Sequences(query_len, context_len, tables, prompt_len),
             block_size=BLOCK_SIZE,
-            num_decodes=int((own > 0).sum()),
+            num_decodes=int((own_len > 0).sum()),
             device=self.worker.cache.device,
         )
 
@@ -204,8 +204,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
         return max(measured[step, n] - alone["embedding", embedded] - beside, 0.0) / num_layers
 
     decoder: Timings = {}
-    for n, (prompt, own) in points.decodes.items():
-        attention = measured["own attention", n, own] + measured["cross attention", n, prompt]
+    for n, (prompt, own_length) in points.decodes.items():
+        attention = measured["own attention", n, own_length] + measured["cross attention", n, prompt]
         beside = measured["head", n] + spec.num_layers * attention
         decoder["rest", n] = rest("decode step", n, n, spec.num_layers, beside)
     encoder: Timings = {}

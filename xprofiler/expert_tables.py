@@ -62,15 +62,15 @@ class ExpertTable:
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> dict[tuple[int, int], tuple[str, Array, Array]]:
         """Of these kernels, from the first of these tables that measured a group."""
-        of = self._experts
-        wanted = (("hidden_size", self._hidden), ("inter_size", of.ffn_size), ("topk", of.active))
+        experts = self._experts
+        wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found: dict[tuple[int, int], tuple[str, Array, Array]] = {}
         for path in paths:
             rows = self._tables.read(path, EXPERT_COLUMNS)
-            chosen = np.isin(rows["moe_dtype"].astype(str), kernels) & (rows["num_experts"] == of.number)
+            chosen = np.isin(rows["moe_dtype"].astype(str), kernels) & (rows["num_experts"] == experts.number)
             for name, value in wanted:
                 chosen &= rows[name] == value
-            routing = _distribution(of, set(rows["distribution"][chosen].tolist()))
+            routing = _distribution(experts, set(rows["distribution"][chosen].tolist()))
             if routing is None:
                 continue
             chosen &= rows["distribution"] == routing
@@ -120,16 +120,16 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
         curve = np.log(points), np.log(latency / 1e3)
         coarser = [(found.get((slices, 1)), DIVIDED)] if ep > 1 else []
         coarser += [(found.get((slices // 2 * ep, ep)), 1.0)] if slices % 2 == 0 else []
-        is_divided = all(of is None or curve[1][-1] < of[1][-1] + np.log(most) for of, most in coarser)
+        is_divided = all(coarse is None or curve[1][-1] < coarse[1][-1] + np.log(most) for coarse, most in coarser)
         if is_divided and 2 * len(points) >= usual:
             found[slices * ep, ep] = curve
     return found
 
 
-def _distribution(experts: Experts, held: set[str]) -> str | None:
+def _distribution(experts: Experts, kinds: set[str]) -> str | None:
     """The routing that was measured and is nearest to a model's; None: there is none."""
-    exponents = {name: float(name.removeprefix("power_law_")) for name in held if name.startswith("power_law_")}
-    if "balanced" in held:
+    exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
+    if "balanced" in kinds:
         exponents["balanced"] = 0.0
     return min(exponents, key=lambda name: abs(exponents[name] - experts.skew), default=None)
 
@@ -154,8 +154,8 @@ def latent_attention(
         chosen = (rows["num_heads"] == heads) & (rows["gemm_type"] == stored)
         chosen &= rows["kv_cache_dtype"] == tables.kv_dtype
         if not chosen.any():
-            held = sorted(set(zip(rows["gemm_type"].tolist(), rows["kv_cache_dtype"].tolist(), strict=True)))
-            known = ", ".join(f"{weights} with K/V in {kv}" for weights, kv in held)
+            kinds = sorted(set(zip(rows["gemm_type"].tolist(), rows["kv_cache_dtype"].tolist(), strict=True)))
+            known = ", ".join(f"{weights} with K/V in {kv}" for weights, kv in kinds)
             raise InputError(
                 "dtype", f"{stored} with K/V in {tables.kv_dtype}", f"latent attention is there in {known}"
             )

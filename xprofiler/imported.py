@@ -137,9 +137,9 @@ def _folder_of(device: str, folder: Path | None) -> Path:
     base = wheel_folder() / "data" if folder is None else folder
     root = base / SYSTEMS.get(device, device)
     if not (root / "gemm").is_dir():
-        held = sorted(name for name, system in SYSTEMS.items() if (base / system / "gemm").is_dir())
+        systems = sorted(name for name, system in SYSTEMS.items() if (base / system / "gemm").is_dir())
         raise InputError(
-            "cluster.device", device, f"{base} holds tables of {', '.join(held) or 'no device'}; take one of these"
+            "cluster.device", device, f"{base} holds tables of {', '.join(systems) or 'no device'}; take one of these"
         )
     return root
 
@@ -167,17 +167,17 @@ def _layers(
             yield _layer(spec, tables, kernels, (t, 1), engine, None)
         return
     stored = stored_as(spec.quantization, tables.dtype)
-    of = ExpertTable(tables, spec, stored, rounds=engine.rounds_activations)
+    experts_table = ExpertTable(tables, spec, stored, rounds=engine.rounds_activations)
     degrees = analytic.tp_degrees(spec, cluster)
-    held = {group for group in of.groups if group[0] in degrees}
+    groups = {group for group in experts_table.groups if group[0] in degrees}
     usual = set(analytic.groups(spec, cluster))
-    if not held:
+    if not groups:
         tables.provenance["experts"] = "datasheet: no table has this shape in this type"
-    elif usual - held:
-        of_missing = ", ".join(f"{t} devices in {ep} parts" for t, ep in sorted(usual - held))
+    elif usual - groups:
+        of_missing = ", ".join(f"{t} devices in {ep} parts" for t, ep in sorted(usual - groups))
         tables.provenance["experts"] = f"of {of_missing}: scaled by the datasheet's ratios"
-    for group in sorted(held | usual):
-        yield _layer(spec, tables, kernels, group, engine, of)
+    for group in sorted(groups | usual):
+        yield _layer(spec, tables, kernels, group, engine, experts_table)
 
 
 def _layer(
@@ -254,16 +254,16 @@ def _feed_forward(
         return block(spec.ffn_size // t)
     tokens, share = np.asarray(TOKENS, float), spec.num_expert_layers() / spec.num_layers
 
-    def roofline(of: tuple[int, int]) -> Array:
+    def roofline(group: tuple[int, int]) -> Array:
         assert spec.experts is not None
-        routing, each = Routing(spec.experts, of[1]), spec.expert_params / (of[0] // of[1])
+        routing, each = Routing(spec.experts, group[1]), spec.expert_params / (group[0] // group[1])
         return np.asarray([kernels.grouped(n, each, routing, stored) for n in TOKENS])
 
-    held = experts.groups
-    if group in held:
+    groups = experts.groups
+    if group in groups:
         routed = experts.seconds(tokens, t, ep)
-    elif held:
-        near = min(held, key=lambda other: (abs(np.log(other[0] / t)), abs(np.log(other[1] / ep))))
+    elif groups:
+        near = min(groups, key=lambda other: (abs(np.log(other[0] / t)), abs(np.log(other[1] / ep))))
         routed = experts.seconds(tokens, *near) * roofline(group) / roofline(near)
     else:
         routed = roofline(group)

@@ -219,7 +219,7 @@ def assembled(
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
     if spec.is_encoder_decoder:
         pairs = [layers_of(spec, degree, measured, alone) for (degree, _), measured in by_group.items()]
-        layers, encoder_layers = (tuple(of) for of in zip(*pairs, strict=True))
+        layers, encoder_layers = (tuple(pair) for pair in zip(*pairs, strict=True))
     else:
         points = Points.of(spec, cluster.device.type)
         tokens = points.steps
@@ -285,11 +285,11 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
     """Return the head's times with what the last layer does behind its attention for tokens that are sampled."""
     assert layer.last is not None
-    whole, all_tokens = (dict(zip(of.points, of.seconds, strict=True)) for of in (layer.rest, layer.last))
+    whole, all_tokens = (dict(zip(side.points, side.seconds, strict=True)) for side in (layer.rest, layer.last))
     seconds = (s + whole[n] - all_tokens[n] for n, s in zip(head.points, head.seconds, strict=True))
     return Curve(points=head.points, seconds=tuple(seconds))
 
 
 def _environment() -> dict[str, str]:
-    own = {"python": platform.python_version(), "machine": platform.machine(), "xgpt": __version__}
-    return own | libraries()
+    versions = {"python": platform.python_version(), "machine": platform.machine(), "xgpt": __version__}
+    return versions | libraries()

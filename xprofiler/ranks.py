@@ -111,7 +111,9 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
     for a, b in combinations(range(task.num_devices), 2):
         for rank, end in zip((a, b), context.Pipe(), strict=True):
             ends[rank].append(end)
-    ranks = [context.Process(target=_run, args=(task, *of), daemon=True) for of in zip(count(), ends, repeat(sender))]
+    ranks = [
+        context.Process(target=_run, args=(task, *each), daemon=True) for each in zip(count(), ends, repeat(sender))
+    ]
     for process in ranks:
         process.start()
     for end in (sender, *chain.from_iterable(ends)):
@@ -202,9 +204,9 @@ def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dic
 
 def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
     """Hidden states from one device to another: half of there and back."""
-    of = task.settings
-    dtype = state_dtype(of.dtype, of.device)
-    hidden = torch.zeros(num_tokens, of.spec.hidden_size, dtype=dtype, device=_device(task, rank))
+    settings = task.settings
+    dtype = state_dtype(settings.dtype, settings.device)
+    hidden = torch.zeros(num_tokens, settings.spec.hidden_size, dtype=dtype, device=_device(task, rank))
     send, receive = partial(dist.send, hidden, 1 - rank), partial(dist.recv, hidden, 1 - rank)
     return _there_and_back(rank, meet, send, receive) / 2
 

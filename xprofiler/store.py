@@ -207,12 +207,16 @@ def check_engine(plan: Plan, engine: str) -> None:
     Raises:
         InputError: the message names both engines, and the way out.
     """
-    of = plan.profile.engine
-    if of in (None, engine):
+    profiled_engine = plan.profile.engine
+    if profiled_engine in (None, engine):
         return
-    run = f"serve it with `xgpt serve --engine {of}`, or " if of in ("native", "vllm") else ""
+    run = f"serve it with `xgpt serve --engine {profiled_engine}`, or " if profiled_engine in ("native", "vllm") else ""
     make = f"plan with a profile of {engine}'s (`xgpt profile --engine {engine} -o FILE`)"
-    raise InputError("plan.profile.engine", of, f"the plan rests on step times of {of}, not of {engine}: {run}{make}")
+    raise InputError(
+        "plan.profile.engine",
+        profiled_engine,
+        f"the plan rests on step times of {profiled_engine}, not of {engine}: {run}{make}",
+    )
 
 
 def keep(profile: Profile) -> None:

@@ -236,13 +236,13 @@ class Tables:
         """
         found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
-            held = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
-            raise InputError("framework", self.framework, f"{operator} is there for {', '.join(held) or 'none'}")
+            versions = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
+            raise InputError("framework", self.framework, f"{operator} is there for {', '.join(versions) or 'none'}")
         found.sort(key=lambda path: _version_key(path.parts[-2]))
         if self._version is None or framework is not None:
             return found[::-1]
-        own = _version_key(self._version)
-        older = sum(_version_key(path.parts[-2]) < own for path in found)
+        own_version = _version_key(self._version)
+        older = sum(_version_key(path.parts[-2]) < own_version for path in found)
         return [*found[older:], *found[:older][::-1]]
 
     def _found(self, family: str, operator: str, framework: str) -> list[Path]:

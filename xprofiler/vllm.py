@@ -255,8 +255,10 @@ def fit(
     )
     if (mixed := _mixed_error(times, rest)) is None:
         return fitted
-    told = f"{100 * mixed[0]:+.1f}% (standard error {100 * mixed[1]:.1f}%) against decodes and prompts put together"
-    return fitted.model_copy(update={"provenance": fitted.provenance | {"mixed steps": told}})
+    difference = (
+        f"{100 * mixed[0]:+.1f}% (standard error {100 * mixed[1]:.1f}%) against decodes and prompts put together"
+    )
+    return fitted.model_copy(update={"provenance": fitted.provenance | {"mixed steps": difference}})
 
 
 def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, head: _Line) -> Surface:

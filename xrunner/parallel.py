@@ -134,8 +134,8 @@ class Part:
         spec, kv = self.spec, self.kv_heads
         group = spec.num_heads // spec.num_kv_heads
         readers = max(1, self.degree // spec.num_kv_heads)
-        own = share(group * kv.size, self.rank % readers, readers)
-        return Share(group * kv.start + own.start, group * kv.start + own.stop, spec.num_heads)
+        reader_share = share(group * kv.size, self.rank % readers, readers)
+        return Share(group * kv.start + reader_share.start, group * kv.start + reader_share.stop, spec.num_heads)
 
     @property
     def ffn(self) -> Share:
@@ -234,18 +234,18 @@ def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return the modules that hold each parameter, and what they call it; under the name of the first."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
-        for leaf, held in module._parameters.items():
-            if held is not None:
-                found.setdefault(id(held), (f"{prefix}.{leaf}".removeprefix("."), []))[1].append((module, leaf))
+        for leaf, value in module._parameters.items():
+            if value is not None:
+                found.setdefault(id(value), (f"{prefix}.{leaf}".removeprefix("."), []))[1].append((module, leaf))
     return dict(found.values())
 
 
 def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, device: str) -> None:
     """Give a parameter memory in all modules that hold it."""
     (module, leaf), *_ = places
-    made = parameter(torch.empty(module._parameters[leaf].shape, dtype=dtype, device=device))  # type: ignore[union-attr]
+    new = parameter(torch.empty(module._parameters[leaf].shape, dtype=dtype, device=device))  # type: ignore[union-attr]
     for module, leaf in places:
-        module._parameters[leaf] = made
+        module._parameters[leaf] = new
 
 
 def join(model: Model, group: Group) -> None:
@@ -299,8 +299,8 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
     def rows(name: str, *shares: Share) -> None:
         found[f"{name}.weight"] = found[f"{name}.bias"] = tuple(Cut(0, held.start, held.full) for held in shares)
 
-    def columns(name: str, held: Share) -> None:
-        found[f"{name}.weight"] = (Cut(1, held.start, held.full),)
+    def columns(name: str, shares: Share) -> None:
+        found[f"{name}.weight"] = (Cut(1, shares.start, shares.full),)
 
     for name, module in model.named_modules():
         match module:
@@ -322,9 +322,9 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
                 columns(f"{name}.down", part.ffn)
             case GatedMlp():
                 is_shared = name.endswith(".shared")
-                held = part.expert_ffn if ".experts." in name else part.shared_ffn if is_shared else part.ffn
-                rows(f"{name}.gate_up", *((held.times(2),) if module.takes_turns else (held, held)))
-                columns(f"{name}.down", held)
+                ffn_share = part.expert_ffn if ".experts." in name else part.shared_ffn if is_shared else part.ffn
+                rows(f"{name}.gate_up", *((ffn_share.times(2),) if module.takes_turns else (ffn_share, ffn_share)))
+                columns(f"{name}.down", ffn_share)
             case RelativeBias():
                 columns(name, part.heads)
     rows("token_embedding", part.vocabulary)

@@ -107,10 +107,10 @@ class Replicas:
         ]
         for thread in self._threads:
             thread.start()
-        made = dict(built.get() for _ in self._threads)
-        for _, result in sorted(made.items()):
+        engines = dict(built.get() for _ in self._threads)
+        for _, result in sorted(engines.items()):
             if isinstance(result, BaseException):
-                self._engines = [engine for engine in made.values() if isinstance(engine, Engine)]
+                self._engines = [engine for engine in engines.values() if isinstance(engine, Engine)]
                 self.close()
                 raise result
             self._engines.append(result)

@@ -405,8 +405,8 @@ def logprobs_of(logits: Tensor, tokens: Tensor, num_top: np.ndarray) -> list[Log
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
     values, ids = (part.tolist() for part in logprobs.topk(int(num_top.max()), dim=-1))
     return [
-        Logprobs(own, tuple(zip(top_ids[:count], top[:count], strict=True)))
-        for own, top_ids, top, count in zip(chosen, ids, values, num_top.tolist(), strict=True)
+        Logprobs(logprob, tuple(zip(top_ids[:count], top[:count], strict=True)))
+        for logprob, top_ids, top, count in zip(chosen, ids, values, num_top.tolist(), strict=True)
     ]
 
 

@@ -63,10 +63,10 @@ class Suspects(Generic[T]):
 
     def recall(self) -> list[T]:
         """All that are held, no longer so: workers have been lost."""
-        held = list(self._held.values())
+        requests = list(self._held.values())
         self._held.clear()
         self._tried = None
-        return held
+        return requests
 
     def next(self) -> T | None:
         """Return the next one to let in, if it is its turn."""

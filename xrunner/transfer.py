@@ -103,7 +103,7 @@ class EncoderOutputs:
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
         of_each = received.split([request.num_tokens for request in requests])
-        self._received.put({request.id: own for request, own in zip(requests, of_each, strict=True)})
+        self._received.put({request.id: outputs for request, outputs in zip(requests, of_each, strict=True)})
 
     def take_in(self, count: int) -> None:
         while self._num_taken_in < count and not self._received.empty():  # each transfer has one piece

@@ -134,8 +134,8 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
     columns = _curves(largest, space.forecast)
     evaluation = space.evaluate(columns)
     replicas = space.placement.replicas
-    of = evaluation.performance
-    highest = max_rate(space.forecast.stations, of, space.lengths, constraint, at_least / replicas)
+    performance = evaluation.performance
+    highest = max_rate(space.forecast.stations, performance, space.lengths, constraint, at_least / replicas)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
         rates[:, :-1] = 0.0  # the growing variable is fixed at its end

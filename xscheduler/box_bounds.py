@@ -99,9 +99,11 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
 
 def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
     """Return the factor by which a box's points may exceed the fast corner's throughput as the pipeline drains."""
-    of = floor.performance
-    share = (of.filling[fast::corners] - of.filling[corners - 1 :: corners]) / of.cycle[fast::corners]
-    return 1 / (1 - np.minimum(np.maximum(share, 0.0), of.bubble[fast::corners]))
+    performance = floor.performance
+    share = (performance.filling[fast::corners] - performance.filling[corners - 1 :: corners]) / performance.cycle[
+        fast::corners
+    ]
+    return 1 / (1 - np.minimum(np.maximum(share, 0.0), performance.bubble[fast::corners]))
 
 
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:

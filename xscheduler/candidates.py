@@ -55,8 +55,8 @@ class Candidates:
 
     def under(self, constraint: Constraint) -> Candidates:
         """Return the candidates of the same problem under other bounds."""
-        own, problem = self.problem.constraint, replace(self.problem, constraint=constraint)
-        if (constraint.quantile, constraint.sla) != (own.quantile, own.sla):
+        own_constraint, problem = self.problem.constraint, replace(self.problem, constraint=constraint)
+        if (constraint.quantile, constraint.sla) != (own_constraint.quantile, own_constraint.sla):
             return Candidates(problem)
         other = copy(self)
         other.problem = problem
@@ -111,9 +111,12 @@ class Candidates:
             between: see `Space.under`.
         """
         constraint = constraint or self.problem.constraint
-        of = self._spaces_of(kind)
-        bounds = [] if of.bounds is None else of.bounds.under(constraint).tolist()
-        return [space.under(constraint, bound, between=between) for space, bound in zip(of.spaces, bounds, strict=True)]
+        all_spaces = self._spaces_of(kind)
+        bounds = [] if all_spaces.bounds is None else all_spaces.bounds.under(constraint).tolist()
+        return [
+            space.under(constraint, bound, between=between)
+            for space, bound in zip(all_spaces.spaces, bounds, strict=True)
+        ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
         """Return what does not depend on bounds of the spaces of one policy."""
@@ -209,12 +212,14 @@ class Candidates:
         found = self._memories.get((lane, keeps))
         if found is None:
             problem = self.problem
-            of, engine = problem.profile, problem.deployed or problem.engine
+            profile, engine = problem.profile, problem.deployed or problem.engine
             memory = partial(
                 LaneMemory,
                 problem.model,
                 problem.cluster,
-                Precision.of(of.dtype, problem.cluster.device.type, of.engine, of.kv_dtype, of.layouts),
+                Precision.of(
+                    profile.dtype, problem.cluster.device.type, profile.engine, profile.kv_dtype, profile.layouts
+                ),
                 lane,
                 self._block_size,
                 engine,
@@ -228,8 +233,8 @@ class Candidates:
                     found = memory(slots=problem.deployed.max_batch or 0)
                 elif engine is not None and engine.sampling_bytes:
                     # As many as it holds without them: a few too many, so what is left for K/V is never overstated.
-                    blocks, own = found.blocks_beside(0), found.request_blocks
-                    most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own)
+                    blocks, own_blocks = found.blocks_beside(0), found.request_blocks
+                    most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own_blocks)
                     found = memory(slots=min(self._max_batch, int(most[0])))
             except InfeasibleError as error:
                 found = error.with_traceback(None)
@@ -288,8 +293,8 @@ class _Predictors:
         *,
         is_floor: bool = False,
     ) -> Any:
-        constraint, of = self._problem.constraint, self._problem.model
-        costs = [LaneCost(of, profile, lane, degrees, engine, is_floor=is_floor) for lane in lanes]
+        constraint, model = self._problem.constraint, self._problem.model
+        costs = [LaneCost(model, profile, lane, degrees, engine, is_floor=is_floor) for lane in lanes]
         of_all = constraint.sla == "request"
         return make(*costs, self._lengths, constraint.planned_quantile, all_requests=of_all)
 

@@ -37,8 +37,8 @@ FIGURES = {
 }
 """What an expression may name, and what it stands for: at saturation, requests always waiting."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": lambda *of: np.minimum.reduce(np.broadcast_arrays(*of)),
-    "max": lambda *of: np.maximum.reduce(np.broadcast_arrays(*of)),
+    "min": lambda *values: np.minimum.reduce(np.broadcast_arrays(*values)),
+    "max": lambda *values: np.maximum.reduce(np.broadcast_arrays(*values)),
     "abs": np.abs,
     "log": np.log,
     "exp": np.exp,

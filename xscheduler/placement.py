@@ -157,8 +157,8 @@ class Placements:
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
             replicas = self.num_devices // size
-            of = self._two_lanes(kind, size, replicas) if num_lanes == 2 else self.one_lane(kind, size, replicas)
-            found += list(of)
+            layouts = self._two_lanes(kind, size, replicas) if num_lanes == 2 else self.one_lane(kind, size, replicas)
+            found += list(layouts)
         return found
 
     @cached_property
@@ -184,7 +184,7 @@ class Placements:
 
     def _two_lanes(self, kind: str, size: int, replicas: int) -> Iterator[Placement]:
         for encoders, allocations in self._allocations(size).items():
-            allocation = next((of for of in allocations if CHOICES[kind].takes({"allocation": of})), None)
+            allocation = next((each for each in allocations if CHOICES[kind].takes({"allocation": each})), None)
             if allocation is None:
                 continue
             for encode in self.layouts(encoders, decode=False):
@@ -303,7 +303,8 @@ class Placements:
         names = ("compute", "memory")
         away = {n: (abs(n - by_compute), abs(n - by_memory)) for n in tried}
         return {
-            n: tuple(name for name, of in zip(names, far, strict=True) if of == min(far)) for n, far in away.items()
+            n: tuple(name for name, distance in zip(names, far, strict=True) if distance == min(far))
+            for n, far in away.items()
         }
 
     @property

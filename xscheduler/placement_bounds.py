@@ -132,8 +132,8 @@ class PlacementBounds:
     def _steps(self, placements: Sequence[Placement]) -> LeastSteps:
         lanes = [self._stages(placement.decode_lane) for placement in placements]
         encode = [
-            of if len(placement.layouts) == 1 else self._stages(placement.encode_lane)
-            for of, placement in zip(lanes, placements, strict=True)
+            shape if len(placement.layouts) == 1 else self._stages(placement.encode_lane)
+            for shape, placement in zip(lanes, placements, strict=True)
         ]
         parts = [placement.fixed.get("encode_microbatches", placement.microbatches) for placement in placements]
         return LeastSteps(
@@ -170,17 +170,17 @@ class PlacementBounds:
         # The slowest kinds come first. More than MAX_KINDS are left out, which only loosens the bound.
         shapes = sorted(counts, key=lambda s: -(s.decoder_layers + s.encoder_layers) / s.tp)
         for k, shape in enumerate(shapes):
-            of = self._of_stage(shape)
-            own = of.decode_s + shape.heads * of.head_s + shape.embeds * self._embedding_s
-            passing += counts[shape] * own
-            every = of.steady_s + shape.heads * of.steady_head_s
+            of_stage = self._of_stage(shape)
+            seconds = of_stage.decode_s + shape.heads * of_stage.head_s + shape.embeds * self._embedding_s
+            passing += counts[shape] * seconds
+            every = of_stage.steady_s + shape.heads * of_stage.steady_head_s
             every = every + shape.embeds * self._tokens(self._profile.embedding)
             steady_passing += counts[shape] * every
             if k < MAX_KINDS:
-                decode[k], steady[k] = own, every
-                mixed[k] = of.mixed_s + shape.heads * of.head_s
-                met[k] = of.met_s + shape.heads * of.head_s
-                encode[k] = of.encode_s + shape.encoder_layers * of.encoder_s
+                decode[k], steady[k] = seconds, every
+                mixed[k] = of_stage.mixed_s + shape.heads * of_stage.head_s
+                met[k] = of_stage.met_s + shape.heads * of_stage.head_s
+                encode[k] = of_stage.encode_s + shape.encoder_layers * of_stage.encoder_s
         near = sum(not stage.far for stage in lane[1:])
         for hop_s, hops in zip(self._hops, (near, len(lane) - 1 - near), strict=True):
             if hop_s is not None and hops:
@@ -188,9 +188,9 @@ class PlacementBounds:
                 steady_passing += hops * hop_s
         through = alone = 0.0
         for stage in lane:
-            of = self._of_stage(stage)
-            through += of.encode_s + stage.encoder_layers * of.encoder_s
-            alone += of.alone_s + stage.encoder_layers * of.encoder_alone_s
+            of_stage = self._of_stage(stage)
+            through += of_stage.encode_s + stage.encoder_layers * of_stage.encoder_s
+            alone += of_stage.alone_s + stage.encoder_layers * of_stage.encoder_alone_s
         return _Stages(
             decode_s=decode,
             mixed_s=mixed,
@@ -229,8 +229,8 @@ class PlacementBounds:
             last = self._degree(stage.group, is_last=stage.heads)
             of_all = {}
             for name in OF_DECODER_LAYERS:
-                own = getattr(layer, name)
-                of_all[name] = stage.decoder_layers * own + (getattr(last, name) - own)
+                curve = getattr(layer, name)
+                of_all[name] = stage.decoder_layers * curve + (getattr(last, name) - curve)
             self._of_stages[stage] = layer._replace(**of_all)
         return self._of_stages[stage]
 

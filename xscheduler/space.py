@@ -203,8 +203,8 @@ class Space:
         memory = self.limits.encode_memory
         if memory is None:
             return np.ones(len(encode_tokens), bool)
-        held = (len(memory.lane) + 1) * encode_tokens * (1 + self.limits.block_size / 2 / self.lengths.mean_input)
-        return held <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * self.limits.block_size
+        blocks = (len(memory.lane) + 1) * encode_tokens * (1 + self.limits.block_size / 2 / self.lengths.mean_input)
+        return blocks <= (memory.blocks_beside(step_tokens) - memory.kept_blocks) * self.limits.block_size
 
     def branches(self) -> list[dict[str, int]]:
         """Return all assignments of the enumerated variables."""
@@ -317,8 +317,10 @@ class Space:
         if self.between:
             names = (self.forecast.load, *self.forecast.follows)
             less = {name: np.maximum(columns[name] - 1, self._least(name)) for name in names}
-            of = self.forecast.evaluate(model, **{**columns, **less}, **fixed)
-            times = {name: getattr(of, name) for name in ("latency", "ttft", "tpot", "encode_batch", "decode_batch")}
+            lesser = self.forecast.evaluate(model, **{**columns, **less}, **fixed)
+            times = {
+                name: getattr(lesser, name) for name in ("latency", "ttft", "tpot", "encode_batch", "decode_batch")
+            }
             found = replace(found, **times)
         left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
         return Evaluation(found, self, left)
@@ -363,18 +365,18 @@ class Evaluation:
     @property
     def _figures(self) -> dict[str, Values]:
         """What a user's own objective may name: see `xscheduler.expression.FIGURES`."""
-        of, placement = self.performance, self._space.placement
+        performance, placement = self.performance, self._space.placement
         devices = float(placement.num_devices * placement.replicas)
         return {
             "throughput": self.throughput,
             "tokens": self.throughput * self._space.lengths.mean_output,
-            "latency": of.latency,
-            "ttft": of.ttft,
-            "tpot": of.tpot,
-            "gap": of.itl_p99,
-            "running": of.decode_batch,
-            "encode_batch": of.encode_batch,
-            "idle": of.bubble,
+            "latency": performance.latency,
+            "ttft": performance.ttft,
+            "tpot": performance.tpot,
+            "gap": performance.itl_p99,
+            "running": performance.decode_batch,
+            "encode_batch": performance.encode_batch,
+            "idle": performance.bubble,
             "devices": devices,
             "replicas": float(placement.replicas),
             "cost": devices * (self._space.limits.price_per_device_hour or np.nan),
@@ -383,7 +385,9 @@ class Evaluation:
     def take(self, indices: Ints) -> Evaluation:
         """Return the evaluation of some of the points, in this order."""
         taken = Evaluation(self.performance.take(indices), self._space)
-        taken.__dict__.update({name: of[indices] for name, of in vars(self).items() if isinstance(of, np.ndarray)})
+        taken.__dict__.update(
+            {name: values[indices] for name, values in vars(self).items() if isinstance(values, np.ndarray)}
+        )
         return taken
 
     def at(self, index: int) -> dict[str, float]:
@@ -405,8 +409,8 @@ class Evaluation:
     @cached_property
     def excess(self) -> Array:
         """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all are kept."""
-        of = self.performance
-        return excess_of(self._constraint, of.latency, of.ttft, of.tpot, self.left)
+        performance = self.performance
+        return excess_of(self._constraint, performance.latency, performance.ttft, performance.tpot, self.left)
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:

@@ -69,7 +69,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
     kept = {name: float(round_up(slack * least * bound)) for name, bound in given.items()}
     binding = next(iter(given))
-    asked, nearest = (" and ".join(f"{name} {bound:g} s" for name, bound in of.items()) for of in (given, kept))
+    asked, nearest = (" and ".join(f"{name} {bound:g} s" for name, bound in bounds.items()) for bounds in (given, kept))
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
         f"{candidates.problem.cluster.name}; the nearest bounds that one keeps are {nearest}",
@@ -81,14 +81,14 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
 def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     """Return an error that says which values nothing can be held at."""
     problem = candidates.problem
-    held = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
+    fixed = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
     tp = problem.fixed.get("tp", 1)
     parts = [problem.fixed["ep"]] if "ep" in problem.fixed else [1, tp]
     reasons = [why_not_divided(problem.model, problem.engine, tp, ep) for ep in parts]
     if reasons[0] is not None and None not in reasons:
-        return InfeasibleError(f"fix: {held}: {reasons[0]}", nearest_bound_s=None, binding="fix")
+        return InfeasibleError(f"fix: {fixed}: {reasons[0]}", nearest_bound_s=None, binding="fix")
     return InfeasibleError(
-        f"fix: no schedule of {', '.join(kinds)} on {candidates.problem.cluster.name} fits in memory with {held}; "
+        f"fix: no schedule of {', '.join(kinds)} on {candidates.problem.cluster.name} fits in memory with {fixed}; "
         "leave one of them out",
         nearest_bound_s=None,
         binding="fix",
@@ -98,8 +98,8 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 def _no_memory(candidates: Candidates) -> InfeasibleError:
     """Return why no placement holds the model, from the one that spreads it widest, and how many devices would."""
     memory, needed = candidates.memory(candidates.widest), candidates.devices_needed()
-    of = candidates.problem.cluster.device.name
-    enough = "" if needed is None else f"; {needed} devices of {of} would do"
+    device = candidates.problem.cluster.device.name
+    enough = "" if needed is None else f"; {needed} devices of {device} would do"
     says = "memory: the K/V of a single request does not fit; take more memory or shorter requests"
     if isinstance(memory, InfeasibleError):
         says = str(memory)

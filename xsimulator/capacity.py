@@ -102,7 +102,8 @@ class Trial:
             return None
         counted = slice(self.num_warm_up, last)
         arrived, first, end, outputs = (
-            np.asarray(of[counted], float) for of in (stream.arrivals_ns, run.first_ns, run.end_ns, self._outputs)
+            np.asarray(values[counted], float)
+            for values in (stream.arrivals_ns, run.first_ns, run.end_ns, self._outputs)
         )
         gaps = (end - first) / np.maximum(outputs - 1, 1)
         times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9)
@@ -117,7 +118,7 @@ class Trial:
         """Requests a second of all replicas while requests are always waiting, in the order of their arrival."""
         # Behind those that are measured as many wait again: an engine that runs empty serves less.
         inputs, outputs, longest, cached = (
-            np.tile(of, 2) for of in (self._inputs, self._decoded, self._longest, self._cached)
+            np.tile(values, 2) for values in (self._inputs, self._decoded, self._longest, self._cached)
         )
         stream = Stream(inputs, outputs, longest, np.zeros_like(inputs), cached)
         run = run_of(in_order_of_arrival(self.plan), self.lanes, stream, by_request=self._by_request)
@@ -325,7 +326,7 @@ class EngineRun:
         )
         columns = np.broadcast_arrays(stream.inputs, stream.max_output, stream.outputs, stream.arrivals_ns)
         lengths = zip(*(column.tolist() for column in columns), strict=True)
-        self._requests = [SimulatedRequest(i, *of) for i, of in enumerate(lengths)]
+        self._requests = [SimulatedRequest(i, *values) for i, values in enumerate(lengths)]
         self._tokens = np.asarray(stream.tokens if len(stream.tokens) else stream.outputs).tolist()
         self._engine = SimulatedEngine(schedule, clock, self._requests)
         self._emits = schedule.pool.encode_emits

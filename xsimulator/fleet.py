@@ -160,7 +160,7 @@ def simulate_fleet(
         stream = Stream(requests.inputs[chosen], outputs, _longest(plan, longest), entered_ns)
         done = run_of(plan, lanes[replica.kind], stream)
         done.run()
-        first, end = (np.asarray(of, float) / 1e9 for of in (done.first_ns, done.end_ns))
+        first, end = (np.asarray(times, float) / 1e9 for times in (done.first_ns, done.end_ns))
         ttft[chosen], whole[chosen] = first - arrivals_s, end - arrivals_s
         tpot[chosen] = (end - first) / np.maximum(outputs - 1, 1)
 

@@ -242,8 +242,8 @@ def request_times(
     arrival = np.asarray([arrivals[id_].arrival_ns for id_ in ended], float)
     first = steps.end[[steps.first_token[id_] for id_ in ended]]
     last = steps.end[[steps.last_token[id_] for id_ in ended]]
-    made = [steps.num_tokens[id_] for id_ in ended] if tokens is None else tokens[ended]
-    gaps = np.maximum(np.asarray(made, float) - 1, 1)
+    counts = [steps.num_tokens[id_] for id_ in ended] if tokens is None else tokens[ended]
+    gaps = np.maximum(np.asarray(counts, float) - 1, 1)
     ttft, tpot, whole = (first - arrival) / 1e9, (last - first) / gaps / 1e9, (last - arrival) / 1e9
     return RequestTimes(ttft, tpot, whole, len(counted) - len(ended))
 

@@ -61,8 +61,8 @@ class StepBuffers:
     ) -> None:
         if keeps is None or keeps.framework == "native":
             self._most = float(SLICE_TOKENS)
-            own = float(activation_bytes_per_token(spec, precision.state))
-            self.rows: Array = np.asarray([(own, 0.0, 0.0)] * len(lane))
+            state_bytes = float(activation_bytes_per_token(spec, precision.state))
+            self.rows: Array = np.asarray([(state_bytes, 0.0, 0.0)] * len(lane))
             return
         self._most = np.inf
         size = 0 if keeps.shares_only_cache else BYTES_PER_ELEMENT[precision.state]

@@ -71,7 +71,7 @@ class LoadCurves:
         """Of requests that stand for all: decode iterations, shares, and prompts relative to the mean one."""
         shape = (-1, num_loads)
         ttft, tpot, gate, throughput = (
-            of.reshape(shape) for of in (found.ttft, found.tpot, found.cycle, found.throughput)
+            curve.reshape(shape) for curve in (found.ttft, found.tpot, found.cycle, found.throughput)
         )
         # A step that mixes may admit at any time; other steps admit once a phase, or batch.
         self._ttft, self._tpot, self._gate = ttft, tpot, tpot if stations.admits_each_step else gate

@@ -76,18 +76,18 @@ class RequestLaw:
         """Standard error of that quantile, relative: groups of admissions are drawn again and again in their place."""
         num_groups = min(NUM_GROUPS, len(self.seconds))
         group = np.repeat(np.arange(len(self.seconds)) * num_groups // len(self.seconds), len(self.probabilities))
-        seconds, of, weights = self._sorted[0], group[self._order], self._weights
-        total = np.asarray(np.bincount(of, weights), float)
+        seconds, groups, weights = self._sorted[0], group[self._order], self._weights
+        total = np.asarray(np.bincount(groups, weights), float)
         # Each mixture's quantile lies between those of its groups: only what lies there is summed for each mixture.
-        own = [np.flatnonzero(of == number) for number in range(num_groups)]
-        at = [rows[_reaches(np.cumsum(weights[rows]), q)] for rows in own]
+        members = [np.flatnonzero(groups == number) for number in range(num_groups)]
+        at = [rows[_reaches(np.cumsum(weights[rows]), q)] for rows in members]
         inside = slice(min(at), max(at) + 1)
-        below = np.bincount(of[: inside.start], weights[: inside.start], minlength=num_groups)
+        below = np.bincount(groups[: inside.start], weights[: inside.start], minlength=num_groups)
         rng = np.random.default_rng(0)
         found = []
         for _ in range(NUM_DRAWS):
             times = np.bincount(rng.integers(num_groups, size=num_groups), minlength=num_groups)
-            reached = float(times @ below) + np.cumsum(weights[inside] * times[of[inside]])
+            reached = float(times @ below) + np.cumsum(weights[inside] * times[groups[inside]])
             found.append(seconds[inside][_reaches(reached, q, float(times @ total))])
         return max(float(np.std(found, ddof=1) / np.mean(found)), LEAST_ERROR)
 
@@ -192,8 +192,8 @@ class SeenSteps:
         steps, empty, ended = {}, {}, {}
         without = (log["lane"] == BOTH) & (log["decodes"] == 0) & (log["left"] == 0)
         for batch in np.unique(log["batch"][log["decodes"] > 0]).tolist():
-            of = np.flatnonzero((log["batch"] == batch) & (log["decodes"] > 0))
-            steps[batch], empty[batch] = of, np.flatnonzero(log["left"][of] == 0) + 1
+            rows = np.flatnonzero((log["batch"] == batch) & (log["decodes"] > 0))
+            steps[batch], empty[batch] = rows, np.flatnonzero(log["left"][rows] == 0) + 1
             ended[batch] = np.flatnonzero(without & (log["batch"] == batch))
         return cls(
             log["start_ns"] / 1e9,
@@ -246,9 +246,9 @@ class SeenSteps:
         return cls(
             np.asarray([record.start_ns for record in log], float) / 1e9,
             np.asarray([record.end_ns for record in log], float) / 1e9,
-            {numbers[batch]: np.asarray(of, int) for batch, of in steps.items() if of},
-            {numbers[batch]: np.asarray(empty[batch], int) for batch, of in steps.items() if of},
-            {numbers[batch]: np.asarray(ended[batch], int) for batch, of in steps.items() if of},
+            {numbers[batch]: np.asarray(ids, int) for batch, ids in steps.items() if ids},
+            {numbers[batch]: np.asarray(empty[batch], int) for batch, ids in steps.items() if ids},
+            {numbers[batch]: np.asarray(ended[batch], int) for batch, ids in steps.items() if ids},
             *(admitted, first, last, batch_of, joined),
         )
 
@@ -263,8 +263,8 @@ class SeenSteps:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)
         for batch, steps in self.steps.items():
-            own = self.batch[ids] == batch
-            found[own] = self.end_s[steps[self.joined[ids[own]]]]
+            mine = self.batch[ids] == batch
+            found[mine] = self.end_s[steps[self.joined[ids[mine]]]]
         return found
 
     def latencies(self, ids: Ints, decodes: Ints) -> Array:
@@ -288,12 +288,12 @@ class SeenSteps:
             until = np.minimum(until, np.searchsorted(steps, ends_in))
             known = np.minimum(decodes, np.maximum(until - joined, 0)[:, None])  # [rows, decodes]
             last = np.clip(joined[:, None] + known - 1, 0, len(steps) - 1)
-            own = np.where(known > 0, end[last] - first[rows, None], 0.0)
+            decode_s = np.where(known > 0, end[last] - first[rows, None], 0.0)
             behind = self._gaps_by_age(batch, opens)
             reach = np.minimum(np.arange(int(decodes.max()) + 1), len(behind) - 1)
             total = np.concatenate([[0.0], np.cumsum(behind[reach])])
-            own += total[decodes] - total[known]
-            further[rows] = np.where(decodes > 0, own, 0.0)
+            decode_s += total[decodes] - total[known]
+            further[rows] = np.where(decodes > 0, decode_s, 0.0)
         # Under WAA a request of one token never comes to the decode lane: had it gone on, it would have met there what
         # the next one meets that does.
         known = np.flatnonzero(~np.isnan(further[:, 0]))
@@ -306,10 +306,10 @@ class SeenSteps:
         steps = self.steps[batch]
         gaps = np.diff(self.end_s[steps], prepend=self.start_s[steps[0]])
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)
-        own = np.flatnonzero((self.batch == batch) & (self.last_token >= 0) & (self.first_token >= opens))
-        after = np.searchsorted(steps, np.minimum(self.last_token[own] + 1, self._last))
-        firsts = self.end_s[self.first_token[own]].tolist()
-        for joined, until, first_s in zip(self.joined[own].tolist(), after.tolist(), firsts, strict=True):
+        mine = np.flatnonzero((self.batch == batch) & (self.last_token >= 0) & (self.first_token >= opens))
+        after = np.searchsorted(steps, np.minimum(self.last_token[mine] + 1, self._last))
+        firsts = self.end_s[self.first_token[mine]].tolist()
+        for joined, until, first_s in zip(self.joined[mine].tolist(), after.tolist(), firsts, strict=True):
             if until > joined:
                 total[: until - joined] += gaps[joined:until]
                 total[0] += self.end_s[steps[joined]] - first_s - gaps[joined]

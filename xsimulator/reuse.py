@@ -24,7 +24,7 @@ def reused_at(
     cached = curve.cached(tokens)
     order = np.argsort(curve.inputs - cached, kind="stable")
     groups = np.array_split(order, min(len(order), KINDS))
-    columns = [[float(of[group].mean()) for group in groups] for of in (curve.inputs, cached)]
+    columns = [[float(values[group].mean()) for group in groups] for values in (curve.inputs, cached)]
     shares = np.asarray([len(group) / len(order) for group in groups])
     return Reused(
         np.asarray(columns[0]),

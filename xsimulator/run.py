@@ -46,11 +46,11 @@ def warm_up_requests(plan: Plan) -> int:
     An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
     as many long ones in decode as there will be.
     """
-    of, decodes = plan.estimate, plan.workload.output.mean - 1
+    estimate, decodes = plan.estimate, plan.workload.output.mean - 1
     # Of the batch of a policy that refills it when it is empty, most may have ended with their prompts.
-    each_iteration = min(of.decode_batch / decodes, of.encode_batch) if decodes else 0.0
+    each_iteration = min(estimate.decode_batch / decodes, estimate.encode_batch) if decodes else 0.0
     ended = each_iteration * (_iterations_until_full(plan.workload) - FULL * decodes)
-    return ceil(1.5 * max(of.decode_batch, ended) + of.encode_batch)
+    return ceil(1.5 * max(estimate.decode_batch, ended) + estimate.encode_batch)
 
 
 def _iterations_until_full(workload: Workload) -> float:
@@ -170,9 +170,9 @@ def run_simulation(
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
         rng = np.random.default_rng(seed)
-        own = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
-        if own is not None and own.prefixes is not None:
-            requests = _first_of(own, plan, num_requests, rng, arrivals)
+        own_trace = load_trace(workload) if isinstance(workload, str) and plan.shares_prompts else None
+        if own_trace is not None and own_trace.prefixes is not None:
+            requests = _first_of(own_trace, plan, num_requests, rng, arrivals)
         else:
             requests = _drawn(plan, lengths, num_requests, rng, arrivals)
         measured, steps = run_replica(plan, profile, lengths, requests, num_requests, spans.append)
@@ -192,15 +192,15 @@ def _closed_loop(
     Each client's first request counts as warm-up; behind those that are measured as many go on.
     """
     check_fits(plan, workload)
-    own, spans = round(clients / plan.replicas), list[Span]()
-    inputs, outputs = sample(workload, num_requests + 3 * own + 1, rng)
+    own_clients, spans = round(clients / plan.replicas), list[Span]()
+    inputs, outputs = sample(workload, num_requests + 3 * own_clients + 1, rng)
     requests, longest = TraceLengths(inputs, outputs, None), workload.output.lengths[-1]
-    log = run_requests(plan, profile, requests, longest, spans.append, clients=own)
+    log = run_requests(plan, profile, requests, longest, spans.append, clients=own_clients)
     measured = measure(
         log,
         quantile=plan.constraint.quantile,
         quantile_output=quantile(workload.output, plan.constraint.quantile),
-        skip_requests=own,
+        skip_requests=own_clients,
         num_requests=num_requests,
         encode_emits=encode_emits(plan),
         has_encoder=plan.model.is_encoder_decoder,
@@ -210,8 +210,10 @@ def _closed_loop(
         throughput_rps=plan.replicas * measured.throughput_rps,
         output_tokens_per_s=plan.replicas * measured.output_tokens_per_s,
     )
-    times = times_of(plan, log, num_requests + own, outputs).later(plan.request_path_s)
-    times = replace(times, ttft_s=times.ttft_s[own:], tpot_s=times.tpot_s[own:], whole_s=times.whole_s[own:])
+    times = times_of(plan, log, num_requests + own_clients, outputs).later(plan.request_path_s)
+    times = replace(
+        times, ttft_s=times.ttft_s[own_clients:], tpot_s=times.tpot_s[own_clients:], whole_s=times.whole_s[own_clients:]
+    )
     return Simulated(plan, measured, tuple(log), tuple(spans), times)
 
 
@@ -254,11 +256,13 @@ def _first_of(
         InputError: the trace has too few.
     """
     total = requests_to_send(plan, num_requests, saturated=arrivals is None)
-    own = share_of_replica(trace, plan)
-    if len(own.input) < total:
-        raise InputError("requests", num_requests, f"the trace has {len(own.input)} requests, this takes {total}")
+    replica_trace = share_of_replica(trace, plan)
+    if len(replica_trace.input) < total:
+        raise InputError(
+            "requests", num_requests, f"the trace has {len(replica_trace.input)} requests, this takes {total}"
+        )
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
-    return TraceLengths(own.input[:total], own.output[:total], times, own.prefixes)
+    return TraceLengths(replica_trace.input[:total], replica_trace.output[:total], times, replica_trace.prefixes)
 
 
 def run_replica(
@@ -424,7 +428,9 @@ def run_requests(
     outputs = decoded(trace.output, plan.speculation, np.random.default_rng(0))
     most = np.maximum(max_output, outputs) if plan.speculation else np.broadcast_to(max_output, len(trace.input))
     arrivals_s = np.zeros(len(most)) if trace.timestamp_s is None else trace.timestamp_s
-    columns = zip(*(of.tolist() for of in (trace.input, most, outputs, (1e9 * arrivals_s).astype(int))), strict=True)
+    columns = zip(
+        *(values.tolist() for values in (trace.input, most, outputs, (1e9 * arrivals_s).astype(int))), strict=True
+    )
     requests = [SimulatedRequest(i, *column) for i, column in enumerate(columns)]
     if plan.constraint.classes and trace.timestamp_s is not None:
         accounts = accounts_of(plan, len(requests))

@@ -22,13 +22,13 @@ from xscheduler.problem import Problem
 NUM_BOUNDS = 7
 
 
-def rows(of: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
+def rows(problem: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
     """A line for each bound of one task, the tightest first, and how often a looser one did worse.
 
     Args:
         latencies: FasterTransformer's.
     """
-    subject = of
+    subject = problem
     lines, fallen, best_rps = [], 0, 0.0
     for bound_s in np.geomspace(*np.quantile(latencies, (0.1, 0.7)), NUM_BOUNDS).tolist():
         constraint = Constraint(latency_bound_s=bound_s, sla="request")
@@ -41,7 +41,7 @@ def rows(of: Problem, latencies: Sequence[float]) -> tuple[list[str], int]:
         fallen += rps < best_rps * (1 - 1e-9)
         best_rps = max(best_rps, rps)
         what = "no schedule keeps it" if best is None else _found(best)
-        where = f"{of.model.name:10} {of.cluster.name:8} {of.workload.name:15}"
+        where = f"{problem.model.name:10} {problem.cluster.name:8} {problem.workload.name:15}"
         lines.append(f"{where} {bound_s:7.2f}  {what:62} {seconds[0]:6.2f} {seconds[1]:6.2f}")
     return lines, fallen
 
@@ -62,8 +62,8 @@ def show(tasks: Sequence[tuple[Problem, Sequence[float]]]) -> None:
         "           s  cpu s"
     )
     total = 0
-    for of, latencies in tasks:
-        lines, fallen = rows(of, latencies)
+    for problem, latencies in tasks:
+        lines, fallen = rows(problem, latencies)
         total += fallen
         click.echo("\n".join(lines))
     click.echo(f"bounds under which less is served than under a tighter one: {total} of {NUM_BOUNDS * len(tasks)}")

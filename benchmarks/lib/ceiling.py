@@ -47,10 +47,13 @@ def fluid(plan: Plan) -> float:
     pieces = np.unique([0, *np.round(np.geomspace(16, LARGEST_STEP, NUM_PIECES))]).astype(int)
     exempt = np.linspace(0, 1, NUM_EXEMPT)
     steps = [(b, round(e * b), p) for b, e, p in product(batches, exempt, pieces) if b + p]
-    of = plan.workload
-    inputs, outputs = _mean(of.input.lengths, of.input.probabilities), _mean(of.output.lengths, of.output.probabilities)
-    context = inputs + _mean(np.square(of.output.lengths), of.output.probabilities) / outputs / 2
-    attention = _mean([clock.piece(0, n) for n in of.input.lengths], of.input.probabilities)
+    workload = plan.workload
+    inputs, outputs = (
+        _mean(workload.input.lengths, workload.input.probabilities),
+        _mean(workload.output.lengths, workload.output.probabilities),
+    )
+    context = inputs + _mean(np.square(workload.output.lengths), workload.output.probabilities) / outputs / 2
+    attention = _mean([clock.piece(0, n) for n in workload.input.lengths], workload.input.probabilities)
     seconds = [clock.tokens(b + p) + clock.decodes(b, round(b * context)) for b, _, p in steps]
     # Variables: how often each step runs a second, then the rate of requests.
     waits = [(took - plan.constraint.tpot_s) * (b - e) for took, (b, e, _) in zip(seconds, steps, strict=True)]
@@ -68,16 +71,16 @@ def fluid(plan: Plan) -> float:
 
 def _most_running(plan: Plan) -> int:
     """Requests whose K/V fits at a time, each with the mean prompt and its maximum set aside."""
-    of = plan.workload
-    tokens = _mean(of.input.lengths, of.input.probabilities) + of.output.lengths[-1]
+    workload = plan.workload
+    tokens = _mean(workload.input.lengths, workload.input.probabilities) + workload.output.lengths[-1]
     return max(1, int(min(stage.kv_blocks for stage in plan.stages) * plan.block_size / tokens))
 
 
 def _longest(plan: Plan) -> float:
     """Tokens of the longest outputs, as many as may break their bounds, in the mean over all requests."""
     left, tokens = 1 - plan.constraint.quantile, 0.0
-    of = plan.workload.output
-    for length, share in zip(reversed(of.lengths), reversed(of.probabilities), strict=True):
+    outputs = plan.workload.output
+    for length, share in zip(reversed(outputs.lengths), reversed(outputs.probabilities), strict=True):
         tokens += min(share, left) * length
         left = max(0.0, left - share)
     return tokens

@@ -21,5 +21,5 @@ def commit() -> str:
 def page(title: str, text: str, body: str) -> str:
     """A page: its title, what it shows, the table, and where, when and with what it was made."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    made = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
-    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{made}, commit `{commit()}`, {date.today()}.\n"
+    caption = f"{detect().device.name}, Python {platform.python_version()}, {versions}"
+    return f"# {title}\n\n{text}\n\n{body.strip()}\n\n{caption}, commit `{commit()}`, {date.today()}.\n"

@@ -115,11 +115,11 @@ PLANS = {
 
 def parser(description: str, num_requests: int) -> argparse.ArgumentParser:
     """The options of a benchmark that runs these plans."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--requests", type=int, default=num_requests)
-    made.add_argument("--plan", choices=PLANS, help="only this one")
-    made.add_argument("--json", type=Path)
-    return made
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--requests", type=int, default=num_requests)
+    arguments.add_argument("--plan", choices=PLANS, help="only this one")
+    arguments.add_argument("--json", type=Path)
+    return arguments
 
 
 def report(measure: Callable[[str, Plan], Any], only: str | None, path: Path | None) -> None:
@@ -213,13 +213,13 @@ def served(what: Plan, directory: Path, *options: str) -> Iterator[Served]:
 
 def listening(session: int) -> dict[str, tuple[str, int]]:
     """Sockets on which the processes of a server's session listen for connections: address and port by inode."""
-    held = set()
+    ports = set()
     for process in _session(session):
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    held.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
-    return {inode: where for inode, where in _listening_here().items() if inode in held}
+                    ports.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
+    return {inode: where for inode, where in _listening_here().items() if inode in ports}
 
 
 def left_over(session: int, sockets: Collection[str]) -> list[str]:

@@ -121,9 +121,9 @@ class Store:
             if self._path is not None:
                 text = "".join(json.dumps([key, value]) + "\n" for key, value in self._made.items())
                 write_atomic(self._path, text)
-        made = json.loads(json.dumps(self._made[name]))
-        found = [_read(kind, fields) for kind, fields in made["found"]]
-        return Made(found, made["seconds"], made["commit"])
+        kept_part = json.loads(json.dumps(self._made[name]))
+        found = [_read(kind, fields) for kind, fields in kept_part["found"]]
+        return Made(found, kept_part["seconds"], kept_part["commit"])
 
     def has(self, name: str) -> bool:
         return name in self._made
@@ -142,17 +142,17 @@ def _commit() -> str:
 
 
 def page(parts: dict[str, Made]) -> str:
-    claims = [(name, one) for name, made in parts.items() for one in made.found if isinstance(one, Claim)]
+    claims = [(name, one) for name, part_made in parts.items() for one in part_made.found if isinstance(one, Claim)]
     num_held = sum(claim.holds for _, claim in claims)
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
-    commits = ", ".join(dict.fromkeys(made.commit for made in parts.values()))
+    commits = ", ".join(dict.fromkeys(part_made.commit for part_made in parts.values()))
     text = f"{PAGE}{date.today()}, commit {commits}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
     text += f"{claims_table(claims)}\n{PARTS_HEAD}"
-    for name, made in parts.items():
+    for name, part_made in parts.items():
         text += f'| <a id="{name}"></a>{name} | {_command(name)} | {_code(name)} | {PARTS[name].kind} '
-        text += f"| {made.seconds:.0f} | {PARTS[name].keeps or '-'} | {made.commit} |\n"
-    for name, made in parts.items():
-        for one in made.found:
+        text += f"| {part_made.seconds:.0f} | {PARTS[name].keeps or '-'} | {part_made.commit} |\n"
+    for name, part_made in parts.items():
+        for one in part_made.found:
             if isinstance(one, Table):
                 text += f"\n{as_markdown(one)}\n{_command(name)}, by {_code(name)}.\n"
     return text
@@ -184,16 +184,16 @@ def main() -> None:
         if named or (not options.parts and (part.kind == "forms" or not options.quick)):
             _show(name, store.get(name, part).found)
     if options.markdown:
-        made = {name: store.get(name, part) for name, part in PARTS.items() if store.has(name)}
-        write_atomic(options.markdown, page(made))
+        contents = {name: store.get(name, part) for name, part in PARTS.items() if store.has(name)}
+        write_atomic(options.markdown, page(contents))
 
 
 def _show(name: str, found: Sequence[Found]) -> None:
     print(f"{name}: {PARTS[name].make.__module__}.{PARTS[name].make.__name__}", flush=True)
     for one in found:
         if isinstance(one, Claim):
-            held = "holds" if one.holds else f"does not hold: {one.why}"
-            print(f"  {one.source:16} {one.what}: paper {one.paper}, ours {one.ours} ({one.held_if}): {held}")
+            verdict = "holds" if one.holds else f"does not hold: {one.why}"
+            print(f"  {one.source:16} {one.what}: paper {one.paper}, ours {one.ours} ({one.held_if}): {verdict}")
         else:
             print(f"  {one.title}")
             for row in (one.columns, *one.rows):

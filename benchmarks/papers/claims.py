@@ -83,13 +83,13 @@ def claims_table(claims: Sequence[tuple[str, Claim]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def where_it_holds(tried: Sequence[float], held: Sequence[float]) -> str:
+def where_it_holds(tried: Sequence[float], holds: Sequence[float]) -> str:
     """Return at which of the values tried a row holds, in words; `held` are some that lie together."""
-    if not held:
+    if not holds:
         return "it holds at none of these"
-    if len(held) == len(tried):
+    if len(holds) == len(tried):
         return "it holds at all of these"
-    return f"it holds at {held[0]:g}" if len(held) == 1 else f"it holds from {held[0]:g} to {held[-1]:g}"
+    return f"it holds at {holds[0]:g}" if len(holds) == 1 else f"it holds from {holds[0]:g} to {holds[-1]:g}"
 
 
 def as_markdown(table: Table) -> str:

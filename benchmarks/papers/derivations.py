@@ -75,8 +75,8 @@ def decode_batch_of_rra() -> Iterator[Found]:
 
 
 def cap_of_waa() -> Iterator[Found]:
-    of = problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b"))
-    scheduler = Scheduler(of)
+    subject = problem("opt-13b", "a40x4", workload_of("summarization", "opt-13b"))
+    scheduler = Scheduler(subject)
     placement = next(
         space.placement
         for space in scheduler.candidates.spaces("waa")
@@ -84,8 +84,8 @@ def cap_of_waa() -> Iterator[Found]:
         and [[stage.tp for stage in layout.lane] for layout in space.placement.layouts] == [[2], [1, 1]]
         and space.placement.fixed["decode_microbatches"] == 2
     )
-    encode, decode = (LaneCost(of.model, of.profile, layout.lane) for layout in placement.layouts)
-    model = TwoLaneModel(encode, decode, Lengths(of.workload))
+    encode, decode = (LaneCost(subject.model, subject.profile, layout.lane) for layout in placement.layouts)
+    model = TwoLaneModel(encode, decode, Lengths(subject.workload))
     rows, off_without, off_with = [], [], []
     for batch, cap in CAPS:
         settings = {"encode_batch": batch, "max_decode_batch": cap}
@@ -129,8 +129,8 @@ def _decoding_rps(model: TwoLaneModel, cap: int) -> float:
 
 
 def _simulated(scheduler: Scheduler, placement: Placement, settings: dict[str, int]) -> float:
-    of = scheduler.problem
+    subject = scheduler.problem
     fields = {name: value for name, value in placement.fixed.items() if name in WaaSettings.model_fields}
     plan = scheduler.score(WaaSettings(**settings, **fields), placement)
-    measured, _ = simulate(plan, of.profile, of.workload, SIMULATED, np.random.default_rng(0))
+    measured, _ = simulate(plan, subject.profile, subject.workload, SIMULATED, np.random.default_rng(0))
     return measured.throughput_rps

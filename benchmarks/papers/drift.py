@@ -42,10 +42,10 @@ def before_the_drift() -> tuple[Problem, float | None]:
 
 def figure_11() -> Iterator[Claim]:
     """WAA planned for task T at FT's 30% bound, run on other output lengths."""
-    of, bound_s = before_the_drift()
-    plan = best(of, ["waa"])
+    subject, bound_s = before_the_drift()
+    plan = best(subject, ["waa"])
     assert plan is not None, "WAA keeps FT's 30% bound on task T"
-    decodes = Lengths(of.workload).decodes_at(0.99)
+    decodes = Lengths(subject.workload).decodes_at(0.99)
     for name, mean, sd, (paper_a, paper_b) in (("mean +15%", 1.15, 1.0, (13, 10)), ("sd x1.3", 1.0, 1.3, (5, 0))):
         by_growth = {growth: _margins(plan, growth, mean, sd, bound_s, decodes) for growth in GROWTHS}
         for sla, paper, margins in (
@@ -53,7 +53,7 @@ def figure_11() -> Iterator[Claim]:
             ("b", paper_b, {growth: both[1] for growth, both in by_growth.items()}),
         ):
             margin = margins[1.0]
-            held = [growth for growth, other in margins.items() if abs(other - paper) <= WITHIN]
+            within = [growth for growth, other in margins.items() if abs(other - paper) <= WITHIN]
             shown = ", ".join(f"{growth:g}: {other:.0f}%" for growth, other in margins.items())
             yield judged(
                 "ExeGPT Fig. 11",
@@ -64,7 +64,7 @@ def figure_11() -> Iterator[Claim]:
                 abs(margin - paper) <= WITHIN,
                 "by how much more requests decode where outputs are longer (the paper's B_D = B_E S_D: as much as the "
                 "mean); here a plan caps them, and longer outputs cost throughput, not time a token. By the cap's "
-                f"growth: {shown}; {where_it_holds(GROWTHS, held)}",
+                f"growth: {shown}; {where_it_holds(GROWTHS, within)}",
             )
 
 
@@ -88,8 +88,8 @@ def drift_of_rra() -> Iterator[Claim]:
 
     Simulated: the rule goes on aiming at the batches of its plan (ExeGPT 5.2).
     """
-    of, _ = before_the_drift()
-    bounds = dict(zip(BOUND_QUANTILES, faster_transformer(of).bounds(), strict=True))
+    subject, _ = before_the_drift()
+    bounds = dict(zip(BOUND_QUANTILES, faster_transformer(subject).bounds(), strict=True))
     for name, factors, most_throughput, most_latency in (
         ("mean x0.7 to x1.3", ((0.7, 1.0), (0.85, 1.0), (1.15, 1.0), (1.3, 1.0)), 28.0, 12.6),
         ("sd x0.7 to x1.3", ((1.0, 0.7), (1.0, 0.85), (1.0, 1.15), (1.0, 1.3)), 11.0, 17.0),

@@ -43,11 +43,11 @@ LARGE_CLUSTERS = (("gpt3-101b", "a100x16"), ("gpt3-175b", "a40x32"), ("gpt3-175b
 
 def opt_on_four_a40(task: str = "summarization") -> tuple[OneLaneModel, TwoLaneModel]:
     """Tensor parallelism over all four; and an encode group of two with two decode stages of one each."""
-    of = problem("opt-13b", "a40x4", workload_of(task, "opt-13b"))
-    lengths = Lengths(of.workload)
-    one = OneLaneModel(LaneCost(of.model, of.profile, whole(of.model, 4)), lengths)
-    encode = LaneCost(of.model, of.profile, lane([2], [40], cluster=of.cluster))
-    decode = LaneCost(of.model, of.profile, lane([1, 1], [20, 20], first_device=2, cluster=of.cluster))
+    subject = problem("opt-13b", "a40x4", workload_of(task, "opt-13b"))
+    lengths = Lengths(subject.workload)
+    one = OneLaneModel(LaneCost(subject.model, subject.profile, whole(subject.model, 4)), lengths)
+    encode = LaneCost(subject.model, subject.profile, lane([2], [40], cluster=subject.cluster))
+    decode = LaneCost(subject.model, subject.profile, lane([1, 1], [20, 20], first_device=2, cluster=subject.cluster))
     return one, TwoLaneModel(encode, decode, lengths)
 
 
@@ -112,10 +112,13 @@ def bars() -> tuple[list[Row], list[Row]]:
     rows = {
         (model, cluster, task): rows_of(model, cluster, task) for model, cluster, tasks in SCENARIOS for task in tasks
     }
-    chosen = {key: [row for row in of if row.choice == "exegpt"][:4] for key, of in rows.items()}
-    small = [row for (model, *_, task), of in chosen.items() for row in of if task in SMALL and _is_small(model)]
+    chosen = {key: [row for row in group if row.choice == "exegpt"][:4] for key, group in rows.items()}
+    small = [row for (model, *_, task), group in chosen.items() for row in group if task in SMALL and _is_small(model)]
     large = [
-        row for (*where, task), of in chosen.items() for row in of if task in LARGE and tuple(where) in LARGE_CLUSTERS
+        row
+        for (*where, task), group in chosen.items()
+        for row in group
+        if task in LARGE and tuple(where) in LARGE_CLUSTERS
     ]
     return small, large
 
@@ -212,11 +215,11 @@ def figure_7() -> Iterator[Claim]:
         for bound_s in baseline.bounds():
             ft = baseline.at(bound_s)
             for slower_s, found in ratios.items():
-                of = problem("opt-13b", "a40x4", workload, bound_s)
-                loop = of.profile.overhead
+                subject = problem("opt-13b", "a40x4", workload, bound_s)
+                loop = subject.profile.overhead
                 slower = loop.model_copy(update={"seconds": tuple(seconds + slower_s for seconds in loop.seconds)})
-                profile = of.profile.model_copy(update={"overhead": slower})
-                scheduler = Scheduler(replace(of, profile=profile))
+                profile = subject.profile.model_copy(update={"overhead": slower})
+                scheduler = Scheduler(replace(subject, profile=profile))
                 space = scheduler.candidates.space("orca", scheduler.candidates.uniform_placement("orca", 4, 1, 1))
                 evaluation = space.evaluate({"max_batch": np.arange(1, int(space.capacity) + 1)})
                 rps = float(evaluation.throughput[evaluation.feasible].max(initial=0.0))
@@ -240,10 +243,10 @@ def figure_7() -> Iterator[Claim]:
 def figure_9() -> Iterator[Claim]:
     """Weights of the two groups, against one; and what they leave for keys and values."""
     for model, cluster, paper in (("opt-13b", "a40x4", 18), ("gpt3-101b", "a100x16", 29)):
-        of = problem(model, cluster, workload_of("translation", model))
-        waa = best(of, ["waa"])
+        subject = problem(model, cluster, workload_of("translation", model))
+        waa = best(subject, ["waa"])
         assert waa is not None, "without a bound, a schedule exists wherever weights fit"
-        weights = of.model.weight_bytes(of.profile.dtype) / 1e9
+        weights = subject.model.weight_bytes(subject.profile.dtype) / 1e9
         # (2 w + a) / (w + a) = 1 + p / 100, with w the weights and a what else is counted.
         besides = weights * (100 / paper - 1)
         yield within(
@@ -257,12 +260,12 @@ def figure_9() -> Iterator[Claim]:
             "besides (of workspace, or K/V) are counted to the model in both",
         )
         kv = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in waa.stages)
-        scheduler = Scheduler(of)
-        nodes = of.cluster.num_nodes
+        scheduler = Scheduler(subject)
+        nodes = subject.cluster.num_nodes
         static = StaticSettings(batch=4, decode_microbatches=nodes, encode_microbatches=nodes)
-        tp = min(of.cluster.devices_per_node, of.cluster.num_devices)
+        tp = min(subject.cluster.devices_per_node, subject.cluster.num_devices)
         ft = scheduler.score(
-            static, scheduler.candidates.uniform_placement("static", tp, of.cluster.num_devices // tp, 1)
+            static, scheduler.candidates.uniform_placement("static", tp, subject.cluster.num_devices // tp, 1)
         )
         theirs = sum(stage.kv_blocks * (stage.decode_layers[1] - stage.decode_layers[0]) for stage in ft.stages)
         less = 100 * (waa.replicas * kv / theirs - 1)
@@ -276,9 +279,9 @@ def figure_10() -> Iterator[Claim]:
     found = {longest: _on_real_lengths(longest) for longest in LONGEST_OUTPUTS}
     here = found[LONGEST_OUTPUTS[0]]
     others = "; ".join(
-        f"with {longest} it is {np.mean(of.over):.1f}x in the mean and {max(of.over):.1f}x at most"
-        for longest, of in found.items()
-        if of is not here
+        f"with {longest} it is {np.mean(figures.over):.1f}x in the mean and {max(figures.over):.1f}x at most"
+        for longest, figures in found.items()
+        if figures is not here
     )
     why = (
         "how long the longest output is that FT's batches wait for and have to keep the bound for (the paper puts its "
@@ -329,6 +332,6 @@ def _on_real_lengths(longest_output: int) -> OnRealLengths:
     return OnRealLengths(over, over_at_quantile, of_bound)
 
 
-def simulated(plan: Plan, of: Problem) -> Measured:
+def simulated(plan: Plan, subject: Problem) -> Measured:
     """A plan, with the targets of its own lengths, on the lengths of a problem."""
-    return simulate(plan, of.profile, of.workload, NUM_SIMULATED, np.random.default_rng(0))[0]
+    return simulate(plan, subject.profile, subject.workload, NUM_SIMULATED, np.random.default_rng(0))[0]

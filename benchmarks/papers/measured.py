@@ -42,7 +42,7 @@ def table_4() -> Iterator[Found]:
     )
     slower = [row for row in rows if row.source == "disk"]
     pairs = list(zip(slower, memory, strict=True))
-    as_stored = [disk.measured_s / held.measured_s for disk, held in pairs if disk.dtype == "float32"]
+    as_stored = [disk.measured_s / in_memory.measured_s for disk, in_memory in pairs if disk.dtype == "float32"]
     least, most = min(as_stored), max(as_stored)
     yield judged(
         "ExeGPT Table 4",
@@ -51,7 +51,7 @@ def table_4() -> Iterator[Found]:
         f"{min(d.measured_s / m.measured_s for d, m in pairs):.1f} to "
         f"{max(d.measured_s / m.measured_s for d, m in pairs):.1f}x",
         "slower from disk",
-        all(disk.measured_s > held.measured_s for disk, held in pairs),
+        all(disk.measured_s > in_memory.measured_s for disk, in_memory in pairs),
         "how long a core takes to convert weights: quantising them to eight bits takes longer than the disk; it holds "
         f"in float32, where it is {least:.1f} to {most:.1f}x",
     )

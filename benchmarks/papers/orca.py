@@ -34,10 +34,10 @@ RATES = (0.1, 0.185, 0.3, 0.49, 1.0, 2.0, 4.0, 6.81, 8.0, 10.0, 12.0)
 """Requests a second, of which the paper names 0.185, 0.49 and 6.81."""
 
 
-def lane_cost(of: Problem, stages: int = 2, tp: int = 8) -> LaneCost:
+def lane_cost(subject: Problem, stages: int = 2, tp: int = 8) -> LaneCost:
     """Equal stages of equal groups of devices."""
-    layers = [of.model.num_layers // stages] * stages
-    return LaneCost(of.model, of.profile, lane([tp] * stages, layers, cluster=of.cluster))
+    layers = [subject.model.num_layers // stages] * stages
+    return LaneCost(subject.model, subject.profile, lane([tp] * stages, layers, cluster=subject.cluster))
 
 
 def through(cost: LaneCost, step: StepCounts) -> float:
@@ -58,8 +58,8 @@ class FasterTransformer:
     token an iteration, and no request is answered before all are.
     """
 
-    def __init__(self, of: Problem, stages: int = 2) -> None:
-        self._cost = lane_cost(of, stages)
+    def __init__(self, subject: Problem, stages: int = 2) -> None:
+        self._cost = lane_cost(subject, stages)
 
     def batch_s(self, inputs: np.ndarray, outputs: np.ndarray) -> float:
         """Return the seconds of one batch. # int [batch], same"""
@@ -102,15 +102,15 @@ def draw(workload: Workload, rate: float, num: int = NUM_REQUESTS) -> Demand:
 @cache
 def plan_of(kind: str, workload: Workload, batch: int) -> tuple[Plan, Profile]:
     """A plan on two stages of eight devices, `batch` requests in each of its two micro-batches."""
-    of = problem(MODEL, CLUSTER, workload)
-    scheduler = Scheduler(of)
+    subject = problem(MODEL, CLUSTER, workload)
+    scheduler = Scheduler(subject)
     settings = {
         "orca": OrcaSettings(max_batch=2, microbatches=2),
         "static": StaticSettings(batch=2, decode_microbatches=2, encode_microbatches=2),
     }[kind]
     plan = scheduler.score(settings, scheduler.candidates.uniform_placement(kind, 8, 2, 1))
     field = {"orca": "max_batch", "static": "batch"}[kind]
-    return plan.model_copy(update={"policy": settings.model_copy(update={field: 2 * batch})}), of.profile
+    return plan.model_copy(update={"policy": settings.model_copy(update={field: 2 * batch})}), subject.profile
 
 
 def ends_of(plan: Plan, profile: Profile, demand: Demand) -> np.ndarray:
@@ -164,14 +164,14 @@ def rates_at(bound_s: float) -> tuple[float, float, float]:
     return orca, static, max(max_rate(system("ft", workload, size), workload, bound_s, 4.0) for size in FT_BATCHES)
 
 
-def engine_times(of: Problem, cost: LaneCost, tp: int, batch: int, prompt: int) -> tuple[float, float]:
+def engine_times(subject: Problem, cost: LaneCost, tp: int, batch: int, prompt: int) -> tuple[float, float]:
     """Seconds of a batch of equal requests, alone and not pipelined: with batched attention, and without (ORCA)."""
     encode = through(cost, StepCounts.of([(0, prompt, 1)] * batch, []))
     context = prompt + NUM_TOKENS // 2
     whole = encode + (NUM_TOKENS - 1) * through(cost, StepCounts.of([], [context] * batch))
-    decodes = Grid(of.profile.layer(tp).decode_attention)
+    decodes = Grid(subject.profile.layer(tp).decode_attention)
     apart = batch * float(decodes(1, context)) - float(decodes(batch, context))
-    return whole, whole + of.model.num_layers * (NUM_TOKENS - 1) * max(apart, 0.0)
+    return whole, whole + subject.model.num_layers * (NUM_TOKENS - 1) * max(apart, 0.0)
 
 
 NUM_TOKENS = 32
@@ -186,8 +186,8 @@ def figure_9() -> Iterator[Found]:
     """The engines alone on batches of equal requests; FT's iterations longer by its control messages."""
     workload = workload_of("orca", MODEL)
     for name, model, tp in (("9a", "gpt3-13b", 1), ("9b", "gpt3-101b", 8)):
-        of = problem(model, CLUSTER, workload)
-        times = [engine_times(of, lane_cost(of, 1, tp), tp, batch, 32) for batch in (1, 4, 8)]
+        subject = problem(model, CLUSTER, workload)
+        times = [engine_times(subject, lane_cost(subject, 1, tp), tp, batch, 32) for batch in (1, 4, 8)]
         least, batched, apart = min((batched / apart, batched, apart) for batched, apart in times)
         fused = 1 - batched * (1 / SLIGHTLY_BELOW - 1) / (apart - batched)
         yield judged(
@@ -200,11 +200,11 @@ def figure_9() -> Iterator[Found]:
             "how much of what a kernel for each request costs ORCA saves by fusing them, of which it gives no figure: "
             + ("it holds with nothing saved" if fused <= 0 else f"it holds where that is {fused:.0%} or more"),
         )
-    of = problem(MODEL, CLUSTER, workload)
+    subject = problem(MODEL, CLUSTER, workload)
     rows = []
     for batch in (1, 4, 8, 32):
         for prompt in (32, 128):
-            seconds, _ = engine_times(of, lane_cost(of), 8, batch, prompt)
+            seconds, _ = engine_times(subject, lane_cost(subject), 8, batch, prompt)
             ratios = [f"{1 + NUM_TOKENS * ms / 1e3 / seconds:.2f}" for ms in CONTROL_MS]
             rows.append((str(batch), str(prompt), f"{1e3 * seconds / NUM_TOKENS:.1f}", *ratios))
     yield Table(
@@ -214,7 +214,7 @@ def figure_9() -> Iterator[Found]:
         "175B, two stages of eight devices, not pipelined, 32 tokens. The paper: up to 1.47. FT exchanges control "
         "messages between GPUs (NCCL) in every iteration, with a synchronisation of CPU and GPU in each process.",
     )
-    iteration_ms = 1e3 * engine_times(of, lane_cost(of), 8, 1, 32)[0] / NUM_TOKENS
+    iteration_ms = 1e3 * engine_times(subject, lane_cost(subject), 8, 1, 32)[0] / NUM_TOKENS
     paper, tolerance = 1.47, 0.1
     edges = [paper * (1 - tolerance) - 1, paper * (1 + tolerance) - 1]
     here, there = (" to ".join(f"{edge * ms:.0f}" for edge in edges) for ms in (iteration_ms, PAPER_TOKEN_MS))
@@ -271,8 +271,8 @@ def figure_10() -> Iterator[Found]:
         "175B. Median latency over generated tokens in ms, simulated, Poisson arrivals; -: the rate is not sustained. "
         "orca(max_bs) and ft(max_bs, microbatch) as in the paper, which states two points of its curves in its text.",
     )
-    of = problem("gpt3-101b", CLUSTER, workload)
-    peak = FasterTransformer(of, stages=1).peak_rps(workload, 8)
+    subject = problem("gpt3-101b", CLUSTER, workload)
+    peak = FasterTransformer(subject, stages=1).peak_rps(workload, 8)
     why = f"how long FT's iterations are: it holds where they take {peak / 0.49:.1f} times as long as on a datasheet"
     yield within("ORCA Fig. 10a", "peak of FT, 101B", 0.49, peak, 0.3, "req/s", why)
 

@@ -59,10 +59,10 @@ def problem(model: str, cluster: str, workload: Workload, bound_s: float | None 
     return Problem(spec, None, devices, workload, profile, Constraint(latency_bound_s=bound_s))
 
 
-def best(of: Problem, kinds: Sequence[str]) -> Plan | None:
+def best(subject: Problem, kinds: Sequence[str]) -> Plan | None:
     """None where no schedule keeps the bound."""
     try:
-        return Scheduler(of).best(kinds)
+        return Scheduler(subject).best(kinds)
     except InfeasibleError:
         return None
 
@@ -94,15 +94,15 @@ class Baseline:
         return float(self.throughput[kept].max(initial=0.0))
 
 
-def faster_transformer(of: Problem) -> Baseline:
+def faster_transformer(subject: Problem) -> Baseline:
     """Tensor parallelism over each whole machine, a pipeline over the machines; batches end with their longest member.
 
     "For FT and DSI, which do not apply early termination of completed queries, we applied the latency bound to
     generating an output sequence of maximum length." Source: ExeGPT sec. 7.1.
     """
-    cluster, found = of.cluster, []
+    cluster, found = subject.cluster, []
     for quantile in (0.99, 1 - 1e-9):
-        scheduler = Scheduler(replace(of, constraint=Constraint(quantile=quantile)))
+        scheduler = Scheduler(replace(subject, constraint=Constraint(quantile=quantile)))
         tp = min(cluster.devices_per_node, cluster.num_devices)
         placement = scheduler.candidates.uniform_placement("static", tp, cluster.num_devices // tp, 1)
         space = scheduler.candidates.space("static", placement)

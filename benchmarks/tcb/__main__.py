@@ -88,9 +88,11 @@ def scaled(spec: ModelSpec, width: int) -> ModelSpec:
 def v100(dtype: DType, step_s: float = 0.0) -> Machine:
     """The paper's device; `step_s`: seconds that every step takes besides."""
     spec, _ = load_model("tcb-seq2seq")
-    of = profile(spec, load_cluster("v100x1"), dtype)
-    slower = of.overhead.model_copy(update={"seconds": tuple(step_s + seconds for seconds in of.overhead.seconds)})
-    return SimulatedMachine(RowCost(spec, of.model_copy(update={"overhead": slower})))
+    problem = profile(spec, load_cluster("v100x1"), dtype)
+    slower = problem.overhead.model_copy(
+        update={"seconds": tuple(step_s + seconds for seconds in problem.overhead.seconds)}
+    )
+    return SimulatedMachine(RowCost(spec, problem.model_copy(update={"overhead": slower})))
 
 
 def real(width: int, threads: int) -> Machine:

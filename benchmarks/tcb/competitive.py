@@ -79,57 +79,57 @@ def order_of(eta: float | None, row_tokens: int) -> Order:
     return SortedOrder(lambda one: one.input_length) if eta is None else DasOrder(row_tokens, eta)
 
 
-def online(of: Instance, eta: float | None) -> float:
+def online(instance: Instance, eta: float | None) -> float:
     """Return the utility that an order reaches: in each slot it knows those that have arrived."""
-    queue, served = Queue(partial(order_of, eta, of.row_tokens)), 0.0
-    for slot in range(of.num_slots):
-        for one in of.requests:
+    queue, served = Queue(partial(order_of, eta, instance.row_tokens)), 0.0
+    for slot in range(instance.num_slots):
+        for one in instance.requests:
             if one.arrival_ns == slot:
                 queue.push(one)
         queue.expire(slot)
-        for _ in range(of.num_rows):
-            served += sum(utility(one) for one in queue.fill_row(of.row_tokens))
+        for _ in range(instance.num_rows):
+            served += sum(utility(one) for one in queue.fill_row(instance.row_tokens))
     return served
 
 
-def optimum_by_trying(of: Instance) -> float:
+def optimum_by_trying(instance: Instance) -> float:
     """Return the best schedule's utility, by trying all; for ten requests or fewer."""
     reached = {frozenset[int]()}
-    for slot in range(of.num_slots):
-        open_ = [one for one in of.requests if _is_open(one, slot)]
+    for slot in range(instance.num_slots):
+        open_ = [one for one in instance.requests if _is_open(one, slot)]
         rows = [
             frozenset(one.id for one in chosen)
             for count in range(1, len(open_) + 1)
             for chosen in combinations(open_, count)
-            if sum(one.input_length for one in chosen) <= of.row_tokens
+            if sum(one.input_length for one in chosen) <= instance.row_tokens
         ]
-        for _ in range(of.num_rows):
+        for _ in range(instance.num_rows):
             reached |= {served | row for served in reached for row in rows if not served & row}
-    worth = {one.id: utility(one) for one in of.requests}
+    worth = {one.id: utility(one) for one in instance.requests}
     return max(sum(worth[id_] for id_ in served) for served in reached)
 
 
-def optimum(of: Instance) -> tuple[float, bool]:
+def optimum(instance: Instance) -> tuple[float, bool]:
     """Return the best schedule's utility, and whether it is proven; else what no schedule exceeds.
 
     Source: TCB (9) to (13), a variable for each request, slot and row in which it may be.
     """
     places = [
-        (i, slot * of.num_rows + row)
-        for i, one in enumerate(of.requests)
-        for slot in range(of.num_slots)
-        for row in range(of.num_rows)
+        (i, slot * instance.num_rows + row)
+        for i, one in enumerate(instance.requests)
+        for slot in range(instance.num_slots)
+        for row in range(instance.num_rows)
         if _is_open(one, slot)
     ]
     if not places:
         return 0.0, True
     request, row = np.array(places).T
-    lengths = np.array([one.input_length for one in of.requests], float)
-    column, num = np.arange(len(places)), len(of.requests)
+    lengths = np.array([one.input_length for one in instance.requests], float)
+    column, num = np.arange(len(places)), len(instance.requests)
     entries = np.concatenate([np.ones(len(places)), lengths[request]])
-    shape = (num + of.num_slots * of.num_rows, len(places))
+    shape = (num + instance.num_slots * instance.num_rows, len(places))
     matrix = coo_array((entries, (np.concatenate([request, num + row]), np.concatenate([column, column]))), shape)
-    most = np.concatenate([np.ones(num), np.full(of.num_slots * of.num_rows, of.row_tokens)])
+    most = np.concatenate([np.ones(num), np.full(instance.num_slots * instance.num_rows, instance.row_tokens)])
     solve = partial(
         milp, -1 / lengths[request], constraints=LinearConstraint(matrix.tocsr(), -np.inf, most), bounds=Bounds(0, 1)
     )
@@ -175,8 +175,8 @@ def compare(case: Case, draws: int, seed: int = 0) -> list[Found]:
         for eta, found in ratios.items():
             found.append(online(instance, eta) / best if best else 1.0)
     return [
-        Found(case.name, eta, constant(eta), min(of), float(np.mean(of)), draws, num_proven)
-        for eta, of in ratios.items()
+        Found(case.name, eta, constant(eta), min(ratios_of), float(np.mean(ratios_of)), draws, num_proven)
+        for eta, ratios_of in ratios.items()
     ]
 
 

@@ -53,14 +53,14 @@ def slotted_rows(
     slots: list[list[Request]] = []
     left_over: list[Request] = []
     for row in rows:
-        own: list[list[Request]] = [[] for _ in range(slots_per_row)]
+        slotted: list[list[Request]] = [[] for _ in range(slots_per_row)]
         for one in row:
             slot = next(
-                (slot for slot in own if sum(each.input_length for each in slot) + one.input_length <= slot_tokens),
+                (slot for slot in slotted if sum(each.input_length for each in slot) + one.input_length <= slot_tokens),
                 left_over,
             )
             slot.append(one)
-        slots += own
+        slots += slotted
     return RowBatch(len(slots), slot_tokens, slots_per_row, places_of(slots)), left_over
 
 

@@ -57,12 +57,12 @@ class RowCost:
         most, width = batch.most_a_slot, batch.slot_tokens
         seconds = float(self._prompt_tokens(batch.num_tokens))
         seconds += self._num_encoder_layers * float(self._products(batch.num_slots, width))
-        own = self._masked(self._own_keys, slots, most, most * (steps + 1))
+        own_mask = self._masked(self._own_keys, slots, most, most * (steps + 1))
         prompts = self._masked(self._prompt_keys, slots, most, np.full(len(steps), width))
-        seconds += self._num_layers * float((own + prompts).sum())
+        seconds += self._num_layers * float((own_mask + prompts).sum())
         return seconds + float((self._output_tokens(requests) + self._overhead(requests)).sum())
 
-    def flattened(self, prompt_lengths: Sequence[int], own: Sequence[int], read: Sequence[int]) -> float:
+    def flattened(self, prompt_lengths: Sequence[int], own_tokens: Sequence[int], read: Sequence[int]) -> float:
         """One step without padding.
 
         Args:
@@ -70,7 +70,7 @@ class RowCost:
             own, read: of the requests that decode: tokens of the answer with the new one, and of the prompt.
         """
         lengths = np.asarray(prompt_lengths, float)
-        own_keys = np.concatenate([np.ones(len(lengths)), np.asarray(own, float)])
+        own_keys = np.concatenate([np.ones(len(lengths)), np.asarray(own_tokens, float)])
         read_keys = np.concatenate([lengths, np.asarray(read, float)])
         num = len(own_keys)
         seconds = float(self._output_tokens(num)) + float(self._overhead(num))

@@ -110,8 +110,10 @@ class SimulatedMachine(Machine):
 
         def end_ns(start_ns: int, step: Step) -> int:
             decoding = [running[id_] for id_ in step.decode]
-            own, read = [one.generated + 1 for one in decoding], [one.input_length for one in decoding]
-            return start_ns + round(1e9 * self._cost.flattened([chunk.length for chunk in step.encode], own, read))
+            own_tokens, read = [one.generated + 1 for one in decoding], [one.input_length for one in decoding]
+            return start_ns + round(
+                1e9 * self._cost.flattened([chunk.length for chunk in step.encode], own_tokens, read)
+            )
 
         requests = [
             SimulatedRequest(r.id, r.input_length, r.max_output, r.max_output, r.arrival_ns, r.deadline_ns)

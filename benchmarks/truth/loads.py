@@ -113,13 +113,13 @@ class Served:
             InfeasibleError: the weights do not fit.
         """
         spec = self.model_spec
-        cluster, of = load_cluster(self.cluster), self.spec
-        if of.memory_share is not None:
-            device = cluster.device.model_copy(update={"usable_memory": of.memory_share})
+        cluster, model = load_cluster(self.cluster), self.spec
+        if model.memory_share is not None:
+            device = cluster.device.model_copy(update={"usable_memory": model.memory_share})
             cluster = cluster.model_copy(update={"device": device})
-        precision = Precision.of(self.dtype, cluster.device.type, of.framework, self.kv_dtype)
-        memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), of.block_size, of)
-        return Kv(int(memory.blocks_beside(self.token_budget)[0]), of.block_size)
+        precision = Precision.of(self.dtype, cluster.device.type, model.framework, self.kv_dtype)
+        memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), model.block_size, model)
+        return Kv(int(memory.blocks_beside(self.token_budget)[0]), model.block_size)
 
 
 class Made(NamedTuple):
@@ -146,8 +146,8 @@ class Made(NamedTuple):
 
     @property
     def engine_spec(self) -> EngineSpec:
-        of = _engine(self.engine, self.changes)
-        return of if self.has_loop else of.model_copy(update=NO_LOOP)
+        spec = _engine(self.engine, self.changes)
+        return spec if self.has_loop else spec.model_copy(update=NO_LOOP)
 
 
 @cache
@@ -167,14 +167,14 @@ def _model(name: str, stored: Stored | None, skew: float) -> ModelSpec:
 
 
 @cache
-def _profile(of: Made) -> Profile:
-    make = imported.profile if of.imported else analytic.profile
-    return make(of.spec, load_cluster(of.cluster), of.dtype, of.engine_spec, kv_dtype=of.kv_dtype)
+def _profile(served: Made) -> Profile:
+    make = imported.profile if served.imported else analytic.profile
+    return make(served.spec, load_cluster(served.cluster), served.dtype, served.engine_spec, kv_dtype=served.kv_dtype)
 
 
 @cache
-def _cost(of: Made, tp: int, ep: int) -> LaneCost:
-    return LaneCost(of.spec, _profile(of), whole(of.spec, tp, ep), engine=of.engine_spec)
+def _cost(served: Made, tp: int, ep: int) -> LaneCost:
+    return LaneCost(served.spec, _profile(served), whole(served.spec, tp, ep), engine=served.engine_spec)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def all_at_once(served: Served, inputs: Sequence[int], outputs: Sequence[int]) -
 
 
 def _times(run: OneLaneRun, arrivals: Sequence[int], outputs: Sequence[int], path_s: float) -> Times:
-    arrived, first, end = (np.asarray(of, float) / 1e9 for of in (arrivals, run.first_ns, run.end_ns))
+    arrived, first, end = (np.asarray(times_ns, float) / 1e9 for times_ns in (arrivals, run.first_ns, run.end_ns))
     return Times(first - arrived + path_s, end - arrived + path_s, np.asarray(outputs, float))
 
 

@@ -16,18 +16,24 @@ def table(rows: list[Row], *, by_group: bool = False) -> str:
     """Errors in percent: median, mean and 90th percentile of their sizes, and their median with its sign."""
     lines = [HEADER]
     for source in dict.fromkeys(row.source for row in rows):
-        of = [row for row in rows if row.source == source]
-        lines += _lines(source, of)
-        fitted, others = [row for row in of if row.is_fitted], [row for row in of if not row.is_fitted]
+        source_rows = [row for row in rows if row.source == source]
+        lines += _lines(source, source_rows)
+        fitted, others = (
+            [row for row in source_rows if row.is_fitted],
+            [row for row in source_rows if not row.is_fitted],
+        )
         if fitted and others:
             lines += [*_lines(f"{source}: fitted to", fitted), *_lines(f"{source}: verified on", others)]
-        against, others = [row for row in of if row.contradicts], [row for row in of if not row.contradicts]
+        against, others = (
+            [row for row in source_rows if row.contradicts],
+            [row for row in source_rows if not row.contradicts],
+        )
         if against and others:
             lines += [*_lines(f"{source}: faster than its kernels' tables", against)]
             lines += [*_lines(f"{source}: without these", others)]
         if by_group:
-            for group in sorted({row.group for row in of}):
-                lines += _lines(f"{source}: {group}", [row for row in of if row.group == group])
+            for group in sorted({row.group for row in source_rows}):
+                lines += _lines(f"{source}: {group}", [row for row in source_rows if row.group == group])
     return "\n".join(lines)
 
 

@@ -107,8 +107,8 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
     """
     raws = read(path)
     for raw in thinned(raws, most):
-        earlier = [of for of in raws[: raws.index(raw)] if of["experiment"] == raw["experiment"]]
-        before = sum(int(OPEN_SECONDS * float(of["rate_per_s"])) for of in earlier)
+        earlier = [row for row in raws[: raws.index(raw)] if row["experiment"] == raw["experiment"]]
+        before = sum(int(OPEN_SECONDS * float(row["rate_per_s"])) for row in earlier)
         numbers = {name: float(raw[name]) for name in ("rate_per_s", "input_tokens", "output_tokens")}
         lengths = int(numbers["input_tokens"]), int(numbers["output_tokens"])
         served = Served(
@@ -140,9 +140,9 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
 
         names = {"e2e": "e2e", "TTFT": "ttft"}
         measured = {
-            f"{name} {of}": float(raw[f"{column}_{of}_ms"]) / 1e3
+            f"{name} {row}": float(raw[f"{column}_{row}_ms"]) / 1e3
             for name, column in names.items()
-            for of in ("mean", "p99")
+            for row in ("mean", "p99")
         }
         found, why_not = predicted(predict)
         is_fitted = raw["model"] in OPEN_FITTED
@@ -156,9 +156,9 @@ def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
     whole = lengths[0] // BLOCK
     left = -(-sum(lengths) // BLOCK) - whole
     prompts = [tuple(range(n * (whole + 1), (n + 1) * (whole + 1))) for n in range(NUM_PROMPTS)]
-    own = NUM_PROMPTS * (whole + 1)
+    num_own = NUM_PROMPTS * (whole + 1)
     of_request = tuple(prompts[n % NUM_PROMPTS][: -(-lengths[0] // BLOCK)] for n in range(count))
-    outputs = tuple(tuple(range(own + n * left, own + (n + 1) * left)) for n in range(count))
+    outputs = tuple(tuple(range(num_own + n * left, num_own + (n + 1) * left)) for n in range(count))
     sizes = (np.full(count, length) for length in lengths)
     return ReuseCurve(TraceLengths(*sizes, None, TracePrefixes(BLOCK, of_request, outputs)), BLOCK).cached(
         kv_blocks * BLOCK

@@ -278,11 +278,11 @@ def roomy(flavour: str, checkpoint: Path, directory: Path) -> AbstractContextMan
     """
     from tokenizers import Tokenizer
 
-    own = shutil.copytree(checkpoint, directory / "small")
-    tokenizer = Tokenizer.from_file(str(own / "tokenizer.json"))
+    small = shutil.copytree(checkpoint, directory / "small")
+    tokenizer = Tokenizer.from_file(str(small / "tokenizer.json"))
     tokenizer.add_tokens(["y" * 300])
-    tokenizer.save(str(own / "tokenizer.json"))
-    return attacked(flavour, own, directory, change=of_many_places)
+    tokenizer.save(str(small / "tokenizer.json"))
+    return attacked(flavour, small, directory, change=of_many_places)
 
 
 def of_many_places(plan: Plan) -> Plan:

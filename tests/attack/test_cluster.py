@@ -251,13 +251,13 @@ def test_two_machines_listen_on_their_link_alone(tmp_path: Path) -> None:
     """And a stranger on the second machine finds no store on the first; both have the same host name."""
     with two_hosts(), serving(PLANS["TP 2"](), tmp_path) as (url, servers):
         port = url.rpartition(":")[2]
-        for number, own in enumerate(ADDRESSES):
+        for number, local in enumerate(ADDRESSES):
             lines = subprocess.check_output(["ip", "netns", "exec", *on_host(number, ["ss", "-ltnH"])[3:]], text=True)
             found = {line.split()[3].rpartition(":")[::2] for line in lines.splitlines()}
-            assert {address for address, _ in found} <= {own, "127.0.0.1"}
-            ports = [there for address, there in found if address == own and there != port]
+            assert {address for address, _ in found} <= {local, "127.0.0.1"}
+            ports = [there for address, there in found if address == local and there != port]
             assert ports
-            stranger = [sys.executable, "-c", OVERWRITE_STORE, own, *ports]
+            stranger = [sys.executable, "-c", OVERWRITE_STORE, local, *ports]
             assert subprocess.check_output(on_host(1, stranger), text=True, stderr=subprocess.DEVNULL) == ""
             assert (str(RENDEZVOUS_PORT) in ports) == (number == 0)
         assert [server.poll() for server in servers] == [None, None]

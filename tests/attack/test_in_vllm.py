@@ -63,9 +63,9 @@ def target(kind: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 
 def timed(model: ModelSpec) -> Plan:
     """A plan that predicts something, which is what lateness is told by."""
-    made = plan(one_lane([1]), model=model)
+    timed_plan = plan(one_lane([1]), model=model)
     update = {"encode_batch": 4.0, "encode_tokens": 8.0, "throughput_rps": 16.0, "latency_s": 1.0}
-    return made.model_copy(update={"estimate": made.estimate.model_copy(update=update)})
+    return timed_plan.model_copy(update={"estimate": timed_plan.estimate.model_copy(update=update)})
 
 
 def figures(target: Target) -> dict[str, float]:
@@ -216,8 +216,8 @@ def test_metrics_count_what_came_of_requests(target: Target) -> None:
 def test_nothing_listens_beyond_this_machine(target: Target) -> None:
     said = subprocess.check_output(["ss", "-ltnpH"], text=True).splitlines()
     family = {target.served.process.pid, *children_of(target.served.process.pid)}
-    own = [line.split()[3] for line in said if any(f"pid={pid}," in line for pid in family)]
-    assert own and all(address.startswith(("127.0.0.1:", "[::1]:")) for address in own)
+    addresses = [line.split()[3] for line in said if any(f"pid={pid}," in line for pid in family)]
+    assert addresses and all(address.startswith(("127.0.0.1:", "[::1]:")) for address in addresses)
 
 
 @pytest.mark.long

@@ -220,6 +220,6 @@ def test_keys_change_while_the_server_runs(checkpoint: Path, tmp_path: Path) -> 
         assert [ask(ALICE), ask(BOB), target.ask("GET", "/metrics", headers=headers(BOB))[0]] == [401, 200, 200]
         reload(f"bob {BOB} adnim\n", "stay as they were")
         assert [ask(ALICE), ask(BOB)] == [401, 200]
-        told = "\n".join(target.served.lines)
-        assert '"key":"alice"' in told and '"key":"bob"' in told
-        assert ALICE not in told and BOB not in told
+        log_text = "\n".join(target.served.lines)
+        assert '"key":"alice"' in log_text and '"key":"bob"' in log_text
+        assert ALICE not in log_text and BOB not in log_text

@@ -42,9 +42,9 @@ def start(
         environment[PYTHON_VARIABLE] = str(fake_vllm.program(directory))
         options += ("--engine", "vllm")
     model = read_spec(checkpoint)
-    made = FLAVOURS.get(flavour, lambda model: plan(one_lane([1]), model=model))(model)
+    made_plan = FLAVOURS.get(flavour, lambda model: plan(one_lane([1]), model=model))(model)
     path = directory / "plan.json"
-    path.write_text(dump_json(made.model_copy(update={"checkpoint": str(checkpoint)})))
+    path.write_text(dump_json(made_plan.model_copy(update={"checkpoint": str(checkpoint)})))
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", *options]
     return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
 
@@ -116,8 +116,8 @@ def test_sigterm_while_workers_are_deployed_anew(seed: int, checkpoint: Path, tm
     model = read_spec(checkpoint)
     paths = [tmp_path / f"{name}.json" for name in ("pp", "tp")]
     for path, degrees in zip(paths, ([1, 1], [2]), strict=True):
-        made = plan(one_lane(degrees), model=model).model_copy(update={"checkpoint": str(checkpoint)})
-        path.write_text(dump_json(made))
+        subject = plan(one_lane(degrees), model=model).model_copy(update={"checkpoint": str(checkpoint)})
+        path.write_text(dump_json(subject))
     command = [sys.executable, "-m", "tests.attack.to_and_fro", *map(str, paths), "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
@@ -253,10 +253,10 @@ def test_files_that_are_none(checkpoint: Path, tmp_path: Path) -> None:
         "chat_template.jinja": b"{% for %}",
         "model.safetensors": (2**63).to_bytes(8, "little"),
     }.items():
-        own = shutil.copytree(checkpoint, tmp_path / name / "small")
-        (own / name).write_bytes(content)
-        made = plan(one_lane([1]), model=read_spec(checkpoint)).model_copy(update={"checkpoint": str(own)})
-        (tmp_path / "plan.json").write_text(dump_json(made))
+        small = shutil.copytree(checkpoint, tmp_path / name / "small")
+        (small / name).write_bytes(content)
+        subject = plan(one_lane([1]), model=read_spec(checkpoint)).model_copy(update={"checkpoint": str(small)})
+        (tmp_path / "plan.json").write_text(dump_json(subject))
         command = [sys.executable, "-m", "xgpt", "serve", str(tmp_path / "plan.json"), "--port", "0", "--no-replan"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert ended.returncode == 2, (name, ended.stderr)

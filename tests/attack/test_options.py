@@ -59,22 +59,22 @@ def collector() -> Iterator[tuple[str, list[str]]]:
 def certificate(directory: Path) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("certificates are made with openssl")
-    made, key = directory / "cert.pem", directory / "key.pem"
+    cert, key = directory / "cert.pem", directory / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(made)]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return made, key
+    return cert, key
 
 
 @pytest.mark.point(1, 20)
 @pytest.mark.parametrize("flavour", EVERYWHERE)
 def test_every_option_takes_effect(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
-    made, key = certificate(tmp_path)
+    cert, key = certificate(tmp_path)
     moved = shutil.copytree(checkpoint, tmp_path / "moved" / "small")
     steps = tmp_path / "steps.jsonl"
     with collector() as (traces_to, traces):
         options = [
-            *("--ssl-certfile", str(made), "--ssl-keyfile", str(key), "--allowed-host", "llm.example"),
+            *("--ssl-certfile", str(cert), "--ssl-keyfile", str(key), "--allowed-host", "llm.example"),
             *("--default-max-tokens", "3", "--max-max-tokens", "300", "--request-timeout", "20"),
             *("--shutdown-delay", "2", "--drain-timeout", "1", "--log-level", "info", "--max-waiting", "40"),
             *("--checkpoint", str(moved), "--otlp-endpoint", traces_to, "--step-log", str(steps)),
@@ -86,14 +86,14 @@ def test_every_option_takes_effect(flavour: str, checkpoint: Path, tmp_path: Pat
 
         with attacked(flavour, checkpoint, tmp_path, *options, keys=keys, change=gone) as target:
             assert target.url.startswith("https://")
-            trusting = ssl.create_default_context(cafile=made)
+            trusting = ssl.create_default_context(cafile=cert)
             headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
             with httpx.Client(base_url=target.url, verify=trusting, trust_env=False, timeout=60) as client:
 
                 def complete(**fields: Any) -> httpx.Response:
-                    own = fields.pop("headers", {})
+                    extra_headers = fields.pop("headers", {})
                     body = {"model": target.model, "prompt": [3, 4], "ignore_eos": True} | fields
-                    return client.post("/v1/completions", json=body, headers=headers | own)
+                    return client.post("/v1/completions", json=body, headers=headers | extra_headers)
 
                 assert complete().json()["usage"]["completion_tokens"] == 3
                 assert complete(max_tokens=301).status_code == 400
@@ -155,8 +155,8 @@ def test_what_is_of_no_use_is_refused(
     if (name, engine) == ("machines", "native"):
         monkeypatch.delenv("XGPT_CLUSTER_SECRET", raising=False)
     monkeypatch.chdir(tmp_path)
-    made = plan(one_lane([1]), model=read_spec(checkpoint)).model_copy(update={"checkpoint": str(checkpoint)})
-    Path("plan.json").write_text(dump_json(made))
+    subject = plan(one_lane([1]), model=read_spec(checkpoint)).model_copy(update={"checkpoint": str(checkpoint)})
+    Path("plan.json").write_text(dump_json(subject))
     command = [sys.executable, "-m", "xgpt", "serve", "plan.json", "--port", "0", "--engine", engine, *REFUSED[name]]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode in (2, 3), ended.stderr

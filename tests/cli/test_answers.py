@@ -31,9 +31,9 @@ ON = ("--model", "llama-3.1-8b", "--cluster", "h100x8", "--policy", "chunked", "
 
 
 def planned(engine: str, tp: int = 2, dtype: str = "bfloat16") -> Plan:
-    of = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
-    of = replace(of, engine=load_engine(engine))
-    scheduled = scheduler(of)
+    subject = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
+    subject = replace(subject, engine=load_engine(engine))
+    scheduled = scheduler(subject)
     placement = scheduled.candidates.uniform_placement("chunked", tp, 1, 8 // tp, 1)
     settings = ChunkedSettings(token_budget=4096, max_batch=96, **placement.fixed)
     return scheduled.score(settings, placement)
@@ -48,8 +48,8 @@ def test_the_command_is_read_back_as_the_plan(engine: str) -> None:
     assert (found.tp_degree, found.num_stages, found.max_num_batched_tokens, found.max_num_seqs) == (2, 1, 4096, 96)
     assert found.framework == engine and found.model == "meta-llama/Llama-3.1-8B-Instruct"
     if engine == "vllm":
-        of = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
-        again = score_current(of, found)
+        subject = problem("llama-3.1-8b", "h200x8", "azure-conv", 6.0)
+        again = score_current(subject, found)
         assert isinstance(again.policy, ChunkedSettings)
         assert (again.policy.token_budget, again.policy.max_batch) == (4096, 96)
     else:

@@ -200,8 +200,8 @@ def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
 def test_optuna_plans_for_an_objective_without_monotone_bounds(xgpt: Xgpt) -> None:
     """Throughput over latency neither rises nor falls with the batch."""
     asked = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--maximise", "throughput / latency")
-    own = json.loads(xgpt(*asked, "--json").out)
-    assert (own["search"]["method"], own["search"]["gap"]) == ("optuna", None)
+    maximised = json.loads(xgpt(*asked, "--json").out)
+    assert (maximised["search"]["method"], maximised["search"]["gap"]) == ("optuna", None)
     assert "no proof of optimality (sampled points prove no bound)" in xgpt(*asked).out.replace("\n", " ")
 
 
@@ -319,15 +319,15 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
     assert "maximised: the arrival rate (Poisson) at which the bounds are kept with waiting counted" in served
     assert "maximised: throughput while requests are always waiting" in paper
     plans = [load_json(Path(f"{name}.json"), Plan, "plan") for name in ("arrivals", "saturated")]
-    assert [of.constraint.objective for of in plans] == ["arrivals", "saturated"]
-    for text, of in zip((served, paper), plans, strict=True):
-        found = of.estimate.capacity
+    assert [each.constraint.objective for each in plans] == ["arrivals", "saturated"]
+    for text, each in zip((served, paper), plans, strict=True):
+        found = each.estimate.capacity
         assert found is not None and found.rate_under_tighter_per_s is not None
         flat = " ".join(text.split())
         assert f"arrivals: up to {found.rate_per_s:.4g} requests/s" in flat
         assert "of all requests keep 4 s from arrival to the last token, waiting included" in flat
         assert "under bounds 5% tighter" in flat
-        assert f"saturated: {of.estimate.throughput_rps:.4g} requests/s" in flat
+        assert f"saturated: {each.estimate.throughput_rps:.4g} requests/s" in flat
         assert "even if every step takes 12% longer than predicted" in flat
     assert plans[0].estimate.capacity.rate_per_s >= 0.99 * plans[1].estimate.capacity.rate_per_s  # type: ignore[union-attr]
     none = " ".join(xgpt("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca").out.split())
@@ -399,7 +399,7 @@ def test_a_bound_has_a_quantile_of_its_own(xgpt: Xgpt) -> None:
         for more in (("--ttft-quantile", "0.9", "--tpot-quantile", "0.9"), ())
     )
     assert document["constraint"]["ttft_quantile"] == 0.9
-    rates = [of["estimate"]["capacity"]["rate_per_s"] for of in (document, together)]
+    rates = [each["estimate"]["capacity"]["rate_per_s"] for each in (document, together)]
     assert rates[0] >= rates[1] > 0
     assert "--ttft: give that" in xgpt.fails(2, *asked, "--ttft-quantile", "0.9")
     line = xgpt.fails(2, *asked, *bounds, "--ttft-quantile", "0.9", "--objective", "saturated")
@@ -419,8 +419,8 @@ FIXED = {
 def test_control_variables_are_held(xgpt: Xgpt, kind: str, objective: str) -> None:
     """Each by itself, and all together: then there is one plan, and it is what `search` says is left of the space."""
     asked = ("plan", "--latency-bound", "30", *PROBLEM, "--policy", kind, "--objective", objective, "--json")
-    held = [f"--fix={name}={value}" for name, value in FIXED[kind].items()]
-    for words in (*[[word] for word in held], held):
+    fixes = [f"--fix={name}={value}" for name, value in FIXED[kind].items()]
+    for words in (*[[word] for word in fixes], fixes):
         document = json.loads(xgpt(*asked, *words).out)
         for name, value in (word.removeprefix("--fix=").split("=") for word in words):
             assert document["policy"][name] == int(value)
@@ -430,18 +430,18 @@ def test_control_variables_are_held(xgpt: Xgpt, kind: str, objective: str) -> No
 
 
 def test_placements_are_held(xgpt: Xgpt) -> None:
-    of = ("--model", "opt-13b", "--cluster", "a40x4", "--workload", "summarization", "--objective", "saturated")
-    held = ("--fix", "tp=2", "--fix", "pp=2", "--policy", "orca")
-    document = json.loads(xgpt("plan", "--latency-bound", "60", *of, *held, "--json").out)
+    place = ("--model", "opt-13b", "--cluster", "a40x4", "--workload", "summarization", "--objective", "saturated")
+    fixes = ("--fix", "tp=2", "--fix", "pp=2", "--policy", "orca")
+    document = json.loads(xgpt("plan", "--latency-bound", "60", *place, *fixes, "--json").out)
     assert document["replicas"] == 1
     assert [stage["tp"] for stage in document["stages"]] == [2, 2]
     experts = ("--model", "mixtral-8x7b", "--cluster", "h200x8", "--policy", "orca", "--objective", "saturated")
     for ep in (1, 2):
-        held = ("--fix", "tp=2", "--fix", f"ep={ep}", "--fix", "replicas=1")
-        document = json.loads(xgpt("plan", "--latency-bound", "60", *experts, *held, "--json").out)
+        fixes = ("--fix", "tp=2", "--fix", f"ep={ep}", "--fix", "replicas=1")
+        document = json.loads(xgpt("plan", "--latency-bound", "60", *experts, *fixes, "--json").out)
         assert {(stage["tp"], stage["ep"]) for stage in document["stages"]} == {(2, ep)}
     waa = json.loads(
-        xgpt("plan", "--latency-bound", "60", *of, "--policy", "waa", "--fix", "encode_batch=3", "--json").out
+        xgpt("plan", "--latency-bound", "60", *place, "--policy", "waa", "--fix", "encode_batch=3", "--json").out
     )
     assert waa["policy"]["encode_batch"] == 3
 

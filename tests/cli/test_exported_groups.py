@@ -64,14 +64,14 @@ def test_the_pods_of_a_group_serve_together(kind: str, tmp_path: Path) -> None:
         log = at_end.enter_context((tmp_path / "log").open("w"))
         processes = []
         for rank, role in ((1, "worker"), (0, "leader")):  # pods start in any order
-            own = environment | {"LWS_WORKER_INDEX": str(rank), "XGPT_CLUSTER_SECRET": "s" * 32}
+            variables = environment | {"LWS_WORKER_INDEX": str(rank), "XGPT_CLUSTER_SECRET": "s" * 32}
             words = []
             for word in container_of(plan, role)["command"]:
-                word = re.sub(r"\$\((\w+)\)", lambda found, own=own: own[found[1]], word)  # type: ignore[misc]
+                word = re.sub(r"\$\((\w+)\)", lambda found, variables=variables: variables[found[1]], word)  # type: ignore[misc]
                 word = word.replace("/etc/xgpt", str(tmp_path)).replace(str(RENDEZVOUS_PORT), str(meet))
                 words.append(str(port) if word == str(PORT) else word)
             words[0] = sys.executable
-            process = subprocess.Popen(words, env=os.environ | own, stderr=log)
+            process = subprocess.Popen(words, env=os.environ | variables, stderr=log)
             at_end.callback(process.wait, 60)
             at_end.callback(process.kill)
             processes.append(process)

@@ -34,11 +34,17 @@ def test_a_day_gets_the_replicas_that_hold_it_at_less_than_a_constant_fleet(xgpt
     assert ran.code == 0, ran.err
     fleet = load_json(Path("fleet.json"), FleetPlan, "fleet")
     assert len(fleet.intervals) == 12
-    held = [
-        sum(count * kind.rates_per_s[of.lengths] for count, kind in zip(of.replicas, fleet.kinds, strict=True))
-        for of in fleet.intervals
+    kept = [
+        sum(
+            count * kind.rates_per_s[interval.lengths]
+            for count, kind in zip(interval.replicas, fleet.kinds, strict=True)
+        )
+        for interval in fleet.intervals
     ]
-    assert all(have >= 0.99 * fleet.load_factor * of.peak_per_s for have, of in zip(held, fleet.intervals, strict=True))
+    assert all(
+        have >= 0.99 * fleet.load_factor * interval.peak_per_s
+        for have, interval in zip(kept, fleet.intervals, strict=True)
+    )
     assert fleet.planned.share_kept >= 0.99 and fleet.constant.figures.share_kept >= 0.99
     assert fleet.least_cost <= fleet.planned.cost < 0.8 * fleet.constant.figures.cost
     assert len(fleet.lengths) == 2  # code is not conversation

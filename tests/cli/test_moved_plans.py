@@ -34,8 +34,8 @@ def local_plan(xgpt: Xgpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     OPTForCausalLM(OPTConfig(**SIZES, word_embed_proj_dim=32, max_position_embeddings=512)).save_pretrained("model")
 
     def measured(spec: Any, cluster: Any, dtype: Any, **_: Any) -> Profile:
-        of = analytic.profile(spec, load_cluster("h200x1"), "float16")
-        return of.model_copy(update={"source": "measured", "device": cluster.device.name, "dtype": dtype})
+        profile = analytic.profile(spec, load_cluster("h200x1"), "float16")
+        return profile.model_copy(update={"source": "measured", "device": cluster.device.name, "dtype": dtype})
 
     monkeypatch.setattr(measure, "profile", measured)
     lengths = Path("lengths.csv")

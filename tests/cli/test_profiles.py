@@ -79,14 +79,14 @@ def test_fewer_devices_are_refused_and_more_are_taken(xgpt: Xgpt) -> None:
     assert xgpt(*plan, "--cluster", "h200x1", "--profile", "h200x8.json").code == 0
 
 
-@pytest.mark.parametrize(("of", "run_by"), [("vllm", "native"), ("native", "vllm"), ("sglang", "native")])
-def test_a_plan_is_served_by_the_engine_of_its_profile(xgpt: Xgpt, plan: Path, of: str, run_by: str) -> None:
+@pytest.mark.parametrize(("engine_name", "run_by"), [("vllm", "native"), ("native", "vllm"), ("sglang", "native")])
+def test_a_plan_is_served_by_the_engine_of_its_profile(xgpt: Xgpt, plan: Path, engine_name: str, run_by: str) -> None:
     document = json.loads(plan.read_text())
-    document["profile"]["engine"] = of
+    document["profile"]["engine"] = engine_name
     plan.write_text(json.dumps(document))
     line = xgpt.fails(2, "serve", str(plan), "--dry-run", "--engine", run_by)
-    assert f"plan.profile.engine: '{of}'" in line and f"xgpt profile --engine {run_by}" in line
-    assert (f"--engine {of}" in line) == (of != "sglang")
+    assert f"plan.profile.engine: '{engine_name}'" in line and f"xgpt profile --engine {run_by}" in line
+    assert (f"--engine {engine_name}" in line) == (engine_name != "sglang")
     target = "vllm" if run_by == "vllm" else "script"
     assert "plan.profile.engine" in xgpt.fails(2, "export", str(plan), "--to", target, "-o", "out")
 
@@ -96,7 +96,7 @@ def test_an_old_plan_finds_its_profile_after_another_was_made(
 ) -> None:
     """Also where the datasheet's formulas have changed since: what was planned from is kept, not computed anew."""
     changed = analytic.profile
-    monkeypatch.setattr(analytic, "profile", lambda *of: changed(*of).slowed(2))
+    monkeypatch.setattr(analytic, "profile", lambda *args: changed(*args).slowed(2))
     assert xgpt("plan", "--latency-bound", "20", *PROBLEM, "-o", "new.json").code == 0
     old, new = (load_json(Path(name), Plan, "plan") for name in (plan, "new.json"))
     assert old.profile.sha256 != new.profile.sha256
@@ -113,7 +113,7 @@ def test_a_profile_that_is_gone_or_changed_is_said(xgpt: Xgpt, plan: Path, monke
     plan_of = load_json(plan, Plan, "plan")
     kept = cache_dir() / "profiles" / f"{plan_of.profile.sha256}.json"
     with monkeypatch.context() as patch:
-        patch.setattr(analytic, "profile", lambda *of: pytest.fail("another one is not asked for"))
+        patch.setattr(analytic, "profile", lambda *args: pytest.fail("another one is not asked for"))
         assert xgpt("simulate", str(plan), "--requests", "50").code == 0
     kept.write_text(kept.read_text().replace("0.", "0.1", 1))
     assert xgpt("simulate", str(plan), "--requests", "50").code == 0, "the datasheet's is computed again"
@@ -159,8 +159,8 @@ def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch
 
     def measured(spec: Any, cluster: Any, dtype: Any, **_: Any) -> Profile:
         times.append(1 + len(times))
-        of = analytic.profile(spec, load_cluster("h200x1"), "float16").slowed(times[-1])
-        return of.model_copy(update={"source": "measured", "device": cluster.device.name, "dtype": dtype})
+        built = analytic.profile(spec, load_cluster("h200x1"), "float16").slowed(times[-1])
+        return built.model_copy(update={"source": "measured", "device": cluster.device.name, "dtype": dtype})
 
     monkeypatch.setattr(measure, "profile", measured)
     first = profiles.obtain_profile(spec, None, local)
@@ -172,9 +172,9 @@ def test_measured_profiles_are_found_by_what_they_are_of(xgpt: Xgpt, monkeypatch
     assert profiles.obtain_profile(spec, None, local) == second != first
     assert xgpt("plan", "--latency-bound", "4", *PROBLEM).code == 0
     plan = load_json(Path("plan.json"), Plan, "plan")
-    for of in (first, second):
-        reference = plan.profile.model_copy(update={"sha256": sha256(of), "source": "measured"})
-        assert profiles.profile_of(plan.model_copy(update={"profile": reference})) == of
+    for name in (first, second):
+        reference = plan.profile.model_copy(update={"sha256": sha256(name), "source": "measured"})
+        assert profiles.profile_of(plan.model_copy(update={"profile": reference})) == name
 
 
 def test_a_restless_profile_is_kept_for_minutes_only(monkeypatch: pytest.MonkeyPatch, xgpt: Xgpt) -> None:
@@ -186,9 +186,9 @@ def test_a_restless_profile_is_kept_for_minutes_only(monkeypatch: pytest.MonkeyP
     spreads = iter((0.63, 0.4, 0.02))
 
     def measured(spec: Any, cluster: Any, dtype: Any, **_: Any) -> Profile:
-        of = analytic.profile(spec, load_cluster("h200x1"), "float16")
+        built = analytic.profile(spec, load_cluster("h200x1"), "float16")
         changes = {"source": "measured", "device": cluster.device.name, "dtype": dtype, "spread": next(spreads)}
-        return of.model_copy(update=changes)
+        return built.model_copy(update=changes)
 
     def later(seconds: float) -> float:
         for file in (cache_dir() / "profiles").glob("*.sha256"):
@@ -205,8 +205,8 @@ def test_times_too_short_to_measure_are_shown(xgpt: Xgpt, monkeypatch: pytest.Mo
     """Of a model so small that attention, embedding and head take all of a step."""
     computed = analytic.profile
 
-    def instant(*of: Any) -> Profile:
-        profile = computed(*of)
+    def instant(*args: Any) -> Profile:
+        profile = computed(*args)
         layers = tuple(layer.model_copy(update={"rest": layer.rest.times(0)}) for layer in profile.layers)
         return profile.model_copy(update={"layers": layers})
 

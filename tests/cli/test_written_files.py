@@ -72,7 +72,7 @@ def test_one_name_has_one_direction() -> None:
     assert not reads & writes
 
 
-@pytest.mark.parametrize("command,written,read", CASES, ids=lambda of: getattr(of, "name", of))
+@pytest.mark.parametrize("command,written,read", CASES, ids=lambda case: getattr(case, "name", case))
 def test_what_is_read_is_not_written(xgpt: Xgpt, command: str, written: click.Parameter, read: click.Parameter) -> None:
     """Even a file of xgpt's own is kept, under another name of the same file, too."""
     Path("mine.json").write_text("the only copy")

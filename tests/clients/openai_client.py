@@ -10,19 +10,19 @@ client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 assert [entry.id for entry in client.models.list()] == [model]
 
 chat = client.chat.completions
-told = [{"role": "user", "content": "hello"}]
-answer = chat.create(model=model, messages=told, max_tokens=8, logprobs=True, top_logprobs=2)
+messages = [{"role": "user", "content": "hello"}]
+answer = chat.create(model=model, messages=messages, max_tokens=8, logprobs=True, top_logprobs=2)
 assert answer.usage.completion_tokens == len(answer.choices[0].logprobs.content) <= 8
 assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
 
 chunks = list(
-    chat.create(model=model, messages=told, max_tokens=8, stream=True, stream_options={"include_usage": True})
+    chat.create(model=model, messages=messages, max_tokens=8, stream=True, stream_options={"include_usage": True})
 )
 assert chunks[-1].usage.completion_tokens <= 8 and chunks[-2].choices[0].finish_reason in ("length", "stop")
 
 schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 format_ = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
-formatted = chat.create(model=model, messages=told, max_tokens=64, response_format=format_)
+formatted = chat.create(model=model, messages=messages, max_tokens=64, response_format=format_)
 assert json.loads(formatted.choices[0].message.content)["n"] in (1, 2)
 
 parameters = {
@@ -32,13 +32,13 @@ parameters = {
     "additionalProperties": False,
 }
 tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
-called = chat.create(model=model, messages=told, tools=tools, tool_choice="required", max_tokens=200)
+called = chat.create(model=model, messages=messages, tools=tools, tool_choice="required", max_tokens=200)
 (call,) = called.choices[0].message.tool_calls
 assert called.choices[0].finish_reason == "tool_calls" and json.loads(call.function.arguments)["place"] in (
     "Rome",
     "Oslo",
 )
-back = [*told, called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+back = [*messages, called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
 assert chat.create(model=model, messages=back, tools=tools, max_tokens=4).choices
 
 completed = client.completions.create(model=model, prompt=["a", "b"], max_tokens=4, echo=True)
@@ -47,10 +47,10 @@ responses = client.responses
 whole = responses.create(model=model, input="hello", instructions="Be brief.", max_output_tokens=8, temperature=0)
 asked = {"model": model, "input": "hello", "instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0}
 with responses.stream(**asked) as stream:
-    told = list(stream)
-assert "".join(each.delta for each in told if each.type == "response.output_text.delta") == whole.output_text
-assert told[-1].type in ("response.completed", "response.incomplete")
-assert told[-1].response.output_text == whole.output_text
+    messages = list(stream)
+assert "".join(each.delta for each in messages if each.type == "response.output_text.delta") == whole.output_text
+assert messages[-1].type in ("response.completed", "response.incomplete")
+assert messages[-1].response.output_text == whole.output_text
 flat = [{"type": "function", "name": "weather", "parameters": parameters, "strict": True}]
 called = responses.create(model=model, input="hello", tools=flat, tool_choice="required", max_output_tokens=200)
 call = called.output[-1]

@@ -107,8 +107,8 @@ def test_lm_evals_tasks_that_score(target: Target, checkpoint: Path, tmp_path: P
         "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }
-    own = f"tokenizer_backend=huggingface,tokenizer={checkpoint},tokenized_requests={tokenized}"
-    found = lm_eval(target, tmp_path, task, own)
+    arguments = f"tokenizer_backend=huggingface,tokenizer={checkpoint},tokenized_requests={tokenized}"
+    found = lm_eval(target, tmp_path, task, arguments)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     encode = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode
     for question, sample in found.items():

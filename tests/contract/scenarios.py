@@ -60,8 +60,10 @@ def problem(model: str, cluster: str, workload: str, latency_bound_s: float | No
 
 
 def one_lane(model: str, cluster: str, workload: str, engine: EngineSpec | None = None) -> OneLaneModel:
-    of = problem(model, cluster, workload)
-    return OneLaneModel(LaneCost(of.model, of.profile, whole(of.model), engine=engine), Lengths(of.workload))
+    subject = problem(model, cluster, workload)
+    return OneLaneModel(
+        LaneCost(subject.model, subject.profile, whole(subject.model), engine=engine), Lengths(subject.workload)
+    )
 
 
 def simulate(

@@ -101,16 +101,16 @@ def random_problem(seed: int) -> tuple[Problem, dict[str, Plan]]:
         {"ttft_s": float(rng.choice([1.2, 2.0, 5.0])) * estimate.ttft_s},
         {"ttft_s": 4 * estimate.ttft_s, "tpot_s": float(rng.choice([1.0, 1.5])) * estimate.tpot_s + 1e-9},
     ][int(rng.choice(3, p=[0.6, 0.2, 0.2]))]
-    of = case.subject.under(Constraint(quantile=quantile, objective="arrivals", **bounds))  # type: ignore[arg-type]
+    subject = case.subject.under(Constraint(quantile=quantile, objective="arrivals", **bounds))  # type: ignore[arg-type]
     try:
-        return of, plan_each(of)
+        return subject, plan_each(subject)
     except InfeasibleError:
-        return of, {}
+        return subject, {}
 
 
-def some_plans(of: Problem, best: Plan, seed: int) -> list[Plan]:
+def some_plans(subject: Problem, best: Plan, seed: int) -> list[Plan]:
     """Plans of a problem: of settings drawn from its promising placements the best in closed form, and others."""
-    found, rng, by = [], np.random.default_rng(seed), scheduler(of)
+    found, rng, by = [], np.random.default_rng(seed), scheduler(subject)
     for kind in ("rra", "chunked", "orca", "waa"):
         spaces = sorted((s for s in by.candidates.spaces(kind) if s.num_points), key=lambda space: -space.bound)
         for space in spaces[:6]:
@@ -126,7 +126,7 @@ def some_plans(of: Problem, best: Plan, seed: int) -> list[Plan]:
 
 
 def nothing_keeps_more(seed: int) -> None:
-    of, plans = random_problem(seed)
+    subject, plans = random_problem(seed)
     if not plans:
         return
     best = next(iter(plans.values()))
@@ -135,14 +135,14 @@ def nothing_keeps_more(seed: int) -> None:
         return
     most = (1 + best.search.gap) * rate_of(best)
     assert all(rate_of(plan) <= most for plan in plans.values())
-    for plan in some_plans(of, best, seed):
-        plan = with_simulated_figures(plan, of.profile)
-        if rate_of_some(plan, of, 2000) > most:
-            assert rate_of_some(plan, of, MANY) <= most * (1 + LONG_RUN_ERROR), plan.policy
+    for plan in some_plans(subject, best, seed):
+        plan = with_simulated_figures(plan, subject.profile)
+        if rate_of_some(plan, subject, 2000) > most:
+            assert rate_of_some(plan, subject, MANY) <= most * (1 + LONG_RUN_ERROR), plan.policy
 
 
-def rate_of_some(plan: Plan, of: Problem, num_requests: int) -> float:
-    search = CapacitySearch(plan, of.profile, least_requests=num_requests)
+def rate_of_some(plan: Plan, subject: Problem, num_requests: int) -> float:
+    search = CapacitySearch(plan, subject.profile, least_requests=num_requests)
     search.precision = 0.01
     return search.rate
 
@@ -161,17 +161,19 @@ def test_no_setting_of_many_problems_keeps_more(seed: int) -> None:
 @pytest.mark.parametrize("kind", ["orca", "chunked"])
 def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
     """Every batch of a small space is simulated."""
-    of = problem("llama-3.1-8b", "h200x1", "azure-conv").under(Constraint(latency_bound_s=4.0, objective="arrivals"))
-    of = replace(of, fixed={"tp": 1} | ({"token_budget": 512} if kind == "chunked" else {}))
-    best = plan_each(of, kind)[kind]  # type: ignore[arg-type]
+    subject = problem("llama-3.1-8b", "h200x1", "azure-conv").under(
+        Constraint(latency_bound_s=4.0, objective="arrivals")
+    )
+    subject = replace(subject, fixed={"tp": 1} | ({"token_budget": 512} if kind == "chunked" else {}))
+    best = plan_each(subject, kind)[kind]  # type: ignore[arg-type]
     assert best.search.method == "branch-and-bound" and best.search.gap is not None
-    by = scheduler(of)
+    by = scheduler(subject)
     (space,) = by.candidates.spaces(kind)
     rates = []
     for i in np.unique(np.geomspace(1, space.num_points, 30).astype(int)) - 1:
         plan = by.plan_at(space, space.settings(space.points(np.asarray([i])), 0), best.search)
         if plan is not None:
-            rates.append(rate_of_some(with_simulated_figures(plan, of.profile), of, 2000))
+            rates.append(rate_of_some(with_simulated_figures(plan, subject.profile), subject, 2000))
     assert len(rates) > 20
     assert max(rates) <= rate_of(best) * (1 + best.search.gap)
     assert rate_of(best) >= max(rates) / 1.02
@@ -188,8 +190,8 @@ def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
 def test_the_default_plan_is_found_and_proven_by_branch_and_bound(
     model: str, cluster: str, workload: str, bound_s: float, most: float
 ) -> None:
-    of = problem(model, cluster, workload).under(Constraint(latency_bound_s=bound_s, objective="arrivals"))
-    plan = next(iter(plan_each(of).values()))
+    subject = problem(model, cluster, workload).under(Constraint(latency_bound_s=bound_s, objective="arrivals"))
+    plan = next(iter(plan_each(subject).values()))
     assert plan.search.method == "branch-and-bound"
     assert plan.search.gap is not None and 0 <= plan.search.gap <= most
     assert plan.search.evaluations <= plan.search.space_size
@@ -197,9 +199,11 @@ def test_the_default_plan_is_found_and_proven_by_branch_and_bound(
 
 
 def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
-    of = problem("llama-3.1-8b", "h200x1", "azure-conv").under(Constraint(latency_bound_s=8.0, objective="arrivals"))
+    subject = problem("llama-3.1-8b", "h200x1", "azure-conv").under(
+        Constraint(latency_bound_s=8.0, objective="arrivals")
+    )
     proven, sampled = (
-        next(iter(Task(of, "auto", method).settle().values())) for method in ("branch-and-bound", "optuna")
+        next(iter(Task(subject, "auto", method).settle().values())) for method in ("branch-and-bound", "optuna")
     )
     assert (sampled.search.method, sampled.search.gap) == ("optuna", None)
     assert proven.search.gap is not None
@@ -216,10 +220,10 @@ def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
     ],
 )
 def test_the_nearest_bound_is_kept_by_the_plan_made_for_it(bounds: dict[str, float]) -> None:
-    of = problem("llama-3.1-8b", "h200x1", "chat-short")
+    subject = problem("llama-3.1-8b", "h200x1", "chat-short")
 
     def plan(constraint: Constraint) -> Plan:
-        return next(iter(plan_each(of.under(constraint)).values()))
+        return next(iter(plan_each(subject.under(constraint)).values()))
 
     asked = Constraint(objective="arrivals", **bounds)  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match="the nearest bound") as failure:
@@ -234,19 +238,19 @@ def test_the_nearest_bound_is_kept_by_the_plan_made_for_it(bounds: dict[str, flo
 
 def test_bounds_that_only_break_together_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each could be kept by itself, and blaming the latency bound, which was none, failed."""
-    of = problem("llama-3.1-8b", "h200x1", "chat-short")
-    alone = Scheduler(of).best(("chunked",))
-    fast = Scheduler(of.under(Constraint(ttft_s=0.001)))
+    subject = problem("llama-3.1-8b", "h200x1", "chat-short")
+    alone = Scheduler(subject).best(("chunked",))
+    fast = Scheduler(subject.under(Constraint(ttft_s=0.001)))
     with pytest.raises(InfeasibleError) as failure:
         fast.best(("chunked",))
     ttft_s = failure.value.nearest_bound_s
     with pytest.raises(InfeasibleError) as failure:
-        Scheduler(of.under(Constraint(tpot_s=1e-4))).best(("chunked",))
+        Scheduler(subject.under(Constraint(tpot_s=1e-4))).best(("chunked",))
     tpot_s = failure.value.nearest_bound_s
     assert ttft_s is not None and tpot_s is not None and ttft_s < alone.estimate.ttft_s
     together = Constraint(ttft_s=1.001 * ttft_s, tpot_s=1.001 * tpot_s)
     try:
-        Scheduler(of.under(together)).best(("chunked",))
+        Scheduler(subject.under(together)).best(("chunked",))
     except InfeasibleError as error:
         assert error.binding in ("ttft_s", "tpot_s")
         assert "together" in str(error)
@@ -260,8 +264,10 @@ def test_a_search_can_be_chosen_for_arrivals() -> None:
 def test_a_search_whose_time_is_up_keeps_the_best_plan_so_far_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "MOST_SECONDS", 0.0)
     said: list[str] = []
-    of = problem("llama-3.1-70b", "h100x8", "azure-conv").under(Constraint(latency_bound_s=15.0, objective="arrivals"))
-    plan = next(iter(plan_each(of, "exegpt", progress=lambda done, parts, what: said.append(what)).values()))
+    subject = problem("llama-3.1-70b", "h100x8", "azure-conv").under(
+        Constraint(latency_bound_s=15.0, objective="arrivals")
+    )
+    plan = next(iter(plan_each(subject, "exegpt", progress=lambda done, parts, what: said.append(what)).values()))
     assert rate_of(plan) > 0 and plan.search.gap is not None
     assert arrivals.ENDED_EARLY in plan.search.bound
     assert any(what.startswith("simulating rra") for what in said)
@@ -269,10 +275,12 @@ def test_a_search_whose_time_is_up_keeps_the_best_plan_so_far_and_says_so(monkey
 
 def test_waits_leave_less_with_the_rate_and_with_smaller_steps() -> None:
     """One prompt in ten is long: those behind it wait, and small steps take longer for each prompt."""
-    of = problem("llama-3.1-8b", "h200x1", "azure-code").under(Constraint(latency_bound_s=4.0, objective="arrivals"))
-    by = scheduler(of)
+    subject = problem("llama-3.1-8b", "h200x1", "azure-code").under(
+        Constraint(latency_bound_s=4.0, objective="arrivals")
+    )
+    by = scheduler(subject)
     (space,) = by.candidates.spaces("chunked")
-    waits = Waits(of.constraint, by.candidates.lengths)
+    waits = Waits(subject.constraint, by.candidates.lengths)
     steps = PromptSteps(space.models.floor.lane, space.lengths, [128, 512, 2048], 1)
     left = np.asarray([waits.left_by_budget(steps, rate) for rate in (2.0, 10.0, 15.0, 19.0, 40.0)])
     assert (np.diff(left, axis=0) <= 0).all() and (left[-1] == 0).all()

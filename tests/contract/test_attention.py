@@ -167,12 +167,12 @@ def test_runs_on_as_many_threads_as_torch(backend):
 def test_what_is_not_finite_stays_so_in_fewer_bits(backend):
     """A key that is not finite leaves no finite output behind, in a cache of bfloat16 either."""
     (q, k, v), cache, batch = random_batch([], [(0, 5)], (2, 2, 20), 4, np.random.default_rng(0))
-    for of, bad in ((k, float("inf")), (v, float("-inf")), (v, float("nan")), (v, 3.4e38)):
-        spoilt = of.clone()
-        of[2, 0, 3] = bad
+    for tensor, bad in ((k, float("inf")), (v, float("-inf")), (v, float("nan")), (v, 3.4e38)):
+        spoilt = tensor.clone()
+        tensor[2, 0, 3] = bad
         out = BACKENDS[backend]().forward(q, k, v, cache.to(torch.bfloat16), batch).view(5, 2, 20)
         assert not out[2:, 0].isfinite().all() and out[:, 1].isfinite().all()
-        of.copy_(spoilt)
+        tensor.copy_(spoilt)
 
 
 def test_half_precision_on_a_cpu_falls_back_to_the_reference():

@@ -99,9 +99,9 @@ def test_fewer_iterations_a_phase_may_serve_less_on_stages() -> None:
     """Large decode steps before an encode phase pass stages one by one: rra's one broken direction, in its bound."""
     space = Spaces("rra", 14, monotone=True).spaces()[0]
     ends = {"encode_batch": np.asarray([4, 4]), "decode_iterations": np.asarray([1, 3])}
-    of = space.evaluate(ends)
-    assert of.throughput[1] > 1.1 * of.throughput[0]
-    assert of.throughput[1] <= box_bounds(space, of, space.evaluate_floor(ends, of), 2, 0)[0]
+    figures = space.evaluate(ends)
+    assert figures.throughput[1] > 1.1 * figures.throughput[0]
+    assert figures.throughput[1] <= box_bounds(space, figures, space.evaluate_floor(ends, figures), 2, 0)[0]
 
 
 @EVERY_KIND

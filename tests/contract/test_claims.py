@@ -148,9 +148,9 @@ def is_proven(kind: str, plans: dict[str, Plan]) -> bool:
 def nothing_beats(case: Case, best: Plan, kinds: list[str]) -> None:
     """Random settings on random placements serve no more than the certificate allows."""
     rng = np.random.default_rng(case.seed)
-    of = scheduler(case.subject.under(best.constraint))
+    search = scheduler(case.subject.under(best.constraint))
     for kind in kinds:
-        spaces = [space for space in of.candidates.spaces(kind) if space.num_points]
+        spaces = [space for space in search.candidates.spaces(kind) if space.num_points]
         for i in rng.choice(len(spaces), min(len(spaces), 2), replace=False) if spaces else ():
             points = spaces[i].points(rng.integers(0, spaces[i].num_points, 60))
             evaluation = spaces[i].evaluate(points)

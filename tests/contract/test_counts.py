@@ -50,15 +50,15 @@ class Arrivals:
 
     def plan(self) -> Plan | None:
         case = self.case
-        of = scheduler(case.subject.under(Constraint(objective="saturated")))
+        search = scheduler(case.subject.under(Constraint(objective="saturated")))
         rng = np.random.default_rng(case.seed)
-        spaces = [space for space in of.candidates.spaces(case.policy) if space.num_points]
+        spaces = [space for space in search.candidates.spaces(case.policy) if space.num_points]
         if not spaces:
             return None  # a policy for more devices
         space = spaces[rng.integers(len(spaces))]
         points = space.points(rng.integers(0, space.num_points, 1))
         try:
-            plan = of.score(space.settings(points, 0), space.placement)
+            plan = search.score(space.settings(points, 0), space.placement)
         except InfeasibleError:
             return None
         if plan.policy.kind == "waa":
@@ -103,7 +103,7 @@ def drawn(
         monotone=st.booleans(),
         quantile=st.just(0.99),
     )
-    load, together_, room_ = (st.sampled_from(of) for of in (loads, together, room))
+    load, together_, room_ = (st.sampled_from(choices) for choices in (loads, together, room))
     return st.builds(Arrivals, case=case, load=load, together=together_, room=room_)
 
 
@@ -155,7 +155,7 @@ def test_counts_run_ahead_as_the_engine_does(
         build = import_module("xgpt.core.policies.build")  # the package has a function of that name
         rule = build.settings_of
         others = {"batch_wait_steps": wait_steps, "batch_wait_tokens": wait_tokens}
-        patch.setattr(build, "settings_of", lambda *of: replace(rule(*of), whole_prompts=whole_prompts, **others))
+        patch.setattr(build, "settings_of", lambda *args: replace(rule(*args), whole_prompts=whole_prompts, **others))
         run = by_counts(plan, profile, requests)
         assert run.run()
         assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)

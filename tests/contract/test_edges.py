@@ -26,37 +26,37 @@ from xsimulator.lengths import Lengths
 from xsimulator.run import with_joint_lengths
 
 
-def planned(of: Problem, kind: str) -> dict[str, float]:
+def planned(subject: Problem, kind: str) -> dict[str, float]:
     """Figures of the best plan of a kind, all finite."""
-    plan = Scheduler(of).best([kind])
+    plan = Scheduler(subject).best([kind])
     figures = {name: value for name, value in plan.estimate.model_dump().items() if isinstance(value, float)}
     assert np.isfinite(list(figures.values())).all()
     assert figures["throughput_rps"] > 0
     assert sum(stage.decode_layers[1] - stage.decode_layers[0] for stage in plan.stages if stage.lane != "encode") == (
-        of.model.num_layers
+        subject.model.num_layers
     )
     return figures
 
 
-def with_workload(of: Problem, workload: Workload) -> Problem:
-    return Problem(of.model, None, of.cluster, workload, of.profile, of.constraint)
+def with_workload(subject: Problem, workload: Workload) -> Problem:
+    return Problem(subject.model, None, subject.cluster, workload, subject.profile, subject.constraint)
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_trace_of_one_row(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "one.csv"
     path.write_text("input,output\n100,20\n")
-    of = problem("opt-13b", "a40x4", "summarization")
-    figures = planned(with_workload(of, load_workload(str(path), of.model)), kind)
+    subject = problem("opt-13b", "a40x4", "summarization")
+    figures = planned(with_workload(subject, load_workload(str(path), subject.model)), kind)
     assert figures["output_tokens_per_s"] == pytest.approx(20 * figures["throughput_rps"])
 
 
 @pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 1), (1, 1), (300, 40)])
 def test_one_value_of_each_length(kind: str, inputs: int, outputs: int) -> None:
-    of = problem("opt-13b", "a40x4", "summarization")
+    subject = problem("opt-13b", "a40x4", "summarization")
     alike = Workload(name="alike", input=histogram(Constant(value=inputs)), output=histogram(Constant(value=outputs)))
-    figures = planned(with_workload(of, alike), kind)
+    figures = planned(with_workload(subject, alike), kind)
     if outputs == 1 and kind != "waa":
         assert figures["latency_s"] == pytest.approx(figures["ttft_s"])
 
@@ -64,9 +64,9 @@ def test_one_value_of_each_length(kind: str, inputs: int, outputs: int) -> None:
 @pytest.mark.parametrize("kind", POLICIES)
 def test_a_model_of_one_layer_on_more_devices_than_layers(kind: str) -> None:
     """No pipeline has more stages than layers; what is left is tensor parallelism, replicas, idle devices."""
-    of = problem("opt-13b", "a40x4", "summarization")
-    thin = of.model.model_copy(update={"num_layers": 1})
-    planned(Problem(thin, None, of.cluster, of.workload, of.profile, of.constraint), kind)
+    subject = problem("opt-13b", "a40x4", "summarization")
+    thin = subject.model.model_copy(update={"num_layers": 1})
+    planned(Problem(thin, None, subject.cluster, subject.workload, subject.profile, subject.constraint), kind)
 
 
 @pytest.mark.parametrize("field", ["embedding", "overhead", "hop"])
@@ -88,9 +88,9 @@ def test_an_empty_trace_and_a_length_of_zero_are_refused(tmp_path: Path) -> None
 
 
 def test_what_nothing_can_keep_names_the_nearest(tmp_path: Path) -> None:
-    of = problem("opt-13b", "a40x4", "summarization", latency_bound_s=1e-6)
+    subject = problem("opt-13b", "a40x4", "summarization", latency_bound_s=1e-6)
     with pytest.raises(InfeasibleError, match="the nearest bound that one keeps is"):
-        Scheduler(of).best(["rra"])
+        Scheduler(subject).best(["rra"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,6 +140,6 @@ def test_what_independent_lengths_cost_is_told(tmp_path: Path, capsys: pytest.Ca
 def test_a_trace_that_is_all_alike_has_no_pairs_to_tell_of(tmp_path: Path) -> None:
     path = tmp_path / "alike.csv"
     path.write_text("input,output\n" + "100,20\n" * 5)
-    of = problem("opt-13b", "a40x4", "summarization")
-    plan = Scheduler(with_workload(of, load_workload(str(path), of.model))).best(["rra"])
-    assert with_joint_lengths(plan, of.profile, read_lengths(path)).estimate.joint_lengths is None
+    subject = problem("opt-13b", "a40x4", "summarization")
+    plan = Scheduler(with_workload(subject, load_workload(str(path), subject.model))).best(["rra"])
+    assert with_joint_lengths(plan, subject.profile, read_lengths(path)).estimate.joint_lengths is None

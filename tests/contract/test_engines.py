@@ -24,9 +24,9 @@ SETTINGS = (
 
 
 def engine(*, ahead: bool = False, mixing: float = 0.0, **figures: object) -> EngineSpec:
-    of = load_engine("xgpt")
+    engine_spec = load_engine("xgpt")
     changed = {"schedules_ahead": ahead, "mixing": mixing} | figures
-    return of.model_copy(update=changed | {"sources": of.sources | dict.fromkeys(changed, "assumed")})
+    return engine_spec.model_copy(update=changed | {"sources": engine_spec.sources | dict.fromkeys(changed, "assumed")})
 
 
 @pytest.mark.parametrize(("ahead", "mixing"), [(True, 0.0), (True, 0.3)])
@@ -37,15 +37,15 @@ def test_closed_forms_follow_the_simulated_engine(
     follows(engine(ahead=ahead, mixing=mixing), settings)
 
 
-def follows(of: EngineSpec, settings: OrcaSettings | ChunkedSettings) -> None:
-    model = one_lane(*PROBLEM, of)
+def follows(engine_spec: EngineSpec, settings: OrcaSettings | ChunkedSettings) -> None:
+    model = one_lane(*PROBLEM, engine_spec)
     predicted = estimate(model, settings)
     workload = problem(*PROBLEM).workload
-    measured = simulate(model, workload, settings, 1000, np.random.default_rng(1), of)
+    measured = simulate(model, workload, settings, 1000, np.random.default_rng(1), engine_spec)
     assert predicted["throughput"] == pytest.approx(measured.throughput_rps, rel=0.03)
     assert predicted["latency"] == pytest.approx(measured.latency_s, rel=0.05)
     # Of an engine that mixes, at once, the closed form is up to 18% high here; prompts of several steps add to that.
-    assert predicted["ttft"] == pytest.approx(measured.ttft_s, rel=0.2 if of.mixes else 0.3)
+    assert predicted["ttft"] == pytest.approx(measured.ttft_s, rel=0.2 if engine_spec.mixes else 0.3)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -68,10 +68,10 @@ HABITS = ({"mixing": 0.4}, {"mixes": False}, {"cuts_prompts": False}, {"token_bu
 @pytest.mark.parametrize("kind", ["orca", "chunked"])
 def test_bounds_hold_whatever_an_engine_does(kind: str, figures: dict[str, float]) -> None:
     """A larger batch meets more mixed steps, so on the lower tables a mixed step costs what one decode takes."""
-    of = Scheduler(replace(problem(*PROBLEM), engine=engine(ahead=True, **figures)))
-    for number, space in enumerate(of.candidates.spaces(kind)):
+    search = Scheduler(replace(problem(*PROBLEM), engine=engine(ahead=True, **figures)))
+    for number, space in enumerate(search.candidates.spaces(kind)):
         assert breach(space, 200, np.random.default_rng(number)) == 0
-    assert (of.best((kind,)).search.gap or 0.0) < 0.05
+    assert (search.best((kind,)).search.gap or 0.0) < 0.05
 
 
 def test_both_cost_something() -> None:

@@ -33,8 +33,8 @@ def with_faster_parts(profile: Profile, factor: float) -> Profile:
 
 
 def small(model: str, bound_s: float | None, factor: float = 1.0) -> Problem:
-    of = problem(model, "h200x8", "chat-short", bound_s)
-    return replace(of, max_devices=2, profile=with_faster_parts(of.profile, factor))
+    subject = problem(model, "h200x8", "chat-short", bound_s)
+    return replace(subject, max_devices=2, profile=with_faster_parts(subject.profile, factor))
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def small(model: str, bound_s: float | None, factor: float = 1.0) -> Problem:
     ],
 )
 def test_the_search_finds_what_trying_everything_finds(model: str, factor: float, kind: str) -> None:
-    of = small(model, 12.0, factor)
-    best = Scheduler(of, "exhaustive").best((kind,))
-    found = Scheduler(of).best((kind,))
+    subject = small(model, 12.0, factor)
+    best = Scheduler(subject, "exhaustive").best((kind,))
+    found = Scheduler(subject).best((kind,))
     assert found.search.gap is not None
     ratio = best.estimate.throughput_rps / found.estimate.throughput_rps
     assert 1 - 1e-9 <= ratio <= 1 + min(THROUGHPUT_TOLERANCE, found.search.gap) + 1e-9
@@ -75,7 +75,7 @@ def test_no_setting_of_a_placement_beats_its_bound(kind: str) -> None:
         for i in rng.choice(len(spaces), 25, replace=False):
             space, branches = spaces[i], spaces[i].branches()
             branch = [branches[b] for b in rng.integers(len(branches), size=200)]
-            columns = {name: np.asarray([of[name] for of in branch]) for name in branch[0]}
+            columns = {name: np.asarray([settings[name] for settings in branch]) for name in branch[0]}
             for axis in space.searched:
                 columns[axis.variable.name] = axis.values[(len(axis.values) ** rng.random(200)).astype(int) - 1]
             evaluation = space.evaluate(columns)
@@ -106,8 +106,8 @@ def test_times_of_few_tokens_are_lowered_where_they_rise_faster_than_their_numbe
 
 @pytest.mark.parametrize(("factor", "ep_degree"), [(0.8, 2), (1.2, 1)])
 def test_a_plan_divides_experts_where_that_is_faster(factor: float, ep_degree: int) -> None:
-    of = small("mixtral-8x7b", None, factor)
-    plan = Scheduler(of).best(("orca",))
+    subject = small("mixtral-8x7b", None, factor)
+    plan = Scheduler(subject).best(("orca",))
     assert {stage.ep for stage in plan.stages} == {ep_degree}
     assert plan.policy.ep_degree == ep_degree  # type: ignore[union-attr]
     assert Placement.of(plan).decode_lane[0].group == (plan.stages[0].tp, ep_degree)
@@ -126,26 +126,28 @@ def test_a_stage_divides_its_experts_evenly() -> None:
 @pytest.mark.parametrize(("tps", "layers"), [((8,), None), ((4, 4), 3), ((1,) * 16, 2)])
 def test_devices_hold_the_model_together(name: str, tps: tuple[int, ...], layers: int | None) -> None:
     """All weights stand once, but for what each device of a group holds as a whole and a tied head of another stage."""
-    of = problem(name, "h200x32", "chat-short")
-    spec, num = of.model, of.model.num_layers
+    subject = problem(name, "h200x32", "chat-short")
+    spec, num = subject.model, subject.model.num_layers
     split = [num] if layers is None else [layers] * (len(tps) - 1) + [num - layers * (len(tps) - 1)]
     memory = LaneMemory(
         spec,
-        of.cluster.model_copy(update={"device": of.cluster.device.model_copy(update={"memory_bytes": 10**13})}),
+        subject.cluster.model_copy(
+            update={"device": subject.cluster.device.model_copy(update={"memory_bytes": 10**13})}
+        ),
         Precision.of("bfloat16", "gpu"),
         lane(tps, split),
         16,
     )
-    held = sum(memory.weight_bytes * tps)
+    total_bytes = sum(memory.weight_bytes * tps)
     copies = sum((tp - 1) * n * spec.unshared_bytes("bfloat16", 0, 1) for tp, n in zip(tps, split, strict=True))
     head = 2 * spec.vocab_size * spec.hidden_size * (spec.tie_embeddings and len(tps) > 1)
-    assert held == pytest.approx(spec.weight_bytes("bfloat16") + copies + head, rel=1e-9)
+    assert total_bytes == pytest.approx(spec.weight_bytes("bfloat16") + copies + head, rel=1e-9)
     assert (memory.fixed_bytes >= memory.weight_bytes + WORKSPACE_BYTES).all()
 
 
 def test_latent_keys_and_values_are_held_by_every_device_of_a_group() -> None:
-    of = problem("deepseek-v3", "h200x8", "chat-short")
-    memory = LaneMemory(of.model, of.cluster, Precision.of("bfloat16", "gpu"), lane((8,), (61,)), 16)
+    subject = problem("deepseek-v3", "h200x8", "chat-short")
+    memory = LaneMemory(subject.model, subject.cluster, Precision.of("bfloat16", "gpu"), lane((8,), (61,)), 16)
     block_bytes = memory.device_bytes(1, 0)[0] - memory.device_bytes(0, 0)[0]
     assert block_bytes == 16 * 61 * (512 + 64) * 2
 
@@ -175,24 +177,26 @@ def test_experts_that_are_met_are_those_of_a_simulation() -> None:
 
 def test_a_token_reads_its_experts_alone() -> None:
     """One decode of Mixtral reads two of eight experts; many read all of them and are bound by products."""
-    of = problem("mixtral-8x7b", "h200x8", "chat-short")
-    rest = of.profile.layer(1).rest
+    subject = problem("mixtral-8x7b", "h200x8", "chat-short")
+    rest = subject.profile.layer(1).rest
     seconds = dict(zip(rest.points, rest.seconds, strict=True))
-    bandwidth = 4.8e12 * of.cluster.device.efficiency.weights  # type: ignore[union-attr]
-    of_one = 2 * (of.model.attention_params + 2 * of.model.expert_params) / bandwidth
-    of_many = 2 * (of.model.attention_params + 8 * of.model.expert_params) / bandwidth
+    bandwidth = 4.8e12 * subject.cluster.device.efficiency.weights  # type: ignore[union-attr]
+    of_one = 2 * (subject.model.attention_params + 2 * subject.model.expert_params) / bandwidth
+    of_many = 2 * (subject.model.attention_params + 8 * subject.model.expert_params) / bandwidth
     assert of_one < seconds[1] < of_one + 40e-6
     assert of_many < seconds[64] < of_many + 40e-6
     assert seconds[8192] == pytest.approx(2 * seconds[4096], rel=0.05)
 
 
 def test_a_layer_with_a_window_costs_no_more_beyond_it() -> None:
-    of = problem("gpt-oss-20b", "h200x1", "chat-short")
-    layer, lengths = of.profile.layer(1), of.profile.layer(1).decode_attention.lengths
+    subject = problem("gpt-oss-20b", "h200x1", "chat-short")
+    layer, lengths = subject.profile.layer(1), subject.profile.layer(1).decode_attention.lengths
     decode = np.asarray(layer.decode_attention.seconds)[-1]
     at = {length: decode[i] for i, length in enumerate(lengths)}
     full = analytic.profile(
-        of.model.model_copy(update={"sliding_window": None, "full_attention_layers": ()}), of.cluster, "bfloat16"
+        subject.model.model_copy(update={"sliding_window": None, "full_attention_layers": ()}),
+        subject.cluster,
+        "bfloat16",
     ).layer(1)
     assert at[16384] == pytest.approx((at[128] + full.decode_attention.seconds[-1][-1]) / 2, rel=0.1)
     assert layer.encode_attention.seconds[0][-1] < 0.6 * full.encode_attention.seconds[0][-1]

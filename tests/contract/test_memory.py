@@ -24,11 +24,11 @@ INSIDE = 60
 
 def engine_of(kind: str, pool: Pool) -> tuple[Schedule, StepClock, Lengths]:
     """One that would let in more than the pool does."""
-    of = problem("opt-13b", "a40x4", "translation")
-    lengths = Lengths(of.workload)
+    subject = problem("opt-13b", "a40x4", "translation")
+    lengths = Lengths(subject.workload)
     if kind == "waa":
         encode, decode = (
-            LaneCost(of.model, of.profile, lane((2,), (40,), first_device=first, cluster=of.cluster))
+            LaneCost(subject.model, subject.profile, lane((2,), (40,), first_device=first, cluster=subject.cluster))
             for first in (0, 2)
         )
         settings = WaaSettings(encode_batch=4, max_decode_batch=INSIDE)
@@ -36,7 +36,7 @@ def engine_of(kind: str, pool: Pool) -> tuple[Schedule, StepClock, Lengths]:
         rule = TwoLaneSettings(predicted["encode_tokens"], 1, PLENTY, INSIDE)
         schedule: Schedule = TwoLane(rule, pool)
         return schedule, TwoLaneClock(encode, decode, schedule), lengths
-    cost = LaneCost(of.model, of.profile, whole(of.model, 4))
+    cost = LaneCost(subject.model, subject.profile, whole(subject.model, 4))
     one = RraSettings(encode_batch=25, decode_iterations=12) if kind == "rra" else OrcaSettings(max_batch=INSIDE)
     predicted = estimate(OneLaneModel(cost, lengths), one)
     schedule = OneLane(lane_settings(one, predicted["encode_tokens"], predicted["decode_batch"]), pool)
@@ -55,14 +55,14 @@ def test_999_of_1000_moments_fit(kind: str) -> None:
     columns = sample(problem("opt-13b", "a40x4", "translation").workload, count, np.random.default_rng(1))
     pairs = zip(*(column.tolist() for column in columns), strict=True)
     requests = [SimulatedRequest(i, n, lengths.max_output, out) for i, (n, out) in enumerate(pairs)]
-    held: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
 
     def watched(now_ns: int, step: object) -> int:
-        held.append((now_ns, sum(-(-request.context // BLOCK_SIZE) for request in pool.running.values())))
+        kept.append((now_ns, sum(-(-request.context // BLOCK_SIZE) for request in pool.running.values())))
         return clock(now_ns, step)  # type: ignore[arg-type]
 
     SimulatedEngine(schedule, watched, requests).run()
-    times, used = np.asarray(held[len(held) // 8 : -len(held) // 8], float).T
+    times, used = np.asarray(kept[len(kept) // 8 : -len(kept) // 8], float).T
     order = np.argsort(used[:-1])
     share = np.cumsum(np.diff(times)[order]) / (times[-1] - times[0])
     exceeded = used[order][np.searchsorted(share, 0.999)]

@@ -70,21 +70,21 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("added")
 @pytest.mark.parametrize("bound_s", [None, 4.0])
 def test_a_new_policy_is_planned_simulated_and_replayed(bound_s: float | None) -> None:
-    of = problem("llama-3.1-8b", "h200x1", "orca", bound_s)
-    plan = Scheduler(of).best(["capped"])
+    subject = problem("llama-3.1-8b", "h200x1", "orca", bound_s)
+    plan = Scheduler(subject).best(["capped"])
     assert plan.policy.kind == "capped"
     assert plan.search.gap is not None and plan.search.gap <= 0.01
     assert CappedPlan.model_validate_json(dump_json(plan)) == plan
 
     # It plans what the one policy that it is a case of would plan with that budget.
-    scheduler = Scheduler(of)
+    scheduler = Scheduler(subject)
     placement = scheduler.candidates.spaces("chunked")[0].placement
     settings = FORECASTS["chunked"].settings(max_batch=plan.policy.max_batch, token_budget=TOKENS, **placement.fixed)
     scored = scheduler.score(settings, placement).estimate
     assert scored.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=1e-9)
     assert scored.latency_s == pytest.approx(plan.estimate.latency_s, rel=1e-9)
 
-    assert reestimate(plan, of.profile, of.workload, 0.9)["latency"] <= plan.estimate.latency_s
-    measured, log = simulate(plan, of.profile, of.workload, 300, np.random.default_rng(0))
+    assert reestimate(plan, subject.profile, subject.workload, 0.9)["latency"] <= plan.estimate.latency_s
+    measured, log = simulate(plan, subject.profile, subject.workload, 300, np.random.default_rng(0))
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.1)
     assert replay(policies.build(plan), log) == log

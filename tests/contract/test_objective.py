@@ -25,8 +25,8 @@ SCENARIOS = (
 
 
 def subject(model: str, cluster: str, workload: str) -> Problem:
-    of = problem(model, cluster, workload)
-    return of
+    asked = problem(model, cluster, workload)
+    return asked
 
 
 @functools.cache
@@ -36,20 +36,20 @@ def by_arrivals(scenario: tuple[str, str, str, float]) -> dict[str, Plan]:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
 def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tuple[str, str, str, float]) -> None:
-    of = subject(*scenario[:3])
+    asked = subject(*scenario[:3])
     best = next(iter(by_arrivals(scenario).values()))
-    saturated = with_capacities(plan_each(of.under(Constraint(latency_bound_s=scenario[3]))), of.profile)
+    saturated = with_capacities(plan_each(asked.under(Constraint(latency_bound_s=scenario[3]))), asked.profile)
     assert rate_of(best) >= (1 - SHARP) * max(map(rate_of, saturated.values()))
     assert max(map(rate_of, by_arrivals(scenario).values())) == rate_of(best)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
 def test_each_stated_rate_is_confirmed_request_by_request(scenario: tuple[str, str, str, float]) -> None:
-    of = subject(*scenario[:3])
+    asked = subject(*scenario[:3])
     for plan in by_arrivals(scenario).values():
         found = plan.estimate.capacity
         assert found is not None
-        at = Trial(plan, of.profile, by_request=True).at(found.rate_per_s)
+        at = Trial(plan, asked.profile, by_request=True).at(found.rate_per_s)
         assert at is not None
         kept_s = scenario[3] / (1 + plan.constraint.headroom)
         assert np.mean(at.whole_s <= kept_s) >= 0.99
@@ -59,16 +59,16 @@ def test_each_stated_rate_is_confirmed_request_by_request(scenario: tuple[str, s
 
 def test_what_is_over_the_stated_rate_breaks_the_bound() -> None:
     scenario = SCENARIOS[0]
-    plan, of = next(iter(by_arrivals(scenario).values())), subject(*scenario[:3])
-    above = Trial(plan, of.profile, by_request=True).at((1 + 1.5 * PRECISION) * rate_of(plan))
+    plan, asked = next(iter(by_arrivals(scenario).values())), subject(*scenario[:3])
+    above = Trial(plan, asked.profile, by_request=True).at((1 + 1.5 * PRECISION) * rate_of(plan))
     assert above is not None
     assert np.mean(above.whole_s <= scenario[3] / (1 + plan.constraint.headroom)) < 0.99
 
 
 def test_without_a_bound_the_objectives_are_one() -> None:
-    of = subject("llama-3.1-8b", "h200x1", "orca")
+    asked = subject("llama-3.1-8b", "h200x1", "orca")
     arrivals, saturated = (
-        plan_each(of.under(Constraint(objective=name)), "orca")["orca"] for name in ("arrivals", "saturated")
+        plan_each(asked.under(Constraint(objective=name)), "orca")["orca"] for name in ("arrivals", "saturated")
     )
     assert arrivals.policy == saturated.policy
     assert arrivals.estimate.capacity is None
@@ -90,23 +90,23 @@ def test_the_same_input_gives_the_same_plan() -> None:
 
 def test_bounds_with_quantiles_of_their_own_are_each_kept() -> None:
     """MLPerf's server scenario: a share of all requests keeps each bound, whatever becomes of the other one."""
-    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    asked = subject("llama-3.1-8b", "h200x1", "azure-conv")
     bounds = {"ttft_s": 0.5, "tpot_s": 0.012}
     quantiles = {"ttft_quantile": 0.9, "tpot_quantile": 0.99}
     together = Constraint(objective="arrivals", quantile=0.99, **bounds)
-    plans = plan_each(of.under(together.model_copy(update=quantiles)))
+    plans = plan_each(asked.under(together.model_copy(update=quantiles)))
     assert len(plans) >= 3
     for plan in plans.values():
         found, slack = plan.estimate.capacity, 1 + plan.constraint.headroom
         assert found is not None
-        times = Trial(plan, of.profile, by_request=True).at(found.rate_per_s)
+        times = Trial(plan, asked.profile, by_request=True).at(found.rate_per_s)
         assert times is not None
         assert np.mean(times.ttft_s <= 0.5 / slack) >= 0.9
         assert np.mean(times.tpot_s <= 0.012 / slack) >= 0.99
         assert times.goodput(plan.constraint) == pytest.approx(found.share_kept)
     best = next(iter(plans.values()))
-    assert rate_of(best) >= rate_of(next(iter(plan_each(of.under(together)).values())))
-    above = Trial(best, of.profile).at((1 + 1.5 * PRECISION) * rate_of(best))
+    assert rate_of(best) >= rate_of(next(iter(plan_each(asked.under(together)).values())))
+    above = Trial(best, asked.profile).at((1 + 1.5 * PRECISION) * rate_of(best))
     assert above is not None
     tight = best.constraint.model_copy(
         update={name: bound / (1 + best.constraint.headroom) for name, bound in bounds.items()}

@@ -42,14 +42,14 @@ def test_closed_form_agrees_with_the_simulated_engine(kind: str) -> None:
 
 def test_cores_that_move_keys_and_values_do_nothing_else_meanwhile() -> None:
     """As on CPUs: both clocks charge both lanes for it."""
-    of = problem("opt-13b", "a40x4", "summarization", 15.0)
-    slow = of.profile.kv_transfer
+    subject = problem("opt-13b", "a40x4", "summarization", 15.0)
+    slow = subject.profile.kv_transfer
     assert slow is not None
     slow = slow.model_copy(update={"seconds": tuple(4 * seconds for seconds in slow.seconds)})
     found = {}
     for threads in (None, 1):
-        profile = of.profile.model_copy(update={"kv_transfer": slow, "num_threads": threads})
-        one = Scheduler(replace(of, profile=profile, max_devices=2)).best(("waa",))
+        profile = subject.profile.model_copy(update={"kv_transfer": slow, "num_threads": threads})
+        one = Scheduler(replace(subject, profile=profile, max_devices=2)).best(("waa",))
         measured, _ = simulate_plan(one, profile, one.workload, 300, np.random.default_rng(0))
         assert one.estimate.throughput_rps == pytest.approx(measured.throughput_rps, rel=0.05)
         assert one.estimate.latency_s == pytest.approx(measured.latency_s, rel=0.08)
@@ -61,21 +61,23 @@ def test_cores_that_move_keys_and_values_do_nothing_else_meanwhile() -> None:
 @pytest.mark.parametrize(("model", "cluster"), [("t5-11b", "a40x8"), ("opt-13b", "a40x4")])
 def test_plans_do_in_simulation_what_they_claim(model: str, cluster: str, kind: str) -> None:
     """On the stages, blocks and settings that the plan itself names, with K/V memory as it binds."""
-    of = problem(model, cluster, "translation", 12.0)
-    plan = Scheduler(of).best((kind,))
+    subject = problem(model, cluster, "translation", 12.0)
+    plan = Scheduler(subject).best((kind,))
     assert all(stage.kv_blocks > 100 for stage in plan.stages)
-    measured, _ = simulate_plan(plan, of.profile, of.workload, 1500, np.random.default_rng(3))
+    measured, _ = simulate_plan(plan, subject.profile, subject.workload, 1500, np.random.default_rng(3))
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.05)
     assert measured.latency_s == pytest.approx(plan.estimate.latency_s, rel=0.08)
 
 
 def equal_stages(num_stages: int) -> LaneCost:
     """Stages that cost the same: no embedding, no head."""
-    of = problem("gpt3-175b", "a40x32", "summarization")
+    subject = problem("gpt3-175b", "a40x32", "summarization")
     free = Curve(points=(1, 2), seconds=(0.0, 0.0))
-    profile: Profile = of.profile.model_copy(update={"embedding": free, "head": free})
-    each = of.model.num_layers // num_stages
-    return LaneCost(of.model, profile, lane((1,) * num_stages, (each,) * num_stages, heads=False, cluster=of.cluster))
+    profile: Profile = subject.profile.model_copy(update={"embedding": free, "head": free})
+    each = subject.model.num_layers // num_stages
+    return LaneCost(
+        subject.model, profile, lane((1,) * num_stages, (each,) * num_stages, heads=False, cluster=subject.cluster)
+    )
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (4, 4), (4, 2), (4, 8), (8, 8), (8, 3)])
@@ -85,8 +87,8 @@ def test_closed_form_is_the_recursion_where_nothing_varies(
 ) -> None:
     """All requests alike: every phase encodes as many, and a request decodes for whole phases."""
     decodes = 2 * iterations
-    of = Workload(name="alike", input=histogram(Constant(value=256)), output=_one(decodes + 1))
-    lengths, cost = Lengths(of), equal_stages(stages)
+    workload = Workload(name="alike", input=histogram(Constant(value=256)), output=_one(decodes + 1))
+    lengths, cost = Lengths(workload), equal_stages(stages)
     settings = RraSettings(encode_batch=each * microbatches, decode_iterations=iterations, microbatches=microbatches)
     predicted = estimate(OneLaneModel(cost, lengths), settings)
     num_phases = 12
@@ -113,8 +115,8 @@ def test_layers_are_spread_so_that_the_slowest_stage_is_as_fast_as_can_be(seed: 
     counts = spread(layers, seconds, fixed)
     assert sum(counts) == layers and min(counts) >= 1
 
-    def slowest(of: tuple[int, ...]) -> float:
-        return max(f + n * s for f, n, s in zip(fixed, of, seconds, strict=True))
+    def slowest(stages: tuple[int, ...]) -> float:
+        return max(f + n * s for f, n, s in zip(fixed, stages, seconds, strict=True))
 
     grids = np.meshgrid(*[np.arange(1, layers + 1)] * stages)
     every = np.stack([grid.ravel() for grid in grids], axis=1)
@@ -136,46 +138,46 @@ def test_partial_tensor_parallelism() -> None:
 
 
 def test_memory_is_shared_out() -> None:
-    of = problem("gpt3-39b", "a40x16", "summarization")
-    dtype = of.profile.dtype
+    subject = problem("gpt3-39b", "a40x16", "summarization")
+    dtype = subject.profile.dtype
     precision = Precision.of(dtype, "gpu")
-    one = LaneMemory(of.model, of.cluster, precision, whole(of.model, 8), 16)
-    four = LaneMemory(of.model, of.cluster, precision, lane((2,) * 4, (12,) * 4), 16)
-    assert one.weight_bytes.sum() * 8 == pytest.approx(of.model.weight_bytes(dtype))
+    one = LaneMemory(subject.model, subject.cluster, precision, whole(subject.model, 8), 16)
+    four = LaneMemory(subject.model, subject.cluster, precision, lane((2,) * 4, (12,) * 4), 16)
+    assert one.weight_bytes.sum() * 8 == pytest.approx(subject.model.weight_bytes(dtype))
     # A tied embedding stands on the first and on the last stage.
-    embedding = of.model.vocab_size * of.model.hidden_size * 2
-    assert four.weight_bytes.sum() * 2 == pytest.approx(of.model.weight_bytes(dtype) + embedding)
+    embedding = subject.model.vocab_size * subject.model.hidden_size * 2
+    assert four.weight_bytes.sum() * 2 == pytest.approx(subject.model.weight_bytes(dtype) + embedding)
     assert len(four.device_bytes(100, 1000)) == 8
     blocks = int(four.blocks_beside(1000)[0])
-    usable = of.cluster.device.memory_bytes * of.cluster.device.usable_memory
+    usable = subject.cluster.device.memory_bytes * subject.cluster.device.usable_memory
     assert max(four.device_bytes(blocks, 1000)) <= usable < max(four.device_bytes(blocks + 1, 1000))
     with pytest.raises(InfeasibleError, match=r"needs 7\d\.\d GiB in float16 on a device of stage 0 before any K/V"):
-        LaneMemory(of.model, of.cluster, precision, whole(of.model), 16)
+        LaneMemory(subject.model, subject.cluster, precision, whole(subject.model), 16)
 
 
 def test_a_profile_without_what_a_placement_needs_is_refused() -> None:
-    of = problem("opt-13b", "a40x4", "summarization")
-    lonely = of.profile.model_copy(update={"hop": None, "kv_transfer": None})
-    stages = lane((1, 1), (20, 20), cluster=of.cluster)
+    subject = problem("opt-13b", "a40x4", "summarization")
+    lonely = subject.profile.model_copy(update={"hop": None, "kv_transfer": None})
+    stages = lane((1, 1), (20, 20), cluster=subject.cluster)
     with pytest.raises(InputError, match="it holds no times between devices"):
-        LaneCost(of.model, lonely, stages)
+        LaneCost(subject.model, lonely, stages)
     with pytest.raises(InputError, match=r"tp_degree: 16 is not accepted; the profile of opt-13b on .* covers"):
-        LaneCost(of.model, of.profile, whole(of.model, 16))
-    half = LaneCost(of.model, lonely, whole(of.model))
+        LaneCost(subject.model, subject.profile, whole(subject.model, 16))
+    half = LaneCost(subject.model, lonely, whole(subject.model))
     with pytest.raises(InputError, match=r"cluster\.host is missing"):
-        TwoLaneModel(half, half, Lengths(of.workload))
-    measured = LaneCost(of.model, lonely.model_copy(update={"source": "measured"}), whole(of.model))
+        TwoLaneModel(half, half, Lengths(subject.workload))
+    measured = LaneCost(subject.model, lonely.model_copy(update={"source": "measured"}), whole(subject.model))
     with pytest.raises(InputError, match="it holds no times of K/V transfers"):
-        TwoLaneModel(measured, measured, Lengths(of.workload))
+        TwoLaneModel(measured, measured, Lengths(subject.workload))
 
 
 @pytest.mark.parametrize("kind", ["rra", "orca", "chunked", "static"])
 def test_one_token_outputs_and_one_layer(kind: str) -> None:
     """Nothing decodes; a model of one layer on one stage."""
-    of = problem("opt-13b", "a40x4", "summarization")
-    spec = of.model.model_copy(update={"num_layers": 1})
+    subject = problem("opt-13b", "a40x4", "summarization")
+    spec = subject.model.model_copy(update={"num_layers": 1})
     lengths = Lengths(Workload(name="short", input=histogram(Constant(value=7)), output=_one(1)))
-    model = OneLaneModel(LaneCost(spec, of.profile, whole(spec)), lengths)
+    model = OneLaneModel(LaneCost(spec, subject.profile, whole(spec)), lengths)
     columns = {"encode_batch": 4, "decode_iterations": 3, "max_batch": 4, "token_budget": 64, "batch": 4}
     performance = FORECASTS[kind].evaluate(model, **columns)
     figures = performance.at(0)
@@ -200,6 +202,6 @@ def test_rounds_of_random_steps_lie_where_the_recursion_does() -> None:
     assert np.median(np.abs(error)) < 0.025
     assert np.abs(error).max() < 0.12
     for group in lanes:
-        least, held = group.steps.bounds()
+        least, most = group.steps.bounds()
         assert (least[0] <= 1.02 * group.simulated).all()
-        assert (held >= least).all()
+        assert (most >= least).all()

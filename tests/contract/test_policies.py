@@ -35,8 +35,8 @@ GRIDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_plan_is_finite_repeatable_and_round_trips(kind: str) -> None:
-    of = problem("llama-3.1-8b", "h200x1", "orca", latency_bound_s=4.0)
-    plan, again = (Scheduler(of).best([kind]) for _ in range(2))
+    subject = problem("llama-3.1-8b", "h200x1", "orca", latency_bound_s=4.0)
+    plan, again = (Scheduler(subject).best([kind]) for _ in range(2))
     assert np.isfinite([value for value in plan.estimate.model_dump().values() if isinstance(value, float)]).all()
     assert plan.estimate == again.estimate
     assert plan.policy == again.policy
@@ -138,10 +138,10 @@ def alone_in_engine(settings: PolicySettings) -> bool:
 @pytest.mark.parametrize(("token_budget", "max_batch"), [(128, 8), (512, 8), (1024, 16)])
 def test_slots_that_hardly_decode_leave_no_step_without_a_prompt(token_budget: int, max_batch: int) -> None:
     """Most outputs are one token, as azure-code's: nearly all slots wait for their prompt's turn."""
-    of = problem("opt-13b", "a40x4", "chat-short")
+    subject = problem("opt-13b", "a40x4", "chat-short")
     output = Histogram(lengths=(1, 2, 4, 16), probabilities=(0.7, 0.15, 0.1, 0.05))
-    workload = Workload(name="short", input=of.workload.input, output=output)
-    model = OneLaneModel(LaneCost(of.model, of.profile, whole(of.model)), Lengths(workload))
+    workload = Workload(name="short", input=subject.workload.input, output=output)
+    model = OneLaneModel(LaneCost(subject.model, subject.profile, whole(subject.model)), Lengths(workload))
     settings = ChunkedSettings(token_budget=token_budget, max_batch=max_batch)
     predicted = estimate(model, settings)
     measured = simulate(model, workload, settings, 1500, np.random.default_rng(0))

@@ -181,9 +181,9 @@ class World:
         return step
 
     def settle(self, step: Step) -> None:
-        made = [id_ for id_ in self.execute(step) if id_ in self.pool.running]
+        tokens = [id_ for id_ in self.execute(step) if id_ in self.pool.running]
         finished: list[int] = []
-        for id_ in made:
+        for id_ in tokens:
             client = self.clients[id_]
             client.said += (self.rng.randrange(3),)
             client.answered += 1
@@ -201,14 +201,14 @@ class World:
             self.clients[id_].blocks.append(block)
             if not has_two:
                 self.clients[id_].prompt_blocks = self.clients[id_].blocks
-        made = []
+        emitted = []
         for id_, start, length in step.encode:
             client = self.clients[id_]
             if client.is_known:
                 for place in range(start, start + length):
                     encoded_in.write(client.prompt_blocks, place, client.said)
                 encoded_in.read(client.prompt_blocks, start + length, client.said)
-                made += [id_] if start + length == len(client.said) else []
+                emitted += [id_] if start + length == len(client.said) else []
         for id_ in step.transfer:
             client = self.clients[id_]
             count = len(client.said) - 1
@@ -220,8 +220,8 @@ class World:
             if client.is_known:
                 decoded_in.write(client.blocks, len(client.said) - 1, client.said)
                 decoded_in.read(client.blocks, len(client.said), client.said)
-                made.append(id_)
-        return made
+                emitted.append(id_)
+        return emitted
 
     def let_go(self, ids: list[int]) -> None:
         for id_ in ids:

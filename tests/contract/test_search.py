@@ -101,13 +101,13 @@ def test_a_tighter_bound_never_gives_more(kind: str, seed: int) -> None:
 
 def test_an_objective_of_the_users_own_is_searched_by_optuna() -> None:
     """Least time to first token, at no less than 10 requests a second: neither has a bound."""
-    of = problem("llama-3.1-8b", "h200x1", "orca", 4.0)
-    own = of.constraint.model_copy(update={"maximise": "-ttft if throughput >= 10 else -1e9"})
-    plan = Scheduler(of.under(own)).best(("orca",))
+    subject = problem("llama-3.1-8b", "h200x1", "orca", 4.0)
+    constraint = subject.constraint.model_copy(update={"maximise": "-ttft if throughput >= 10 else -1e9"})
+    plan = Scheduler(subject.under(constraint)).best(("orca",))
     assert plan.search.method == "optuna"
     assert plan.search.gap is None
     assert plan.estimate.throughput_rps >= 10
-    assert plan.estimate.ttft_s < Scheduler(of).best(("orca",)).estimate.ttft_s
+    assert plan.estimate.ttft_s < Scheduler(subject).best(("orca",)).estimate.ttft_s
 
 
 @EVERY_KIND
@@ -123,8 +123,8 @@ def test_an_objective_of_the_users_own_is_searched_by_optuna() -> None:
 def test_one_more_device_never_gives_less(
     kind: str, model: str, cluster: str, workload: str, bound_s: float | None, sizes: range
 ) -> None:
-    of = problem(model, cluster, workload, bound_s)
-    best = [Scheduler(replace(of, max_devices=n)).best((kind,)).estimate.throughput_rps for n in sizes]
+    subject = problem(model, cluster, workload, bound_s)
+    best = [Scheduler(replace(subject, max_devices=n)).best((kind,)).estimate.throughput_rps for n in sizes]
     for fewer, more in pairwise(best):
         assert more >= fewer / (1 + THROUGHPUT_TOLERANCE)
 
@@ -143,9 +143,9 @@ def test_optuna_is_repeatable_and_never_beats_exhaustive(kind: str) -> None:
 @pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS if kind != "waa")])
 def test_the_nearest_bound_can_be_asked_for(kinds: tuple[str, ...]) -> None:
     def plan(constraint: Constraint) -> Plan:
-        of = problem("llama-3.1-8b", "h200x1", "orca")
+        subject = problem("llama-3.1-8b", "h200x1", "orca")
         return Scheduler(
-            Problem(of.model, None, of.cluster, of.workload, of.profile, constraint),
+            Problem(subject.model, None, subject.cluster, subject.workload, subject.profile, constraint),
         ).best(kinds)
 
     with pytest.raises(InfeasibleError, match=r"latency_bound_s: no schedule of .* keeps 0\.001 s") as failure:
@@ -161,11 +161,13 @@ def test_the_nearest_bound_can_be_asked_for(kinds: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("headroom", [0.0, 0.2])
 @pytest.mark.parametrize("name", ["latency_bound_s", "ttft_s", "tpot_s"])
 def test_what_binds_is_named_with_a_value_that_works(name: str, headroom: float) -> None:
-    of = problem("llama-3.1-8b", "h200x1", "orca")
+    subject = problem("llama-3.1-8b", "h200x1", "orca")
 
     def best(value: float) -> Plan:
         constraint = Constraint.model_validate({name: value, "headroom": headroom})
-        return Scheduler(Problem(of.model, None, of.cluster, of.workload, of.profile, constraint)).best()
+        return Scheduler(
+            Problem(subject.model, None, subject.cluster, subject.workload, subject.profile, constraint)
+        ).best()
 
     with pytest.raises(InfeasibleError, match=f"^{name}: ") as failure:
         best(1e-4)
@@ -196,10 +198,10 @@ def test_a_search_leaves_nothing_to_the_garbage_collector() -> None:
 
 
 def test_a_plan_warns_of_steps_beyond_the_profile() -> None:
-    of = problem("opt-13b", "h200x1", "summarization")
-    scheduler = Scheduler(of)
+    subject = problem("opt-13b", "h200x1", "summarization")
+    scheduler = Scheduler(subject)
     placement = scheduler.candidates.uniform_placement("static", tp_degree=1, num_stages=1, replicas=1)
     small, large = (scheduler.score(StaticSettings(batch=n), placement).estimate.warnings for n in (10, 100))
-    last = of.profile.layers[0].rest.points[-1]
+    last = subject.profile.layers[0].rest.points[-1]
     assert small == ()
     assert large == (f"tokens a step 25735 lies beyond the profile's {last}: extrapolated",)

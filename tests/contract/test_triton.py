@@ -81,8 +81,8 @@ def test_sequences_are_told_apart_on_the_device(heads, shape):
     expected_cache = cache.clone().to(DEVICE)
     (q, k, v), cache, unsorted = on_device((qkv, cache, unsorted))
     _, _, batch = on_device((qkv, cache, batch))
-    own = [x[:num_tokens] for x in (q, k, v)]
-    expected = BACKENDS["reference"]().forward(*own, expected_cache, batch)
+    parts = [x[:num_tokens] for x in (q, k, v)]
+    expected = BACKENDS["reference"]().forward(*parts, expected_cache, batch)
     actual = TritonAttention().forward(q, k, v, cache, unsorted)
     torch.testing.assert_close(actual[:num_tokens], expected, **TOLERANCES[torch.float32])
     torch.testing.assert_close(cache[:, :-1], expected_cache[:, :-1], rtol=0, atol=0)

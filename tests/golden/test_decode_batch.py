@@ -62,9 +62,9 @@ def test_formulas(
 def test_the_rule_runs_at_the_exact_figure(
     mean: int, sd: int, longest: int, decode_iterations: int, encode_batch: int, paper: float, exact: float
 ) -> None:
-    of = workload(mean, sd, longest)
-    lengths = Lengths(of)
-    inputs, outputs = sample(of, NUM_PHASES * encode_batch, np.random.default_rng(0))
+    subject = workload(mean, sd, longest)
+    lengths = Lengths(subject)
+    inputs, outputs = sample(subject, NUM_PHASES * encode_batch, np.random.default_rng(0))
     pool = Pool(kv_blocks=len(inputs) * (longest + 9), block_size=1)
     settings = LaneSettings(
         mix=False,

@@ -47,8 +47,8 @@ def namespace() -> Iterator[str]:
     """A namespace that takes no pods but such as ask for no rights."""
     name = f"xgpt-{uuid4().hex[:8]}"
     labels = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
-    of = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
-    kubectl("create", "-f", "-", given=json.dumps(of))
+    document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    kubectl("create", "-f", "-", given=json.dumps(document))
     yield name
     kubectl("delete", "namespace", name, "--wait=false")
 
@@ -60,7 +60,7 @@ def define(kind: str) -> None:
     version = {"name": path.stem.rpartition("-")[2], "served": True, "storage": True}
     schema = {"openAPIV3Schema": json.loads(path.read_text())["openAPIV3Schema"]}
     plural = f"{kind.lower()}s"
-    of = {
+    definition = {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
@@ -74,7 +74,7 @@ def define(kind: str) -> None:
             "versions": [{**version, "schema": schema}],
         },
     }
-    kubectl("apply", "-f", "-", given=json.dumps(of))
+    kubectl("apply", "-f", "-", given=json.dumps(definition))
     kubectl("wait", "--for=condition=Established", f"crd/{plural}.{group}")
 
 

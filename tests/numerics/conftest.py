@@ -9,12 +9,12 @@ from xrunner.cluster.workers import Workers
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Name as in CHECKPOINTS -> (directory, the transformers model that was saved there)."""
-    made = {}
+    directories = {}
 
     def make(name):
-        if name not in made:
-            made[name] = save(tmp_path_factory.mktemp(name), *name.split("-", 1))
-        return made[name]
+        if name not in directories:
+            directories[name] = save(tmp_path_factory.mktemp(name), *name.split("-", 1))
+        return directories[name]
 
     return make
 

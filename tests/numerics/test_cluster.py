@@ -111,11 +111,11 @@ def workers():
 @pytest.fixture(scope="module")
 def alone(checkpoint):
     """Tokens of one process."""
-    made = {}
+    tokens = {}
 
     def make(family, sampling=None):
         key = (family, sampling)
-        if key not in made:
+        if key not in tokens:
             plan = scored(problem_of(checkpoint(NAMES[family])[0], 1), "orca", [[1]], 1, **ONE_LANE["orca"])
             worker = build_worker(
                 WorkerSettings(
@@ -127,8 +127,8 @@ def alone(checkpoint):
                 )
             )
             worker.resumes = False  # alone, nothing is shared
-            made[key], _ = run(policies.build(plan), worker, sampling)
-        return made[key]
+            tokens[key], _ = run(policies.build(plan), worker, sampling)
+        return tokens[key]
 
     return make
 
@@ -246,8 +246,8 @@ def test_another_placement_on_the_same_workers(workers, checkpoint, alone, befor
         for id_ in range(NUM_REQUESTS):
             engine.submit(Generation(id_, PROMPTS[id_], OUTPUTS[id_]))
         steps = 0
-        while (made := engine.step()) is not None:
-            for token in made:
+        while (step := engine.step()) is not None:
+            for token in step:
                 tokens[token.id].append(token.token)
             steps += 1
             if steps == 20:
@@ -280,9 +280,9 @@ def test_a_plan_that_memory_does_not_hold_is_gone_back_from(workers, checkpoint,
         engine.apply(policies.build(plan.model_copy(update={"stages": stages})))
         engine.submit(Generation(8, PROMPTS[8], OUTPUTS[8]))
         ended = set()
-        while (made := engine.step()) is not None:
-            ended |= {token.id for token in made if token.finish in ("stop", "length")}
-            for token in made:
+        while (step := engine.step()) is not None:
+            ended |= {token.id for token in step if token.finish in ("stop", "length")}
+            for token in step:
                 tokens.setdefault(token.id, []).append(token.token)
     finally:
         now[-1].disconnect()

@@ -58,8 +58,15 @@ SHORT = {
 
 def fields_of(family):
     """All that the tables know, what the class of `transformers` knows, and one that nothing knows."""
-    own = config_fields.FAMILIES[family]
-    known = own.read | own.without_effect | own.only.keys() | own.aliases.keys() | config_fields.COMMON | UNREAD
+    family_fields = config_fields.FAMILIES[family]
+    known = (
+        family_fields.read
+        | family_fields.without_effect
+        | family_fields.only.keys()
+        | family_fields.aliases.keys()
+        | config_fields.COMMON
+        | UNREAD
+    )
     theirs = FAMILIES[family][0]().to_dict().keys() | FAMILIES[family][0].attribute_map.keys()
     return sorted((known | config_fields.NOTHING.keys() | theirs | {"embedding_multiplier"}) - {"model_type"})
 
@@ -122,16 +129,16 @@ CASES = [
 def test_a_changed_field_gives_equal_logits_or_is_refused(checkpoint, tmp_path, family, name):
     directory, _ = checkpoint(next(f"{family}-{shape}" for shape in FAMILIES[family][2]))
     config = json.loads((directory / "config.json").read_text())
-    own = own_logits(directory)
-    assert torch.allclose(own, their_logits(directory, family, own[:-1].argmax(-1).tolist()), rtol=0, atol=1e-3)
+    logits = own_logits(directory)
+    assert torch.allclose(logits, their_logits(directory, family, logits[:-1].argmax(-1).tolist()), rtol=0, atol=1e-3)
     values = (True, 3) if name in UNREAD else (*VALUES, *OF_FIELDS.get(name, ()))
     for number, value in enumerate(values):
         if name in config and config[name] == value and type(config[name]) is type(value):
             continue
         changed = copy_with(directory, tmp_path / f"{number}", **{name: value})
-        own = own_logits(changed)
-        if own is None:
+        logits = own_logits(changed)
+        if logits is None:
             continue
-        theirs = their_logits(changed, family, own[:-1].argmax(-1).tolist())
+        theirs = their_logits(changed, family, logits[:-1].argmax(-1).tolist())
         if theirs is not None:
-            assert torch.allclose(own, theirs, rtol=0, atol=1e-3), (name, value)
+            assert torch.allclose(logits, theirs, rtol=0, atol=1e-3), (name, value)

@@ -83,10 +83,10 @@ def test_what_it_takes_in_memory_is_what_it_is_unpacked_to(checkpoint, tmp_path)
     assert eight.weight_bytes("float32") < eight.unpacked.weight_bytes("float32") == wide.weight_bytes("float32")
 
 
-def change(directory, name, of):
+def change(directory, name, change_of):
     path = directory / "model.safetensors"
     tensors = load_file(path)
-    tensors[name] = of(tensors[name.removesuffix("_zero_point").removesuffix("_scale")])
+    tensors[name] = change_of(tensors[name.removesuffix("_zero_point").removesuffix("_scale")])
     save_file(tensors, path, {"format": "pt"})
 
 
@@ -94,15 +94,15 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("name", "of"),
+    ("name", "edit"),
     [
         (f"{NAME}_zero_point", lambda weight: torch.ones(len(weight), 1, dtype=torch.int8)),
         (f"{NAME}_scale", lambda weight: torch.ones(len(weight), 2)),
     ],
 )
-def test_other_ways_to_store_eight_bits_are_refused(checkpoint, tmp_path, name, of):
+def test_other_ways_to_store_eight_bits_are_refused(checkpoint, tmp_path, name, edit):
     eight, _ = quantised(checkpoint("llama-grouped")[0], "row", tmp_path)
-    change(eight, name, of)
+    change(eight, name, edit)
     with pytest.raises(InputError, match=r"I8.*a scale for all of it, each row or each 128 x 128"):
         load_checkpoint(eight, "float32")
 

@@ -340,12 +340,12 @@ NUM_REQUESTS = examples(60, 20)
 @pytest.fixture(scope="module")
 def expected_tokens(checkpoint):
     """Checkpoint -> requests with the tokens that transformers generates for each, alone; generated once."""
-    made = {}
+    tokens = {}
 
     def generate(name):
-        if name not in made:
-            made[name] = [solitary(checkpoint(name)[1], *request) for request in requests()]
-        return made[name]
+        if name not in tokens:
+            tokens[name] = [solitary(checkpoint(name)[1], *request) for request in requests()]
+        return tokens[name]
 
     return generate
 

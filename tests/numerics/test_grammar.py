@@ -152,19 +152,19 @@ def test_a_prompts_tokens_are_scored(target: Target, checkpoint: Path) -> None:
         status, answer = target.complete(**body)
         assert status == 200, answer
         (choice,) = answer["choices"]
-        told = choice["logprobs"]
-        assert [len(values) for values in told.values()] == [len(prompt) + 2] * 4
-        assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+        scores = choice["logprobs"]
+        assert [len(values) for values in scores.values()] == [len(prompt) + 2] * 4
+        assert scores["token_logprobs"][0] is None and scores["top_logprobs"][0] is None
         scored = [row[token].item() for row, token in zip(expected, prompt[1:], strict=False)]
-        assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(scored, abs=1e-3)
-        best = [max(top.values()) for top in told["top_logprobs"][1 : len(prompt)]]
+        assert scores["token_logprobs"][1 : len(prompt)] == pytest.approx(scored, abs=1e-3)
+        best = [max(top.values()) for top in scores["top_logprobs"][1 : len(prompt)]]
         assert best == pytest.approx(expected[:-1].amax(dim=-1).tolist(), abs=1e-3)
-        assert told["text_offset"][: len(prompt) + 1] == list(range(len(text) + 1))
-        assert "".join(told["tokens"][: len(prompt)]) == text and choice["text"].startswith(text)
+        assert scores["text_offset"][: len(prompt) + 1] == list(range(len(text) + 1))
+        assert "".join(scores["tokens"][: len(prompt)]) == text and choice["text"].startswith(text)
     status, answer = target.ask("POST", "/v1/completions", {"model": target.model, **body, "stream": True})
     events = [json.loads(line[6:]) for line in answer.decode().splitlines() if line.startswith("data: {")]
     first, second = (event["choices"][0]["logprobs"] for event in events)
-    assert {name: first[name] + second[name] for name in told} == told
+    assert {name: first[name] + second[name] for name in scores} == scores
 
 
 def test_texts_and_chats_become_tokens_and_back(target: Target) -> None:

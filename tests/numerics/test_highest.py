@@ -189,7 +189,7 @@ def test_requests_that_draw_get_the_tokens_of_all_logits(checkpoint, screened_ro
 
 def test_memory_counts_the_copy_in_eight_bits(checkpoint):
     directory, _ = checkpoint("opt-tied")
-    without, screened = (planned(of(directory, 1), "static") for of in (problem_of, screening))
+    without, screened = (planned(build(directory, 1), "static") for build in (problem_of, screening))
     assert screened.precision.screens and not without.precision.screens
     spec = without.model
     two_stages = (StageShape(1, 1, 0, embeds=True, heads=False), StageShape(1, 1, 0, embeds=False, heads=True))
@@ -203,8 +203,8 @@ def test_memory_counts_the_copy_in_eight_bits(checkpoint):
     assert bytes_[1] == [bytes_[0][0] + more]
     assert bytes_[3] == [bytes_[2][0], bytes_[2][1] + more + 4 * table], "a last stage has no embedding to read from"
     untied = spec.model_copy(update={"tie_embeddings": False})  # of a profile that a model of the same shape shares
-    own, both = (
+    alone, both = (
         LaneMemory(untied, plan.cluster, plan.precision, whole(spec), plan.block_size).weight_bytes.tolist()
         for plan in (without, screened)
     )
-    assert both == [own[0] + more + 4 * table]
+    assert both == [alone[0] + more + 4 * table]

@@ -89,8 +89,8 @@ def test_plans_have_room_for_as_many_more_tokens(checkpoint):
     try:
         cache = engine.executor.cache
         assert cache.layers[0].dtype == torch.int8
-        held = sum(layer.nbytes for layer in cache.layers) / (cache.num_blocks * cache.block_size)
-        assert held == plans["int8"].model.kv_bytes_per_token("int8")
+        bytes_per_token = sum(layer.nbytes for layer in cache.layers) / (cache.num_blocks * cache.block_size)
+        assert bytes_per_token == plans["int8"].model.kv_bytes_per_token("int8")
     finally:
         engine.close()
 

@@ -75,8 +75,8 @@ def test_parts_add_up_to_the_steps_that_were_measured(checkpoint):
         return sum(cost.parts(step)[0]) - cost.parts(step)[0].overhead
 
     for n in (1, 2, 4, 8, 16, 32, 64, 128):
-        prompt, own = points.decodes[n]
-        decodes = StepCounts((), n, n * own, n, n, prompt)
+        prompt, own_tokens = points.decodes[n]
+        decodes = StepCounts((), n, n * own_tokens, n, n, prompt)
         # Between the batches of the table attention is interpolated: whole steps are measured at all of them.
         assert predicted(decodes) == pytest.approx(measured["decode step", n], rel=1e-6)
     for n in (128, 512, 2048):  # batches of the table, whose length lies between two of its lengths

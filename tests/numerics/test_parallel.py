@@ -74,7 +74,7 @@ def tokens_of(stages, sampling=None):
     for worker in workers:
         options = {} if sampling is None else {"sampling": sampling}
         start(worker, [Generation(id_, prompt, 8, **options) for id_, prompt in enumerate(PROMPTS)])
-    made, last = [], {}
+    records, last = [], {}
     for step in STEPS:
         for worker in workers:
             worker.set_last_tokens(step.decode, [last[id_] for id_ in step.decode])
@@ -82,19 +82,19 @@ def tokens_of(stages, sampling=None):
         assert all(result == {} for result in results[: -len(stages[-1])])
         assert all(result == results[-1] for result in results[-len(stages[-1]) :])
         last |= results[-1]
-        made.append(results[-1])
-    return made
+        records.append(results[-1])
+    return records
 
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    made = {}
+    tokens = {}
 
     def make(name):
-        if name not in made:
+        if name not in tokens:
             directory, _ = checkpoint(name)
-            made[name] = tokens_of(workers_of(read_spec(directory), directory, [1]))
-        return made[name]
+            tokens[name] = tokens_of(workers_of(read_spec(directory), directory, [1]))
+        return tokens[name]
 
     return make
 
@@ -148,8 +148,8 @@ def test_a_rank_reads_only_its_experts(checkpoint, monkeypatch):
     monkeypatch.setattr(Checkpoint, "read", lambda self, weight: (read.add(weight.name), original(self, weight))[1])
     part = Part(spec, (1, 2), (0, 0), is_first=False, is_last=False, rank=1, degree=2, ep=2)
     load_model(spec, "float32", Checkpoint(directory), part=part)
-    held = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
-    assert held == {4, 5, 6, 7} and all(".layers.1." in name for name in read)
+    experts = {int(name.split(".experts.")[1].split(".")[0]) for name in read if ".experts." in name}
+    assert experts == {4, 5, 6, 7} and all(".layers.1." in name for name in read)
 
 
 @pytest.mark.parametrize("degrees", [[2], [1, 2]], ids=str)
@@ -185,8 +185,8 @@ def test_a_rank_reads_only_its_part(checkpoint, monkeypatch):
     load_model(spec, "float32", Checkpoint(directory), part=part)
     assert not any(".layers.0." in weight.name or "embed_tokens" in weight.name for weight in read)
     whole = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 176 + 211 * 64  # the layer's matrices and the head
-    held = sum(weight.out.numel() for weight in read if weight.out.dim() > 1)
-    assert abs(held - whole / 2) <= 64
+    num_values = sum(weight.out.numel() for weight in read if weight.out.dim() > 1)
+    assert abs(num_values - whole / 2) <= 64
 
 
 @pytest.mark.parametrize(("name", "degree"), [("llama-grouped", 3), ("opt-untied-odd", 4), ("llama-one-kv-head", 6)])

@@ -64,7 +64,7 @@ def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(workers, check
     with engine_on(workers, plan) as engine:
         found = tokens(engine)
     alone = build_engine(scored(problem_of(directory, 1), "orca", [[1]], 1, max_batch=64))
-    assert sum(len(of) == 9 for of in found.values()) == 49
+    assert sum(len(counts) == 9 for counts in found.values()) == 49
     assert found == tokens(alone)
     alone.close()
 

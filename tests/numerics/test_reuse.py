@@ -44,10 +44,10 @@ class Fragile(Worker):
 
 @pytest.fixture(scope="module")
 def worker_of(checkpoint):
-    made = {}
+    workers = {}
 
     def make(name: str) -> Worker:
-        if name not in made:
+        if name not in workers:
             directory = checkpoint(name)[0]
             settings = WorkerSettings(
                 spec=read_spec(directory),
@@ -56,8 +56,8 @@ def worker_of(checkpoint):
                 num_blocks=NUM_BLOCKS,
                 block_size=BLOCK_SIZE,
             )
-            made[name] = build_worker(settings)
-        return made[name]
+            workers[name] = build_worker(settings)
+        return workers[name]
 
     return make
 
@@ -66,8 +66,8 @@ def prompts() -> list[tuple[int, ...]]:
     """Requests that begin with one of three prompts, or with all of another's."""
     rng = np.random.default_rng(5)
     begins = [tuple(rng.integers(4, 200, n).tolist()) for n in (4, 9, 17)]
-    made = [(*begins[n % 3], *rng.integers(4, 200, 1 + n % 5).tolist()) for n in range(NUM_REQUESTS - 2)]
-    return [*made, made[2], (*made[5], 7, 8)]
+    texts = [(*begins[n % 3], *rng.integers(4, 200, 1 + n % 5).tolist()) for n in range(NUM_REQUESTS - 2)]
+    return [*texts, texts[2], (*texts[5], 7, 8)]
 
 
 def run(

@@ -50,7 +50,7 @@ def test_tokens_are_the_same_where_the_next_batch_fills_slots(checkpoint, name):
         most = max(most, len(engine.executor.inside))
         for token in step:
             outputs[token.id].append(token.token)
-    assert outputs == [of[: 1 + id_ % MAX_OUTPUT] for id_, of in enumerate(greedy(model))]
+    assert outputs == [output[: 1 + id_ % MAX_OUTPUT] for id_, output in enumerate(greedy(model))]
     assert most == 2
 
 
@@ -84,13 +84,13 @@ def memory_of(directory, batching):
 
 def test_slots_free_their_memory_early_and_rows_at_the_end(checkpoint):
     directory = checkpoint("opt-tied")[0]
-    of = {batching: memory_of(directory, batching) for batching in LAYOUTS}
+    memory = {batching: memory_of(directory, batching) for batching in LAYOUTS}
     for batching in ("padded", "rows"):
-        used = of[batching][0]
+        used = memory[batching][0]
         assert set(used[:-1]) == {used[0]} and used[-1] == 0
-    slots = of["slots"][0]
+    slots = memory["slots"][0]
     assert slots == sorted(slots, reverse=True) and len(set(slots)) > 3 and slots[-2] < slots[0] / 2
-    assert of["slots"][1] == of["rows"][1] == of["padded"][1]
+    assert memory["slots"][1] == memory["rows"][1] == memory["padded"][1]
 
 
 def test_a_batch_takes_no_more_than_the_plans_memory(checkpoint):
@@ -112,9 +112,9 @@ def test_a_batch_takes_no_more_than_the_plans_memory(checkpoint):
                 batch = [requests[id_] for id_ in ids]
                 layout = lay_out(batching, batch, 60)
                 tokens = layout.slot_tokens + layout.most_a_slot * max(one.max_output for one in batch)
-                own = layout.num_slots * -(-tokens // plan.block_size)
+                own_blocks = layout.num_slots * -(-tokens // plan.block_size)
                 others = [rows.blocks for number, rows in schedule.pool._rows.items() if number != step.microbatch]
-                assert sum(others) + own == schedule.pool.reserved_blocks <= 20
+                assert sum(others) + own_blocks == schedule.pool.reserved_blocks <= 20
                 met += bool(others)
                 seen += ids
             done = [i for i in ids if requests[i].generated + 1 == requests[i].max_output and not is_held(schedule, i)]
@@ -174,8 +174,8 @@ def test_a_request_whose_token_cannot_be_chosen_fails_alone(checkpoint, batching
         sampling = SamplingParams(temperature=0.7, top_k=9 if id_ == 1 else 5, seed=id_)
         engine.submit(Generation(id_, prompt, MAX_OUTPUT, sampling=sampling))
     ended = {}
-    while (made := engine.step()) is not None:
-        ended |= {token.id: token.error for token in made if token.finish}
+    while (step := engine.step()) is not None:
+        ended |= {token.id: token.error for token in step if token.finish}
     reason = "no token can be chosen: OverflowError: int too big to convert"
     assert ended == {id_: reason if id_ == 1 else "" for id_ in range(len(PROMPTS))}
 

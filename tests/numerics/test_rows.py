@@ -37,10 +37,10 @@ BATCHES = {
 @pytest.fixture(scope="module")
 def flattened(checkpoint):
     """Checkpoint -> its model, and the tokens of REQUESTS as what serves computes them."""
-    made = {}
+    rows = {}
 
     def make(name):
-        if name not in made:
+        if name not in rows:
             worker = make_worker(checkpoint(name)[0], "reference")
             engine = Engine(OneLane(LaneSettings(mix=True, max_batch=6), Pool(64, 8)), worker)
             for one in REQUESTS:
@@ -49,8 +49,8 @@ def flattened(checkpoint):
             while (tokens := engine.step()) is not None:
                 for token in tokens:
                     outputs[token.id].append(token.token)
-            made[name] = worker.model, outputs
-        return made[name]
+            rows[name] = worker.model, outputs
+        return rows[name]
 
     return make
 

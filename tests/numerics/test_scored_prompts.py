@@ -34,22 +34,22 @@ def test_prompts_are_scored_however_they_are_cut(small_opt, monkeypatch, budget,
         for index, prompt in enumerate(prompts):
             sampling = SCORED if (index + round_) % 2 == 0 else SamplingParams()
             engine.submit(Generation(10 * round_ + index, prompt, 3, sampling=sampling))
-        told, outputs = {}, {}
+        by_request, outputs = {}, {}
         while (tokens := engine.step()) is not None:
             for token in tokens:
                 outputs.setdefault(token.id % 10, []).append(token.token)
                 if token.logprobs is not None:
-                    told.setdefault(token.id % 10, []).append(token.logprobs.prompt)
+                    by_request.setdefault(token.id % 10, []).append(token.logprobs.prompt)
         assert outputs == (plain or outputs)
         plain = outputs
-        assert sorted(told) == [index for index in range(len(prompts)) if (index + round_) % 2 == 0]
-        for index, (scores, *rest) in told.items():
+        assert sorted(by_request) == [index for index in range(len(prompts)) if (index + round_) % 2 == 0]
+        for index, (scores, *rest) in by_request.items():
             assert rest == [(), ()]
             prompt = torch.tensor(prompts[index])
             with torch.inference_mode():
                 expected = model(prompt[None]).logits[0, :-1].log_softmax(dim=-1)
-            own = expected.gather(-1, prompt[1:, None])[:, 0].tolist()
-            assert [score.chosen for score in scores] == pytest.approx(own, abs=1e-3)
+            logprobs = expected.gather(-1, prompt[1:, None])[:, 0].tolist()
+            assert [score.chosen for score in scores] == pytest.approx(logprobs, abs=1e-3)
             best = expected.topk(2, dim=-1).values.tolist()
             assert [[value for _, value in score.top] for score in scores] == [pytest.approx(b, abs=1e-3) for b in best]
     assert schedule.pool.memory.decodes.num_used == 0

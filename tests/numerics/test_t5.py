@@ -89,8 +89,8 @@ def test_the_comparison_notices_an_encoder_that_looks_back_only(checkpoint, monk
 
 
 def test_the_comparison_notices_a_decoder_that_looks_at_prompts_too(checkpoint, monkeypatch):
-    own = encoder_decoder.own_tokens
-    monkeypatch.setattr(encoder_decoder, "own_tokens", lambda batch: replace(own(batch), first_key=None))
+    decoded_tokens = encoder_decoder.own_tokens
+    monkeypatch.setattr(encoder_decoder, "own_tokens", lambda batch: replace(decoded_tokens(batch), first_key=None))
     monkeypatch.setattr(EncoderDecoderModel, "own_bias", lambda model, _: model.decoder.position_bias.of_places(256))
     must_differ(*checkpoint("t5-tied"))
 
@@ -173,8 +173,8 @@ def test_preempted_requests_have_the_same_tokens(checkpoint, monkeypatch, kv_blo
 
 @pytest.mark.parametrize("kind", ["rra", "orca", "waa"])
 def test_quantile_plans_are_simulated_and_replayed(kind):
-    of = replace(problem("t5-11b", "a40x4", "translation", 20.0), kv="quantile")
-    plan = Scheduler(of).best([kind])
+    subject = replace(problem("t5-11b", "a40x4", "translation", 20.0), kv="quantile")
+    plan = Scheduler(subject).best([kind])
     assert plan.admission.kv == "quantile" and plan.admission.max_running
     stages = tuple(
         stage if stage.lane == "encode" else stage.model_copy(update={"kv_blocks": stage.kv_blocks // 3})
@@ -182,7 +182,7 @@ def test_quantile_plans_are_simulated_and_replayed(kind):
     )
     for blocks in (plan.stages, stages):
         plan = plan.model_copy(update={"stages": blocks})
-        measured, log = simulate(plan, of.profile, plan.workload, 400, np.random.default_rng(0))
+        measured, log = simulate(plan, subject.profile, plan.workload, 400, np.random.default_rng(0))
         assert replay(policies.build(plan), log) == log
     assert measured.preemptions
 

@@ -380,10 +380,10 @@ def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
 @pytest.mark.parametrize("name", ["opt-tied", "llama-grouped", "t5-tied"])
 def test_one_matrix_at_a_time_is_there_as_it_was_read(checkpoint, name, monkeypatch):
     """A model in eight bits would take four times its size while it is loaded."""
-    held, pack = [], Linear.prepack
+    kept, pack = [], Linear.prepack
 
     def prepack(projection, *given):
-        held.append(sum(one.weight is not None and one.weight.device.type == "cpu" for one in model[0].projections()))
+        kept.append(sum(one.weight is not None and one.weight.device.type == "cpu" for one in model[0].projections()))
         pack(projection, *given)
 
     model, build = [], weights.build
@@ -393,7 +393,7 @@ def test_one_matrix_at_a_time_is_there_as_it_was_read(checkpoint, name, monkeypa
     build_worker(WorkerSettings(spec=read_spec(directory), dtype="int8", checkpoint=directory, num_blocks=8))
     is_tied = model[0].spec.tie_embeddings  # a head that is the embedding stays until all is read
     assert (
-        len(held) > 5 and max(held) == 1 + is_tied and not any(one.weight is not None for one in model[0].projections())
+        len(kept) > 5 and max(kept) == 1 + is_tied and not any(one.weight is not None for one in model[0].projections())
     )
 
 

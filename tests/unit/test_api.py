@@ -85,7 +85,7 @@ def test_an_error_names_arguments_here_and_options_at_the_command_line(capfd: py
 
 def test_no_error_of_the_api_names_an_option() -> None:
     """Of xgpt's own. Flags of vLLM's are named as they are, and answers over HTTP are for a server's operator."""
-    own = {option for name in COMMANDS for option in options_of(name)}
+    options = {option for name in COMMANDS for option in options_of(name)}
     errors = {"InputError", "MachineError", "InfeasibleError", "XgptError"}
     paths = {path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     for path in sorted(paths - set((ROOT / "xgpt" / "cli").iterdir())):
@@ -93,7 +93,10 @@ def test_no_error_of_the_api_names_an_option() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in errors:
                 text = "".join(part.value for part in ast.walk(node) if isinstance(getattr(part, "value", None), str))
                 words = re.findall(r"--[a-z-]+", re.sub(r"`[^`]* [^`]*`", "", text))  # but for whole commands
-                assert not own.intersection(words) or text.startswith("current") or "vllm" in path.parts, (path, text)
+                assert not options.intersection(words) or text.startswith("current") or "vllm" in path.parts, (
+                    path,
+                    text,
+                )
 
 
 def options_of(name: str) -> list[str]:

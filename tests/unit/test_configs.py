@@ -44,9 +44,9 @@ def test_parameters_are_the_published_ones() -> None:
     assert sorted(names) == sorted(WITH_EXPERTS)
     for name, (total, active) in WITH_EXPERTS.items():
         spec = spec_of(name)
-        own = num_params(spec, active=True) - spec.vocab_size * spec.hidden_size * (spec.family == "gpt_oss")
+        params = num_params(spec, active=True) - spec.vocab_size * spec.hidden_size * (spec.family == "gpt_oss")
         assert num_params(spec) == pytest.approx(total, rel=0.01), name
-        assert own == pytest.approx(active, rel=0.02 if name != "minimax-m2" else 0.11), name
+        assert params == pytest.approx(active, rel=0.02 if name != "minimax-m2" else 0.11), name
 
 
 @pytest.mark.parametrize("name", sorted(set(config_names("models")) - WITH_EXPERTS.keys()))

@@ -33,10 +33,10 @@ def test_a_row_that_does_not_hold_names_its_assumption() -> None:
 
 @pytest.mark.parametrize("name", ["exegpt-tables-6-7", "orca-figure-9"])
 def test_a_part_is_made_and_printed(name: str) -> None:
-    made = list(PARTS[name].make())
-    text = page({name: Made(made, 0.1, "0123abc")})
-    assert all(claim.what in text for claim in made if isinstance(claim, Claim))
-    assert all(table.title in text for table in made if isinstance(table, Table))
+    entries = list(PARTS[name].make())
+    text = page({name: Made(entries, 0.1, "0123abc")})
+    assert all(claim.what in text for claim in entries if isinstance(claim, Claim))
+    assert all(table.title in text for table in entries if isinstance(table, Table))
 
 
 def test_values_at_which_a_row_holds() -> None:

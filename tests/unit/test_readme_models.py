@@ -14,7 +14,7 @@ from xrunner.models import FAMILIES as RUN
 
 ROW = re.compile(r"^\| (.+) \| ((?:`[\w-]+` ?)+) \| (yes|no) \| (yes|no) \| ([^|]+) \|$", re.MULTILINE)
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-ROWS = {name: (of, run, vllm) for name, of, plan, run, vllm in ROW.findall(README) if plan == "yes"}
+ROWS = {name: (family, run, vllm) for name, family, plan, run, vllm in ROW.findall(README) if plan == "yes"}
 
 
 def families(row: str) -> set[str]:
@@ -37,7 +37,7 @@ def test_models_with_states_run_by_vllm_s_own_schedule() -> None:
     with_states = families("linear attention, state-space layers")
     assert all(vllm == "no" for row, (_, _, vllm) in ROWS.items() if families(row) <= set(ENCODER_DECODERS))
     assert ROWS["linear attention, state-space layers"][2] == "its own schedule"
-    unbuilt = {family for of in NOT_BUILT.values() for family in of}
+    unbuilt = {family for names in NOT_BUILT.values() for family in names}
     found = {family for family in PLAIN - unbuilt if _has_states(family)}
     assert found <= with_states
     for name in ("Qwen/Qwen3.5-9B", "moonshotai/Kimi-K3", "nvidia/Nemotron-H-56B-Base-8K", "LiquidAI/LFM2.5-VL-1.6B"):

@@ -48,7 +48,9 @@ def test_a_command_has_the_options_of_its_request_and_no_second_ones(name: str) 
     of_request = {param.name for param in params if isinstance(param, RequestOption)}
     others = {param.name for param in params} - of_request
     declared = REQUESTS[name].model_fields
-    unset = {field for field, each in declared.items() if any(of == Option(None) for of in each.metadata)}
+    unset = {
+        field for field, each in declared.items() if any(annotation == Option(None) for annotation in each.metadata)
+    }
     assert of_request == declared.keys() - unset
     assert others <= {"output", "force", "as_json", "calibrate", "timeline", "simulated_trace"}
 
@@ -72,7 +74,7 @@ def test_no_field_is_declared_twice() -> None:
 def lists_of(source: str) -> list[set[str]]:
     """The choices that code spells out: lists, tuples, sets and Literals of texts."""
     return [
-        {of.value for of in node.elts if isinstance(of, ast.Constant) and isinstance(of.value, str)}
+        {element.value for element in node.elts if isinstance(element, ast.Constant) and isinstance(element.value, str)}
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.List | ast.Tuple | ast.Set)
     ]

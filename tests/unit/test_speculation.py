@@ -30,11 +30,11 @@ from xsimulator.stages import whole
 
 def speed_up(spec: ModelSpec, cluster: str, engine: str, speculation: Speculation) -> float:
     """Return how much less time a token takes one request of 600 tokens with a draft."""
-    of = load_engine(engine)
-    plain = profile(spec, load_cluster(cluster), "bfloat16", of)
+    engine_spec = load_engine(engine)
+    plain = profile(spec, load_cluster(cluster), "bfloat16", engine_spec)
     step = StepCounts((), 1, 600, 1, 1)
     alone, drafted = (
-        LaneCost(spec, speculating(plain, spec, how), whole(spec), engine=of).step(step)[0]
+        LaneCost(spec, speculating(plain, spec, how), whole(spec), engine=engine_spec).step(step)[0]
         for how in (None, speculation)
     )
     return alone / drafted
@@ -146,10 +146,10 @@ def test_the_draft_is_written_in_the_words_of_engines(plan: Plan) -> None:
     assert config == {"method": "eagle3", "num_speculative_tokens": 2}
     budget = int(script.split("--max-num-batched-tokens ")[1].split()[0])
     assert budget == plan.step_tokens(plan.policy.token_budget) > plan.policy.token_budget  # type: ignore[union-attr]
-    of = plan.model_copy(
+    drafted = plan.model_copy(
         update={"engine": load_engine("sglang"), "speculation": DRAFT.model_copy(update={"draft": "a/b"})}
     )
-    words = export(of, "sglang")["serve.sh"]
+    words = export(drafted, "sglang")["serve.sh"]
     assert "--speculative-algorithm EAGLE3 --speculative-num-draft-tokens 4 --speculative-num-steps 3" in words
     assert "--speculative-draft-model-path a/b" in words
 

@@ -43,7 +43,7 @@ def test_clients_that_start_together_share_steps() -> None:
 
 def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
     """Half a step and its own; where steps are decided ahead, one more, and what its engine takes outside of steps."""
-    plain, ahead = (open_loop(of, 4.0, (INPUT, 256), [INPUT - 16] * 400, seed=0) for of in (SERVED, AHEAD))
+    plain, ahead = (open_loop(served, 4.0, (INPUT, 256), [INPUT - 16] * 400, seed=0) for served in (SERVED, AHEAD))
     step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.spec.request_path_s(INPUT)
     more_s = float(np.mean(ahead.first_s) - np.mean(plain.first_s))
     assert more_s == pytest.approx(path_s + step_s, rel=0.3)
@@ -52,12 +52,15 @@ def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
 def test_prompts_wait_for_others_as_long_as_the_engine_was_told() -> None:
     """Clients that keep apart wait for twenty steps, unless those are short of prompts: one client waits for none."""
     outputs = [64, 150, 236, 322] * 10
-    told = {name: (("batch_wait_steps", 20), ("batch_wait_tokens", tokens)) for name, tokens in WAITS.items()}
-    runs = {name: closed_loop(replace(SERVED, changes=of), 4, [INPUT] * 40, outputs) for name, of in told.items()}
-    first_s = {name: float(np.median(of.first_s)) for name, of in runs.items()}
+    scripts = {name: (("batch_wait_steps", 20), ("batch_wait_tokens", tokens)) for name, tokens in WAITS.items()}
+    runs = {
+        name: closed_loop(replace(SERVED, changes=changes), 4, [INPUT] * 40, outputs)
+        for name, changes in scripts.items()
+    }
+    first_s = {name: float(np.median(changes.first_s)) for name, changes in runs.items()}
     gap_s = float(np.mean(runs["few tokens"].gap_s))
     assert first_s["many tokens"] - first_s["few tokens"] == pytest.approx(20 * gap_s, rel=0.2)
-    alone = closed_loop(replace(SERVED, changes=told["many tokens"]), 1, [INPUT] * 5, [OUTPUT] * 5)
+    alone = closed_loop(replace(SERVED, changes=scripts["many tokens"]), 1, [INPUT] * 5, [OUTPUT] * 5)
     assert alone.first_s == pytest.approx(prompts_s(1))
 
 
@@ -124,13 +127,15 @@ def test_the_table_counts_fitted_rows_apart() -> None:
 @pytest.mark.parametrize("engine", ["xgpt", "vllm-0.15"])
 @pytest.mark.parametrize("clients", [1, 8, 64])
 def test_no_prediction_is_faster_than_its_kernels(engine: str, clients: int) -> None:
-    of = replace(SERVED, engine=engine, max_batch=clients)
-    times = closed_loop(of, clients, [INPUT] * 10 * clients, [OUTPUT] * 10 * clients)
-    assert np.mean(times.whole_s) >= of.kernels_s(INPUT, OUTPUT) > 0.25 * np.mean(times.whole_s)
+    served = replace(SERVED, engine=engine, max_batch=clients)
+    times = closed_loop(served, clients, [INPUT] * 10 * clients, [OUTPUT] * 10 * clients)
+    assert np.mean(times.whole_s) >= served.kernels_s(INPUT, OUTPUT) > 0.25 * np.mean(times.whole_s)
 
 
 def test_rows_that_are_faster_than_their_kernels_are_counted_apart() -> None:
-    quick, slow = (Row("a", "x", False, {"TPOT": 1.0}, {"TPOT": 2.0}, kernels_s=1.5, took_s=of) for of in (1.0, 2.0))
+    quick, slow = (
+        Row("a", "x", False, {"TPOT": 1.0}, {"TPOT": 2.0}, kernels_s=1.5, took_s=seconds) for seconds in (1.0, 2.0)
+    )
     assert quick.contradicts and not slow.contradicts and not replace(slow, kernels_s=None).contradicts
     lines = table([quick, slow]).splitlines()
     assert "faster than its kernels' tables | 1 |" in lines[3] and "without these | 1 |" in lines[4]

@@ -63,5 +63,5 @@ def test_tokens_are_vllms_and_steps_the_rules(with_experts: Path, tmp_path: Path
     assert tokens == expected
     assert len({token for output in tokens for token in output}) > 100, "tokens too alike to mean anything"
     records = read_step_log(log)
-    made = [(record.encode, record.decode, record.finished) for record in records]
-    assert [(r.encode, r.decode, r.finished) for r in replay(build_lane(plan, ROOM), records)] == made
+    steps = [(record.encode, record.decode, record.finished) for record in records]
+    assert [(r.encode, r.decode, r.finished) for r in replay(build_lane(plan, ROOM), records)] == steps

@@ -25,8 +25,8 @@ def test_the_script_starts_it(checkpoint: Path, requests: Requests, expected: li
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m xgpt "$@"\n')
     program.chmod(0o755)
     path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(path)}
-    environment = {name: value for name, value in os.environ.items() if name != PYTHON_VARIABLE} | own
+    variables = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(path)}
+    environment = {name: value for name, value in os.environ.items() if name != PYTHON_VARIABLE} | variables
     command = ["sh", str(tmp_path / "serve.sh")]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -61,15 +61,17 @@ def day_table(fleet: FleetPlan) -> Table:
     numbered = enumerate(fleet.intervals)
     for _, part in groupby(numbered, key=lambda item: (item[1].replicas, item[1].lengths)):
         stretch = list(part)
-        first, of = stretch[0][0], [interval for _, interval in stretch]
-        kept = [interval.share_kept for interval in of if interval.share_kept is not None]
+        first, intervals = stretch[0][0], [interval for _, interval in stretch]
+        kept = [interval.share_kept for interval in intervals if interval.share_kept is not None]
         rows.append(
             [
-                f"{_clock(first * fleet.interval_s)} - {_clock((first + len(of)) * fleet.interval_s)}",
-                f"{min(one.rate_per_s for one in of):.2f} - {max(one.rate_per_s for one in of):.2f}",
-                str(of[0].lengths),
+                f"{_clock(first * fleet.interval_s)} - {_clock((first + len(intervals)) * fleet.interval_s)}",
+                f"{min(one.rate_per_s for one in intervals):.2f} - {max(one.rate_per_s for one in intervals):.2f}",
+                str(intervals[0].lengths),
                 ", ".join(
-                    f"{count} {kind.name}" for count, kind in zip(of[0].replicas, fleet.kinds, strict=True) if count
+                    f"{count} {kind.name}"
+                    for count, kind in zip(intervals[0].replicas, fleet.kinds, strict=True)
+                    if count
                 )
                 or "none",
                 f"{100 * min(kept):.1f}%" if kept else "-",

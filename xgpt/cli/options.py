@@ -76,10 +76,10 @@ def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command
         flags = {field["name"]: field["flag"] for field in fields if field["flag"]}
         for field in reversed([field for field in fields if field["flag"]]):
             function = _option(field, flags)(function)
-        made = click.command(name, cls=Command)(function)
-        made.callback = partial(_run, name)
-        made.most_used = most_used
-        return made
+        decorated = click.command(name, cls=Command)(function)
+        decorated.callback = partial(_run, name)
+        decorated.most_used = most_used
+        return decorated
 
     return make
 
@@ -122,13 +122,13 @@ def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
     return add_in_group
 
 
-def _type(of: dict[str, Any]) -> Any:
-    kind, limits = of["kind"], {name: value for name, value in of.items() if name != "kind"}
+def _type(field: dict[str, Any]) -> Any:
+    kind, limits = field["kind"], {name: value for name, value in field.items() if name != "kind"}
     match kind:
         case "text":
             return str
         case "choice":
-            return click.Choice(of["choices"])
+            return click.Choice(field["choices"])
         case "whole":
             return Whole(**limits)
         case "decimal":

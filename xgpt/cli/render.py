@@ -95,17 +95,17 @@ def progress_bar() -> Iterator[Progress]:
         console=console,
     )
     task = bar.add_task("profiling")
-    begin_s, told = time.perf_counter(), ""
+    begin_s, shown = time.perf_counter(), ""
 
     def report(done: int, total: int, what: str) -> None:
-        nonlocal told
+        nonlocal shown
         stage = what.partition(":")[0]
         if console.is_terminal:
             bar.start()
             bar.update(task, completed=done, total=total, description=what)
-        elif stage != told and time.perf_counter() - begin_s > QUIET_S:
+        elif stage != shown and time.perf_counter() - begin_s > QUIET_S:
             click.echo(f"{stage} ...", err=True)
-            told = stage
+            shown = stage
 
     try:
         yield report

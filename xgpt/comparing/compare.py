@@ -210,21 +210,21 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     deployed = problem.engine
     if cluster.device.type == "gpu":
         deployed = (deployed or load_engine("vllm")).model_copy(update={"max_batch": current.max_num_seqs})
-    of = scheduler(replace(problem, cluster=cluster, kv="quantile", deployed=deployed))
+    search = scheduler(replace(problem, cluster=cluster, kv="quantile", deployed=deployed))
     ep_degree = 1 if problem.model.experts is None else current.ep_degree
-    placement = of.candidates.uniform_placement(
+    placement = search.candidates.uniform_placement(
         "chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree
     )
     micro = placement.microbatches
     step_tokens = np.asarray([current.max_num_batched_tokens])
-    most = floor(of.candidates.space("chunked", placement).capacity_beside(step_tokens)[0])
+    most = floor(search.candidates.space("chunked", placement).capacity_beside(step_tokens)[0])
     settings = ChunkedSettings(
         # A step is a micro-batch's; vLLM's limits are those of a step, and of all requests inside.
         token_budget=micro * current.max_num_batched_tokens,
         max_batch=max(1, min(current.max_num_seqs, most)),
         **placement.fixed,
     )
-    plan = of.score(settings, placement)
+    plan = search.score(settings, placement)
     if cluster.device.type == "gpu":
         _check_starts(plan, current)
     return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))

@@ -326,8 +326,8 @@ def _filled(word: str, environment: Mapping[str, str]) -> str:
 def _devices(node: dict[str, Any]) -> int | None:
     resources = node.get("resources", {})
     for kind in ("limits", "requests"):
-        of = resources.get(kind, {}) if isinstance(resources, dict) else {}
-        for name, number in (of or {}).items():
+        limits = resources.get(kind, {}) if isinstance(resources, dict) else {}
+        for name, number in (limits or {}).items():
             if str(name).endswith("/gpu") and str(number).isdecimal():
                 return int(number)
     return None

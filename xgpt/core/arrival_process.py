@@ -45,7 +45,7 @@ class ArrivalProcess:
             InputError: a rate or a time is not positive, or a stage before the last one has no end.
         """
         given = [(rate, None)] if isinstance(rate, int | float) else list(rate)
-        stages = tuple(RateStage(*of) for of in given)
+        stages = tuple(RateStage(*rate_stage) for rate_stage in given)
         for stage in stages:
             for value in stage:
                 if value is not None and not (value > 0 and math.isfinite(value)):

@@ -63,15 +63,15 @@ def _directory() -> Path:
     What is in it is run. Where another user owns it, or a directory above it that is ours to make, `NOWHERE`.
     """
     directory = cache_dir() / "compiled" / sources()[:16]
-    for made in (directory.parents[1], directory.parents[0], directory):
-        if not made.exists():
+    for folder in (directory.parents[1], directory.parents[0], directory):
+        if not folder.exists():
             continue
-        status = made.stat()
+        status = folder.stat()
         if status.st_uid not in (os.geteuid(), 0):
-            logger.warning("compiled code is not kept: %s belongs to another user; set XDG_CACHE_HOME", made)
+            logger.warning("compiled code is not kept: %s belongs to another user; set XDG_CACHE_HOME", folder)
             return Path(NOWHERE)
         if status.st_uid == os.geteuid() and status.st_mode & 0o022:
-            made.chmod(status.st_mode & ~0o022)
+            folder.chmod(status.st_mode & ~0o022)
     if not directory.exists():
         with suppress(OSError):
             directory.mkdir(parents=True, mode=0o700)

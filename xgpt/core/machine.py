@@ -151,8 +151,8 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         base = mount / controller if controllers else mount
-        own = base / path.lstrip("/")
-        directories += [own, *(above for above in own.parents if base in above.parents)]
+        folder = base / path.lstrip("/")
+        directories += [folder, *(above for above in folder.parents if base in above.parents)]
     return directories
 
 

@@ -37,7 +37,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
         elif isinstance(data, dict) and (part in data or (part == loc[-1] and kind == "missing")):
             data = data.get(part)
             if kind != "extra_forbidden" or part != loc[-1]:
-                types = [of for known in types for of in _models(known.model_fields.get(str(part)))]
+                types = [model for known in types for model in _models(known.model_fields.get(str(part)))]
         else:
             continue  # a member of a union: no name in the file
         names.append(str(part))
@@ -50,7 +50,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
     if kind == "missing":
         value, accepted = None, "give a value"
     elif kind == "extra_forbidden":
-        known = {name for of in types for name in of.model_fields}
+        known = {name for model in types for name in model.model_fields}
         accepted = f"there is no such {'field' if field else 'argument'}"
         accepted += nearest(names[-1], known) or f"; there are {', '.join(sorted(known))}"
     elif kind.startswith("union_tag"):
@@ -58,7 +58,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
         value = context.get("tag")
         accepted = f"give one of {context['expected_tags']}" if value else "give a value"
     elif kind.startswith("model_"):
-        known = {name for of in types for name, each in of.model_fields.items() if each.is_required()}
+        known = {name for model in types for name, each in model.model_fields.items() if each.is_required()}
         accepted = f"it must hold the fields {', '.join(sorted(known))}"
     elif kind.endswith(("_type", "_parsing", "_from_float")):
         accepted = _MUST_BE.get(kind.split("_")[0], accepted)
@@ -67,8 +67,8 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     """Yield the models in a field or its annotation: those of a union, a list, an optional value."""
-    of = getattr(annotation, "annotation", annotation)
-    if isinstance(of, type) and issubclass(of, BaseModel):
-        yield of
-    for inner in get_args(of):
+    annotated = getattr(annotation, "annotation", annotation)
+    if isinstance(annotated, type) and issubclass(annotated, BaseModel):
+        yield annotated
+    for inner in get_args(annotated):
         yield from _models(inner)

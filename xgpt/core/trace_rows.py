@@ -187,10 +187,10 @@ def _json_rows(path: Path, text: str) -> TraceRows:
     documents = list(_documents(path, text))
     if len(documents) == 1 and isinstance(documents[0][1], list):
         documents = [(f"{path}, entry {i}", each) for i, each in enumerate(documents[0][1], start=1)]
-    if documents and all(isinstance(of, dict) and "conversations" in of for _, of in documents):
+    if documents and all(isinstance(document, dict) and "conversations" in document for _, document in documents):
         return _conversations(documents)
-    entries = [entry for where, of in documents for entry in _entries(where, of)]
-    if any("resourceSpans" in of for _, of in documents):
+    entries = [entry for where, document in documents for entry in _entries(where, document)]
+    if any("resourceSpans" in document for _, document in documents):
         return _spans(entries)
     rows, names = [], set()
     for where, entry in entries:
@@ -223,7 +223,7 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
     """Yield the requests of a document: itself, or those in it."""
     if not isinstance(document, dict):
         raise InputError(where, str(document)[:80], "it must be a JSON object")
-    lists = {name: of for name, of in document.items() if isinstance(of, list)}
+    lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
     if "resourceSpans" in document:
         for resource in document["resourceSpans"]:
             for scope in resource.get("scopeSpans", resource.get("instrumentationLibrarySpans", [])):
@@ -286,7 +286,9 @@ def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 elif isinstance(value, dict):
                     inner.append(value)
                 elif name == "attributes" and isinstance(value, list):
-                    inner.append({of["key"]: next(iter(of["value"].values()), None) for of in value})
+                    inner.append(
+                        {attribute["key"]: next(iter(attribute["value"].values()), None) for attribute in value}
+                    )
                 else:
                     yield name, value
         level = inner
@@ -308,9 +310,9 @@ def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
 def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
     """Return the answers of ShareGPT's conversations, each with all that was said before as its prompt."""
     rows = []
-    for where, of in documents:
+    for where, document in documents:
         said = 0
-        for turn in of["conversations"]:
+        for turn in document["conversations"]:
             length = len(str(turn.get("value", turn.get("content", ""))))
             if turn.get("from", turn.get("role")) in ("gpt", "assistant", "chatgpt", "bing", "bard") and said:
                 rows.append(Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None))

@@ -64,28 +64,28 @@ class Explorer:
         if not isinstance(current, str | None):
             raise InputError("current", current, "write the `vllm serve` command of what runs now")
         request = plan_request(**asked)
-        of, outline = self._scheduler(request)
-        kinds = kinds_of(of.problem, request.policy)
+        search, outline = self._scheduler(request)
+        kinds = kinds_of(search.problem, request.policy)
         best = None
         try:
-            plans = quick(of, kinds)
+            plans = quick(search, kinds)
         except InfeasibleError as error:
             yield refusal(error)
         else:
             best = next(iter(plans.values()))[0]
             yield {"part": "plans", "settled": False, **table(plans), **outline_of(best)}
         if not outline:
-            outline.update(trade_off(of, kinds))
+            outline.update(trade_off(search, kinds))
         yield {"part": "trade-off", **outline}
         if best is not None:
-            yield {"part": "timeline", **timeline(best, of)}
-            yield {"part": "looser", "rows": looser(of, kinds)}
+            yield {"part": "timeline", **timeline(best, search)}
+            yield {"part": "looser", "rows": looser(search, kinds)}
         planned = solve(request)
         yield settled(planned)
         if best is None or _runs_as(best) != _runs_as(planned.best):
-            yield {"part": "timeline", **timeline(planned.best, of)}
+            yield {"part": "timeline", **timeline(planned.best, search)}
         if current is not None:
-            yield {"part": "current", **scored(of, current, planned.best)}
+            yield {"part": "current", **scored(search, current, planned.best)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
         """Return the scheduler of a request, with kept tables, and the part of the answer that needs no bounds."""
@@ -96,9 +96,9 @@ class Explorer:
         self._kept.move_to_end(key)
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        of, outline = self._kept[key]
-        constraint = request.constraint.model_copy(update={"headroom": of.problem.constraint.headroom})
-        return of.under(constraint), outline
+        search, outline = self._kept[key]
+        constraint = request.constraint.model_copy(update={"headroom": search.problem.constraint.headroom})
+        return search.under(constraint), outline
 
 
 def _runs_as(plan: Plan) -> tuple[object, ...]:
@@ -106,20 +106,20 @@ def _runs_as(plan: Plan) -> tuple[object, ...]:
     return plan.policy, plan.stages, plan.cluster.num_devices
 
 
-def quick(of: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
+def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, float | None]]:
     """Return each policy's best plan in closed form, with its arrival rate if that is maximised; the best first.
 
     Raises:
         InfeasibleError: none keeps the bounds.
     """
-    if not of.problem.constraint.maximises_arrivals:
-        plans = of.best_of_each(kinds)
+    if not search.problem.constraint.maximises_arrivals:
+        plans = search.best_of_each(kinds)
         ordered = sorted(plans.items(), key=lambda item: -item[1].estimate.throughput_rps)
         return {kind: (plan, None) for kind, plan in ordered}
-    rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(of).of_kind(kind, 1))]
+    rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(search).of_kind(kind, 1))]
     if not rated:
-        of.best_of_each(kinds)  # which says why, if requests that do not wait keep the bounds neither
-        name = next(name for name in BOUNDS if getattr(of.problem.constraint, name) is not None)
+        search.best_of_each(kinds)  # which says why, if requests that do not wait keep the bounds neither
+        name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
         raise InfeasibleError(
             f"{name}: no schedule keeps the bounds with waiting counted, in closed form",
             nearest_bound_s=None,
@@ -164,9 +164,9 @@ def outline_of(plan: Plan) -> Part:
     }
 
 
-def trade_off(of: Scheduler, kinds: tuple[str, ...]) -> Part:
+def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
     """Return each policy's highest saturated throughput for each latency."""
-    relaxed = of.under(of.problem.constraint.model_copy(update=FREE))
+    relaxed = search.under(search.problem.constraint.model_copy(update=FREE))
     lines = []
     for kind in kinds:
         points = [(point.latency_s, point.throughput_rps) for point in relaxed.frontier(kind)]
@@ -176,30 +176,30 @@ def trade_off(of: Scheduler, kinds: tuple[str, ...]) -> Part:
     return {"lines": lines}
 
 
-def timeline(plan: Plan, of: Scheduler) -> Part:
+def timeline(plan: Plan, search: Scheduler) -> Part:
     """Return some steps of a simulated run of the plan, with requests always waiting."""
     spans: list[Span] = []
-    simulate(plan, of.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
+    simulate(plan, search.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
     return figures.timeline(plan, spans)._asdict()
 
 
-def looser(of: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
+def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
     """Return the best in closed form under each looser latency bound, the bound itself first."""
-    bound = of.problem.constraint.latency_bound_s
+    bound = search.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):
-        constraint = of.problem.constraint.model_copy(update={"latency_bound_s": factor * (bound or 0)})
-        plan, rate = next(iter(quick(of.under(constraint), kinds).values()))
+        constraint = search.problem.constraint.model_copy(update={"latency_bound_s": factor * (bound or 0)})
+        plan, rate = next(iter(quick(search.under(constraint), kinds).values()))
         served = plan.estimate.throughput_rps if rate is None else rate
         rows.append({"bound_s": constraint.latency_bound_s, "policy": plan.policy.kind, "rate_per_s": served})
     return rows
 
 
-def scored(of: Scheduler, command: str, best: Plan) -> Part:
+def scored(search: Scheduler, command: str, best: Plan) -> Part:
     """Return the current deployment's figures and how the plan compares, or why it cannot be scored."""
     try:
-        running = read_current(command, of.problem.cluster)
-        plan = score_current(of.problem, running)
+        running = read_current(command, search.problem.cluster)
+        plan = score_current(search.problem, running)
     except XgptError as error:
         return {"error": str(error)}
     rate = None if plan.estimate.capacity is None else rate_of(plan)

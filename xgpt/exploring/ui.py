@@ -100,21 +100,21 @@ class AnswerProcess:
                 await self.start()
             assert self._process is not None and self._process.stdin is not None
             await self._is_ready.wait()
-            self._asked = own = self._asked + 1
+            self._asked = number = self._asked + 1
             self._lines.put_nowait(b"{}")  # wakes up the reader of the question before
             lines: asyncio.Queue[bytes] = asyncio.Queue()
             self._lines = lines
             with suppress(ProcessLookupError, ConnectionError):  # it has ended: the reader will say so
                 self._process.send_signal(signal.SIGUSR1)
-                self._process.stdin.write(json.dumps({"id": own, "asked": asked}).encode() + b"\n")
+                self._process.stdin.write(json.dumps({"id": number, "asked": asked}).encode() + b"\n")
                 await self._process.stdin.drain()
-        while own == self._asked:
+        while number == self._asked:
             line = await lines.get()
             if not line:
                 yield b'{"part": "error", "reason": "the planning process has ended; ask again"}\n'
                 return
             part = json.loads(line)
-            if part.get("id") == own:
+            if part.get("id") == number:
                 yield line
                 if part["part"] == "end":
                     return

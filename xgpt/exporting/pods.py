@@ -59,8 +59,8 @@ class Names:
 
     def meta(self, end: str = "", labels: Mapping[str, str] | None = None) -> Object:
         """Return an object's metadata."""
-        own = {**self.selector, "app.kubernetes.io/managed-by": "xgpt", **(labels or {})}
-        return {"name": f"{self.name}{end}", "labels": own}
+        all_labels = {**self.selector, "app.kubernetes.io/managed-by": "xgpt", **(labels or {})}
+        return {"name": f"{self.name}{end}", "labels": all_labels}
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ def _hub_token(names: Names) -> Object:
 
 def _own_variables() -> list[Object]:
     """Return environment variables that put the files of a user without a home into the writable directory."""
-    own = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
-    return [{"name": key, "value": value} for key, value in (own | {"USER": "xgpt"}).items()]
+    variables = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
+    return [{"name": key, "value": value} for key, value in (variables | {"USER": "xgpt"}).items()]
 
 
 def network_policy(
@@ -229,9 +229,9 @@ def network_policy(
     ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]
     egress: list[Object] = []
     if among:
-        own = [{"podSelector": {"matchLabels": names.selector}}]
-        ingress.append({"from": own})
-        egress.append({"to": own})
+        peers = [{"podSelector": {"matchLabels": names.selector}}]
+        ingress.append({"from": peers})
+        egress.append({"to": peers})
     reached = [*beyond, *([DOWNLOADS] if hub.id_of(plan.checkpoint) is not None else [])]
     if among or reached:
         egress.append({"ports": [*NAMES, *reached]})

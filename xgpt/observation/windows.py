@@ -274,10 +274,10 @@ def surprise(
     return -log(gammaincc(freedom, nats))
 
 
-def _divergence(of: Array, to: Array) -> float:
+def _divergence(shares: Array, to: Array) -> float:
     """Kullback and Leibler's, in nats."""
-    some = of > 0
-    return float(of[some] @ np.log(of[some] / to[some]))
+    some = shares > 0
+    return float(shares[some] @ np.log(shares[some] / to[some]))
 
 
 class ChangeDetector:

@@ -170,31 +170,31 @@ class DayChart(NamedTuple):
     constant_cost: float  # the constant fleet's
 
 
-def day(of: DayChart, *, alt: str, caption: str) -> Chart:
+def day(chart: DayChart, *, alt: str, caption: str) -> Chart:
     """Draw a day's load, replicas, kept requests and cost, one below the other."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 7))
         arriving, running, keeping, costing = figure.subplots(4, 1, sharex=True)
-        arriving.stairs(of.load, of.hours, fill=True, color=COLOURS[0], alpha=0.75)
+        arriving.stairs(chart.load, chart.hours, fill=True, color=COLOURS[0], alpha=0.75)
         arriving.set_ylabel("requests/s")
-        below = [0] * len(of.load)
-        for (name, counts), colour in zip(of.replicas.items(), COLOURS * len(of.replicas), strict=False):
+        below = [0] * len(chart.load)
+        for (name, counts), colour in zip(chart.replicas.items(), COLOURS * len(chart.replicas), strict=False):
             above = [a + b for a, b in zip(below, counts, strict=True)]
-            running.stairs(above, of.hours, baseline=below, fill=True, color=colour, alpha=0.75, label=name)
+            running.stairs(above, chart.hours, baseline=below, fill=True, color=colour, alpha=0.75, label=name)
             below = above
         running.set_ylabel("replicas")
         running.legend(loc="upper left", ncols=6)
-        kept = [float("nan") if share is None else 100 * share for share in of.kept]
-        keeping.stairs(kept, of.hours, baseline=None, color=COLOURS[2])
-        keeping.axhline(100 * of.asked, color="#b3261e", linewidth=1.2, linestyle="--")
+        kept = [float("nan") if share is None else 100 * share for share in chart.kept]
+        keeping.stairs(kept, chart.hours, baseline=None, color=COLOURS[2])
+        keeping.axhline(100 * chart.asked, color="#b3261e", linewidth=1.2, linestyle="--")
         keeping.set_ylabel("% kept")
-        costing.stairs(of.costs, of.hours, fill=True, color=COLOURS[0], alpha=0.75)
-        costing.axhline(of.constant_cost, color="#1b2430", linewidth=1.2, linestyle="--")
+        costing.stairs(chart.costs, chart.hours, fill=True, color=COLOURS[0], alpha=0.75)
+        costing.axhline(chart.constant_cost, color="#1b2430", linewidth=1.2, linestyle="--")
         costing.set_ylabel("cost an hour")
         costing.set_xlabel("hours")
         for axes in (arriving, running, costing):
             axes.set_ylim(bottom=0)
         running.set_ylim(top=1.4 * max(1, *below))  # for the legend
-        running.set_xlim(of.hours[0], of.hours[-1])
+        running.set_xlim(chart.hours[0], chart.hours[-1])
         figure.align_ylabels()
         return _draw(figure, alt, caption)

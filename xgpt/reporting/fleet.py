@@ -67,18 +67,18 @@ def _counted(fleet: FleetPlan) -> str:
 
 def _day(fleet: FleetPlan) -> Chart:
     hours = [i * fleet.interval_s / 3600 for i in range(len(fleet.intervals) + 1)]
-    of = fleet.intervals
+    intervals = fleet.intervals
 
     def cost_per_hour(replicas: tuple[int, ...]) -> float:
         return sum(count * kind.price_per_hour for count, kind in zip(replicas, fleet.kinds, strict=True))
 
     drawn = charts.DayChart(
         hours,
-        load=[interval.rate_per_s for interval in of],
-        replicas={kind.name: [interval.replicas[k] for interval in of] for k, kind in enumerate(fleet.kinds)},
-        kept=[interval.share_kept for interval in of],
+        load=[interval.rate_per_s for interval in intervals],
+        replicas={kind.name: [interval.replicas[k] for interval in intervals] for k, kind in enumerate(fleet.kinds)},
+        kept=[interval.share_kept for interval in intervals],
         asked=fleet.constraint.quantile,
-        costs=[cost_per_hour(interval.replicas) for interval in of],
+        costs=[cost_per_hour(interval.replicas) for interval in intervals],
         constant_cost=cost_per_hour(fleet.constant.replicas),
     )
     return charts.day(

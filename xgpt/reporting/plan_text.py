@@ -119,9 +119,9 @@ def bounds_in_words(constraint: Constraint) -> str:
         "ttft_s": "to the first token",
         "tpot_s": "between tokens in the mean",
     }
-    own = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
+    quantiles = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
     return ", ".join(
-        f"{bound:g} s {text}" + (f" (p{100 * share:g})" if (share := own.get(name)) else "")
+        f"{bound:g} s {text}" + (f" (p{100 * share:g})" if (share := quantiles.get(name)) else "")
         for name, text in names.items()
         if (bound := getattr(constraint, name))
     )
@@ -213,13 +213,13 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
     trace = load_trace(workload) if isinstance(workload, str) else None
     if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
         return []
-    span_s, held = float(trace.timestamp_s[-1]), maximised(plan)
+    span_s, rate = float(trace.timestamp_s[-1]), maximised(plan)
     mean = (len(trace.input) - 1) / span_s
     minutes = np.bincount((trace.timestamp_s // 60).astype(np.int64))
     peak = max(mean, float(minutes.max()) / min(60.0, span_s))
-    says = f"this plan holds {held:.4g} on {plan.num_devices} devices"
-    if held < peak:
-        says = f"{says}: {math.ceil(peak / held)} of these deployments hold the peak"
+    says = f"this plan holds {rate:.4g} on {plan.num_devices} devices"
+    if rate < peak:
+        says = f"{says}: {math.ceil(peak / rate)} of these deployments hold the peak"
     elif plan.constraint.arrival_rate_per_s is None:
         says = f"{says}: `--arrival-rate {peak:.3g} --devices auto` finds the fewest"
     return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
@@ -282,8 +282,8 @@ def _shape(plan: Plan) -> str:
     return replicas + " > ".join(lanes)
 
 
-def _count(number: int, of: str) -> str:
-    return f"{number} {of}" if number == 1 else f"{number} {of}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def schedule_in_words(plan: Plan) -> str:
@@ -367,10 +367,10 @@ def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str
         if ahead:
             yield f"speculative decoding: off, it does not gain{others}"
         return
-    of = plan.speculation
+    speculation = plan.speculation
     yield (
-        f"speculative decoding: {of.method}, {of.tokens} tokens ahead, of which {of.tokens_per_step - 1:.2f} are "
-        f"accepted{others}"
+        f"speculative decoding: {speculation.method}, {speculation.tokens} tokens ahead, "
+        f"of which {speculation.tokens_per_step - 1:.2f} are accepted{others}"
     )
     if isinstance(plan.policy, ChunkedSettings):
         yield f"a whole step holds {plan.step_tokens(plan.policy.token_budget)} tokens"

@@ -225,10 +225,10 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
 
 def _frontier(plan: Plan, profile: Profile) -> Chart:
     relaxed = plan.constraint.model_copy(update={"latency_bound_s": None})
-    of = scheduler(Problem.of(plan, profile).under(relaxed))
+    search = scheduler(Problem.of(plan, profile).under(relaxed))
     lines = []
     for kind in POLICIES:
-        points = of.frontier(kind)
+        points = search.frontier(kind)
         if points:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))
@@ -250,13 +250,13 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
 
 
 def _memory(plan: Plan) -> Chart:
-    of = figures.memory(plan)
+    memory = figures.memory(plan)
     return charts.memory(
-        [f"device {device}" for device in range(len(of.kv))],
-        {"weights, activations, workspace": of.rest, "keys and values": of.kv},
-        of.usable,
+        [f"device {device}" for device in range(len(memory.kv))],
+        {"weights, activations, workspace": memory.rest, "keys and values": memory.kv},
+        memory.usable,
         alt="memory of each device",
-        caption=f"Memory of each device of one replica; {of.usable:.1f} GiB of it may be used.",
+        caption=f"Memory of each device of one replica; {memory.usable:.1f} GiB of it may be used.",
     )
 
 

@@ -76,8 +76,8 @@ def main(settings: ProcessSettings, parent: int) -> None:
 
 def _connect(settings: ProcessSettings) -> EngineStore:
     """Join the group of all workers; the caller must keep the store alive."""
-    told = settings.launcher
-    store = EngineStore(settings.secret, told.host, told.engine, settings.started.epoch)
+    address = settings.launcher
+    store = EngineStore(settings.secret, address.host, address.engine, settings.started.epoch)
     dist.init_process_group(
         _backend(settings.started.count), store=store, rank=settings.worker, world_size=settings.started.total
     )

@@ -101,10 +101,10 @@ class RankPipe:
 
 def stage_groups(deployment: Deployment, worker: int, traffic: Traffic) -> RankGroup | None:
     """Return the group of this worker's stage; None if it is alone in it. All workers must call this together."""
-    own = None
+    own_groups = None
     for stage in deployment.stages:
         if stage.tp > 1:
             group = dist.new_group(list(stage.devices))
             if worker in stage.devices:
-                own = RankGroup(group, stage.devices.index(worker), stage.tp, traffic)
-    return own
+                own_groups = RankGroup(group, stage.devices.index(worker), stage.tp, traffic)
+    return own_groups

@@ -123,33 +123,33 @@ def _round(x: Any, bits: Any, rounded: Any, scale: Any) -> None:
 _ROUND = compiled(_round, fastmath={"contract"})
 
 
-def _run(rows: np.ndarray, panels: np.ndarray, of: Any, y: np.ndarray, relu: bool) -> None:
+def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray, relu: bool) -> None:
     """# of: scales of rows and of outputs, bias"""
     count = num_threads()
     # Not of the compiled code's own: it would free an array when it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
     if count == 1:
-        _multiply_all(rows, panels, of, y, relu, scratch)
+        _multiply_all(rows, panels, packed, y, relu, scratch)
         return
     numba.set_num_threads(count)
-    _multiply_shared(rows, panels, of, y, relu, scratch)
+    _multiply_shared(rows, panels, packed, y, relu, scratch)
 
 
 @njit(cache=True, **OPTIONS)
-def _multiply_all(rows: Any, panels: Any, of: Any, y: Any, relu: Any, scratch: Any) -> None:
-    _multiply((rows, panels, y), of, relu, scratch[0], 0, y.shape[1] // WIDTH)
+def _multiply_all(rows: Any, panels: Any, packed: Any, y: Any, relu: Any, scratch: Any) -> None:
+    _multiply((rows, panels, y), packed, relu, scratch[0], 0, y.shape[1] // WIDTH)
 
 
 @njit(cache=True, parallel=True, **OPTIONS)
-def _multiply_shared(rows: Any, panels: Any, of: Any, y: Any, relu: Any, scratch: Any) -> None:
+def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, relu: Any, scratch: Any) -> None:
     count, num_threads = y.shape[1] // WIDTH, len(scratch)
     for thread in prange(num_threads):
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
-        _multiply((rows, panels, y), of, relu, scratch[thread], first, last)
+        _multiply((rows, panels, y), packed, relu, scratch[thread], first, last)
 
 
 @njit(**OPTIONS)
-def _multiply(arrays: Any, of: Any, relu: Any, scratch: Any, first: Any, last: Any) -> None:
+def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, last: Any) -> None:
     """Those outputs that lie in panels from `first` to `last`.
 
     Args:
@@ -157,7 +157,7 @@ def _multiply(arrays: Any, of: Any, relu: Any, scratch: Any, first: Any, last: A
         relu: whether to clip results at zero.
     """
     rows, panels, y = arrays
-    of_rows, of_outputs, bias = of
+    of_rows, of_outputs, bias = packed
     num_rows, stride = rows.shape
     steps, panel_bytes = stride // STEP, stride * WIDTH
     num_groups = (num_rows + GROUP - 1) // GROUP

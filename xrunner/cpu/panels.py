@@ -183,11 +183,11 @@ def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: i
     def product(x: Tensor, bias: Tensor | None) -> Tensor:
         y = torch.empty(len(x), outputs.width)
         added = outputs.bias(bias)
-        of = panels, added if start is None else start, of_outputs, added
+        packed_arrays = panels, added if start is None else start, of_outputs, added
         if kind == FLOAT32:
-            _run(x.contiguous().numpy(), of, y.numpy(), block, how)
+            _run(x.contiguous().numpy(), packed_arrays, y.numpy(), block, how)
         else:
-            _run_rounded(x.contiguous(), of, y.numpy(), block, how)
+            _run_rounded(x.contiguous(), packed_arrays, y.numpy(), block, how)
         return y[:, : outputs.number].contiguous()
 
     return product
@@ -214,25 +214,25 @@ def _block_depth(depth: int) -> int:
     return -(-depth // (count * STEPS)) * STEPS
 
 
-def _run(x: np.ndarray, of: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
+def _run(x: np.ndarray, packed: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
     """# of: panels, what sums begin with, scales of outputs, bias; how: the finish, and the kind"""
     inputs, count = (x, _NO_SCALES), num_threads()
     if count == 1:
-        _multiply_all(inputs, of, y, block, how)
+        _multiply_all(inputs, packed, y, block, how)
         return
     numba.set_num_threads(count)
-    _multiply_shared(inputs, of, y, block, how, count)
+    _multiply_shared(inputs, packed, y, block, how, count)
 
 
-def _run_rounded(x: Tensor, of: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
-    width, count = len(of[0]) // len(of[2]), num_threads()
+def _run_rounded(x: Tensor, packed: Any, y: np.ndarray, block: int, how: tuple[int, int]) -> None:
+    width, count = len(packed[0]) // len(packed[2]), num_threads()
     rounded = np.empty((len(x), width), dtype=np.float32), np.empty(len(x), dtype=np.float32)
     rows = x.numpy(), x.view(torch.int32).numpy()
     if count == 1:
-        _round_and_multiply(rows, rounded, of, y, block, how)
+        _round_and_multiply(rows, rounded, packed, y, block, how)
         return
     numba.set_num_threads(count)
-    _round_and_multiply_shared(rows, rounded, of, y, block, how, count)
+    _round_and_multiply_shared(rows, rounded, packed, y, block, how, count)
 
 
 _NO_SCALES = np.zeros(0, dtype=np.float32)
@@ -240,32 +240,32 @@ _NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _multiply_all(inputs: Any, of: Any, y: Any, block: Any, how: Any) -> None:
-    _multiply(inputs, of, y, block, how, 0, len(of[2]) // WIDTH)
+def _multiply_all(inputs: Any, packed: Any, y: Any, block: Any, how: Any) -> None:
+    _multiply(inputs, packed, y, block, how, 0, len(packed[2]) // WIDTH)
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def _multiply_shared(inputs: Any, of: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
+def _multiply_shared(inputs: Any, packed: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
     count = y.shape[1] // WIDTH  # of panels of results: gates stay with what they gate
     for thread in prange(num_threads):
-        together = len(of[2]) // y.shape[1]
+        together = len(packed[2]) // y.shape[1]
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
-        _multiply(inputs, of, y, block, how, first * together, last * together)
+        _multiply(inputs, packed, y, block, how, first * together, last * together)
 
 
 @njit(cache=True, **OPTIONS)
-def _round_and_multiply(rows: Any, rounded: Any, of: Any, y: Any, block: Any, how: Any) -> None:
+def _round_and_multiply(rows: Any, rounded: Any, packed: Any, y: Any, block: Any, how: Any) -> None:
     _round(rows, rounded, how, 0, len(rows[0]))
-    _multiply(rounded, of, y, block, how, 0, len(of[2]) // WIDTH)
+    _multiply(rounded, packed, y, block, how, 0, len(packed[2]) // WIDTH)
 
 
 @njit(cache=True, **OPTIONS)
 def _round_and_multiply_shared(
-    rows: Any, rounded: Any, of: Any, y: Any, block: Any, how: Any, num_threads: Any
+    rows: Any, rounded: Any, packed: Any, y: Any, block: Any, how: Any, num_threads: Any
 ) -> None:
     # Each a function of its own: of two loops in one numba makes one, in which no thread waits for the others' rows.
     _round_shared(rows, rounded, how, num_threads)
-    _multiply_shared(rounded, of, y, block, how, num_threads)
+    _multiply_shared(rounded, packed, y, block, how, num_threads)
 
 
 @njit(parallel=True, **OPTIONS)
@@ -290,14 +290,14 @@ def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def _multiply(inputs: Any, of: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
+def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
     """Those outputs that lie in panels from `first` to `last`.
 
     Args:
         inputs: rows, and their scales.
     """
     x, scale = inputs
-    panels, begin, of_outputs, bias = of
+    panels, begin, of_outputs, bias = packed
     finish, kind = how
     num_rows, depth = x.shape
     is_gated = finish == _GATE

@@ -224,17 +224,17 @@ def attend(way, span, context, rules, space):
     begin = earliest // context.block_size * context.block_size
     num_soon = place_keys(context, begin, visible, way.piece, space.soon)
     for before in range(begin, visible, way.piece):
-        held = num_soon
-        for t in range(held):
+        num_held = num_soon
+        for t in range(num_held):
             space.key_places[t] = space.soon[t]
         num_soon = place_keys(context, before + way.piece, visible, way.piece, space.soon)
-        _prepare(way, context, space, before, held, max(earliest - before, 0), visible - before)
+        _prepare(way, context, space, before, num_held, max(earliest - before, 0), visible - before)
         for tile in range(num_tiles):
             asks_for = num_soon if tile == num_tiles - 1 else 0  # the last sees as much as any
             if num_rows - tile * WIDE > NARROW:
-                _pass(way, context, rules, space, span, (tile, before, held, asks_for), WIDE)
+                _pass(way, context, rules, space, span, (tile, before, num_held, asks_for), WIDE)
             else:
-                _pass(way, context, rules, space, span, (tile, before, held, asks_for), NARROW)
+                _pass(way, context, rules, space, span, (tile, before, num_held, asks_for), NARROW)
 
     for tile in range(num_tiles):
         if num_rows - tile * WIDE > NARROW:
@@ -326,15 +326,15 @@ def _pass(way, context, rules, space, span, piece, lanes):
             of the next piece, and their values, are asked for on the way.
     """
     literally(lanes)
-    tile, before, held, asks_for = piece
+    tile, before, num_held, asks_for = piece
     limits, scores, window = at(space.limits, tile * WIDE), space.scores, rules.window
     visible, earliest = limits[lanes - 1], context.earliest
     if window:
         earliest = max(earliest, limits[0] - window)
-    begin, end = max(earliest - before, 0), min(visible - before, held)
+    begin, end = max(earliest - before, 0), min(visible - before, num_held)
     if begin >= end:
         return
-    _score(way, context, space, tile, begin, end, (held, asks_for), lanes)
+    _score(way, context, space, tile, begin, end, (num_held, asks_for), lanes)
     if rules.softcap:
         limit(at(scores, begin * lanes), (end - begin) * lanes, rules.softcap)
     if rules.has_bias:  # rows are tokens
@@ -372,63 +372,65 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
     return paired if way.instance_class is Matrices else kept
 
 
-def _prepare(way: Any, context: Context, space: ThreadScratch, before: int, held: int, begin: int, end: int) -> None:
+def _prepare(
+    way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
+) -> None:
     """Make of a piece's keys and values what the products take; those not from `begin` to `end` may be anything."""
 
 
 @overload(_prepare, strict=False)
-def _(way: Any, context: Any, space: Any, before: Any, held: Any, begin: Any, end: Any) -> Any:
-    def found(way, context, space, before, held, begin, end):
+def _(way: Any, context: Any, space: Any, before: Any, num_held: Any, begin: Any, end: Any) -> Any:
+    def found(way, context, space, before, num_held, begin, end):
         values = at(space.key_places, way.piece)
-        for t in range(held):
+        for t in range(num_held):
             values[t] = space.key_places[t] + context.to_values
 
-    def widened(way, context, space, before, held, begin, end):
+    def widened(way, context, space, before, num_held, begin, end):
         head_dim = context.head_dim
         vectors = head_dim // LINE
         for half in range(2):
-            for t in range(held):
+            for t in range(num_held):
                 room = (half * way.piece + t) * head_dim
                 start = space.key_places[t] + half * context.to_values - room
                 widen(context.cache, space.keys, start, room, vectors, LINE)
                 widen(context.cache, space.keys, start, room + vectors * LINE, head_dim - vectors * LINE, 1)
-        _scale(context, space, way.piece, before, held)
+        _scale(context, space, way.piece, before, num_held)
         for half in range(2):
             places = at(space.key_places, half * way.piece)
-            for t in range(held):
+            for t in range(num_held):
                 places[t] = (half * way.piece + t) * head_dim
 
-    def turned(way, context, space, before, held, begin, end):
+    def turned(way, context, space, before, num_held, begin, end):
         keys, values = space.key_places, at(space.key_places, way.piece)
-        for t in range(held):
+        for t in range(num_held):
             values[t] = keys[t] + context.to_values
-        for t in range(held, (held + amx.DEPTH - 1) // amx.DEPTH * amx.DEPTH):
+        for t in range(num_held, (num_held + amx.DEPTH - 1) // amx.DEPTH * amx.DEPTH):
             keys[t], values[t] = keys[0], values[0]
-        for t in range(0, held, amx.DEPTH):
-            amx.turn_values(context.cache, values, space.keys, t, begin, min(end, held), context.head_dim)
+        for t in range(0, num_held, amx.DEPTH):
+            amx.turn_values(context.cache, values, space.keys, t, begin, min(end, num_held), context.head_dim)
 
     if _multiplies_halves(way):
         return turned
     return found if _is_wide(context) else widened
 
 
-def _scale(context: Context, space: ThreadScratch, piece: int, before: int, held: int) -> None:
+def _scale(context: Context, space: ThreadScratch, piece: int, before: int, num_held: int) -> None:
     """Multiply a piece's widened keys and values with their scales, if there are any."""
 
 
 @overload(_scale, strict=False)
-def _(context: Any, space: Any, piece: Any, before: Any, held: Any) -> Any:
-    def scaled(context, space, piece, before, held):
+def _(context: Any, space: Any, piece: Any, before: Any, num_held: Any) -> Any:
+    def scaled(context, space, piece, before, num_held):
         block_size, head_dim = context.block_size, context.head_dim
         for half in range(2):
-            for t in range(held):
+            for t in range(num_held):
                 block, offset = (before + t) // block_size, (before + t) % block_size
                 start = context.table[block] * context.stride + half * context.to_values + block_size * head_dim
                 factor, room = context.scales[start // SCALE_BYTES + offset], (half * piece + t) * head_dim
                 for d in range(room, room + head_dim):
                     space.keys[d] *= factor
 
-    return scaled if _kept_as(context) == types.int8 else lambda context, space, piece, before, held: None
+    return scaled if _kept_as(context) == types.int8 else lambda context, space, piece, before, num_held: None
 
 
 def _multiplies_halves(way: Any) -> bool:
@@ -445,7 +447,14 @@ def _kept_as(context: Any) -> Any:
 
 
 def _score(
-    way: Any, context: Context, space: ThreadScratch, tile: int, begin: int, end: int, held: tuple[int, int], lanes: int
+    way: Any,
+    context: Context,
+    space: ThreadScratch,
+    tile: int,
+    begin: int,
+    end: int,
+    bounds: tuple[int, int],
+    lanes: int,
 ) -> None:
     """Products of a tile's queries with keys from `begin` to `end` of a piece; more of them may be made.
 
@@ -455,16 +464,16 @@ def _score(
 
 
 @overload(_score, strict=False, prefer_literal=True)
-def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, held: Any, lanes: Any) -> Any:
+def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_kept: Any, lanes: Any) -> Any:
     if not isinstance(lanes, types.IntegerLiteral):
-        return lambda way, context, space, tile, begin, end, held, lanes: literally(lanes)
+        return lambda way, context, space, tile, begin, end, num_held, lanes: literally(lanes)
     num_lanes = lanes.literal_value
     at_once = KEYS_AT_ONCE[num_lanes]
 
-    def vectors(way, context, space, tile, begin, end, held, lanes):
+    def vectors(way, context, space, tile, begin, end, bounds, lanes):
         queries, head_dim = _tile(space, tile, context.head_dim, num_lanes)[0], context.head_dim
         keys, places, scores = _read(context, space), space.key_places, space.scores
-        num_held, asks_for = held
+        num_held, asks_for = bounds
         t, asked = begin // at_once * at_once, 0
         while t < end:
             if t + at_once <= num_held and _is_one_run(at(places, t), at_once, head_dim):
@@ -477,9 +486,9 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, held:
             asked = t
         ask(context, space.soon, asked, asks_for, 0)
 
-    def matrices(way, context, space, tile, begin, end, held, lanes):
+    def matrices(way, context, space, tile, begin, end, bounds, lanes):
         queries, places = _tile(space, tile, context.head_dim, num_lanes)[0], space.key_places
-        asks_for, asked = held[1], 0
+        asks_for, asked = bounds[1], 0
         for t in range(begin // amx.DEPTH * amx.DEPTH, end, amx.DEPTH):
             first, later = places[t], places[t + amx.SQUARE]
             scores = at(space.scores, t * num_lanes)

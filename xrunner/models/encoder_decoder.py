@@ -153,19 +153,19 @@ class EncoderDecoderModel(Model):
             logits, or hidden states of a stage other than the last. # [sequences, vocab or hidden]
         """
         assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
-        own, cross_batch = own_tokens(batch), recalling(batch)
-        bias = self.own_bias(own)
-        hidden = self.token_embedding(own.token_ids) if received is None else received
+        decoded, cross_batch = own_tokens(batch), recalling(batch)
+        bias = self.own_bias(decoded)
+        hidden = self.token_embedding(decoded.token_ids) if received is None else received
         for layer, layer_cache in zip(self.decoder.layers, cache.layers, strict=True):
-            attend = biased(backend, layer_cache, own, bias)
+            attend = biased(backend, layer_cache, decoded, bias)
             cross_attend = partial(backend.forward, cache=layer_cache, batch=cross_batch)
-            hidden = layer(hidden, memory, own, attend, cross_attend)
+            hidden = layer(hidden, memory, decoded, attend, cross_attend)
         return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
-    def own_bias(self, own: Batch) -> PositionBias:
+    def own_bias(self, decoded: Batch) -> PositionBias:
         """What the decoder's self-attention adds, the same in all layers."""
-        assert own.prompt_len is not None
-        return self.decoder.position_bias.of_places(int((own.context_len - own.prompt_len).max()))
+        assert decoded.prompt_len is not None
+        return self.decoder.position_bias.of_places(int((decoded.context_len - decoded.prompt_len).max()))
 
     def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
         hidden = self.decoder.final_norm(hidden) * self.spec.head_scale

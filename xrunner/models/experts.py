@@ -37,20 +37,20 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights. # [tokens, hidden] -> int64, float32 [tokens, chosen]"""
-        of, scores = self.of, F.linear(hidden, self.weight, self.bias).float()
-        if of.normalised and of.scoring == "softmax" and of.num_groups == 1:
-            highest, chosen = scores.topk(of.active, dim=-1)
-            return chosen, highest.softmax(dim=-1) * of.weight_scale
+        experts, scores = self.of, F.linear(hidden, self.weight, self.bias).float()
+        if experts.normalised and experts.scoring == "softmax" and experts.num_groups == 1:
+            highest, chosen = scores.topk(experts.active, dim=-1)
+            return chosen, highest.softmax(dim=-1) * experts.weight_scale
         rated = weights = scores.softmax(dim=-1) if self.e_score_correction_bias is None else scores.sigmoid()
         if self.e_score_correction_bias is not None:
             rated = weights + self.e_score_correction_bias
-        if of.num_groups > 1:
+        if experts.num_groups > 1:
             rated = self._within_best_groups(rated)
-        chosen = rated.topk(of.active, dim=-1).indices
+        chosen = rated.topk(experts.active, dim=-1).indices
         weights = weights.gather(1, chosen)
-        if of.normalised:
+        if experts.normalised:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return chosen, weights * of.weight_scale
+        return chosen, weights * experts.weight_scale
 
     def _within_best_groups(self, rated: Tensor) -> Tensor:
         """Leave out the experts of all groups but a token's best. # [tokens, experts] -> same"""

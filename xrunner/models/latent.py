@@ -49,8 +49,8 @@ class LatentSelfAttention(nn.Module):
             self.q_b = Linear(empty, latent.q_rank, queries, bias=False)
         self.kv_a = Linear(empty, spec.hidden_size, latent.kept_per_token, bias=bias)
         self.kv_norm = RmsNorm(empty, latent.kv_rank, NORM_EPS)
-        made = spec.head_dim - latent.rope_head_dim + latent.value_head_dim
-        self.kv_b = HeadProjections(empty, spec.num_heads * made, latent.kv_rank)
+        value_rows = spec.head_dim - latent.rope_head_dim + latent.value_head_dim
+        self.kv_b = HeadProjections(empty, spec.num_heads * value_rows, latent.kv_rank)
         self.out = Linear(empty, spec.num_heads * latent.value_head_dim, spec.hidden_size, bias=bias)
         self.rotary = rotary
         self._is_interleaved = latent.rope_interleaved

@@ -94,14 +94,14 @@ class Handover:
             )
         self._lost_s.append(now_s)
         ended = [] if self._tried is None else [self._end(self._tried, f"the engine ends with this request: {error}")]
-        held = {*self._waiting, *self._suspects}
+        requests = {*self._waiting, *self._suspects}
         self._waiting.clear()
         self._suspects.clear()
         for id_, generation in list(self._ledger.generations.items()):
             if not self._prepare(generation, engine):
                 ended.append(self._end(id_, "the engine was started anew, and samples other tokens"))
                 continue
-            self._losses[id_] += id_ not in held
+            self._losses[id_] += id_ not in requests
             (self._suspects if self._losses[id_] > 1 else self._waiting).append(id_)
         return ended
 

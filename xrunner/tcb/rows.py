@@ -218,8 +218,8 @@ class _CausalRows(Rows):
         # A request that has ended is computed with its slot, even beyond the model's context.
         batch = _batch(tokens, (self._length + self._num_steps).clamp(max=self._model.spec.max_context - 1))
         self._num_steps += 1
-        own = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
-        allowed = torch.cat((self._sees_prompt, own), dim=2)
+        mask = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
+        allowed = torch.cat((self._sees_prompt, mask), dim=2)
 
         see = partial(self._attend_requests, allowed=allowed, bias=None)
         return self._forward(batch, see)
@@ -292,8 +292,8 @@ class _EncoderDecoderRows(Rows):
 
         batch = _batch(tokens)
         hidden = self._model.token_embedding(batch.token_ids)
-        for layer, own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
-            attend = partial(self._attend_requests, cache=own, allowed=sees_own, bias=bias)
+        for layer, layer_own, prompts in zip(self._model.decoder.layers, self._own, self._prompts, strict=True):
+            attend = partial(self._attend_requests, cache=layer_own, allowed=sees_own, bias=bias)
             hidden = layer(hidden, memory, batch, attend, partial(cross_attend, cache=prompts))
         return hidden
 

@@ -82,8 +82,8 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
 
 def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
     """The devices of these stages in all replicas, one replica after the other."""
-    own = [device for stage in stages for device in stage.devices]
-    return [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in own]
+    devices = [device for stage in stages for device in stage.devices]
+    return [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in devices]
 
 
 def cache_bytes(plan: Plan, stages: Sequence[Stage], tokens: int) -> int:
@@ -156,10 +156,10 @@ def launch_lane(
     started = _launch(plan, lane, stages, "xrunner.vllm.logged.LoggedScheduler", config or {})
     transfer = json.dumps({**connector, "kv_role": role})
     extra = ("--kv-transfer-config", transfer, "--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching")
-    own = {}
+    environment = {}
     if plan.cluster.device.type == "gpu":  # by itself each lane would take the first ones
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
-    return replace(started, arguments=started.arguments + extra, variables=started.variables | own)
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
+    return replace(started, arguments=started.arguments + extra, variables=started.variables | environment)
 
 
 def _launch(
@@ -213,14 +213,14 @@ def _launch(
         # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM keeps a block for itself
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
-    own = [
+    words = [
         "--skip-tokenizer-init",  # text is the endpoint's
         "--disable-log-stats",
         *("--generation-config", "vllm"),
         *("--scheduler-cls", scheduler),
         *("--additional-config", json.dumps({"xgpt": config})),
     ]
-    arguments = (*sizes, *own)
+    arguments = (*sizes, *words)
     return Launch(lane, plan.checkpoint, arguments, tuple(sizes), environment, blocks, block_size)
 
 

@@ -267,8 +267,8 @@ def tokens_of(output: VllmOutput) -> list[Token]:
             return [Token(output.id, 0, "error")]
     tokens = [Token(output.id, token, None) for token in output.tokens]
     if output.logprobs is not None:
-        told = [Logprobs(chosen, tuple(top)) for chosen, top in output.logprobs]
-        tokens = [token._replace(logprobs=each) for token, each in zip(tokens, told, strict=True)]
+        logprobs = [Logprobs(chosen, tuple(top)) for chosen, top in output.logprobs]
+        tokens = [token._replace(logprobs=each) for token, each in zip(tokens, logprobs, strict=True)]
     if tokens:
         tokens[-1] = tokens[-1]._replace(finish=finish)
     return tokens

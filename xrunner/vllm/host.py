@@ -85,7 +85,7 @@ class VllmHost:
 
 def sampling_params(request: VllmSubmit) -> SamplingParams:
     """A request in vLLM's words: what ends it stands in its stop tokens, the rest is for the scheduler."""
-    own = {
+    fields = {
         "id": request.id,
         "deadline_ns": request.deadline_ns,
         "promised_output": request.promised_output,
@@ -99,7 +99,7 @@ def sampling_params(request: VllmSubmit) -> SamplingParams:
         stop_token_ids=list(request.stop_token_ids),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={name: value for name, value in own.items() if value is not None},
+        extra_args={name: value for name, value in fields.items() if value is not None},
         **request.sampling,
     )
 
@@ -117,10 +117,10 @@ async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> N
 
 def parser() -> FlexibleArgumentParser:
     """vLLM's own flags, and what is ours."""
-    made = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    made.add_argument("directory")
-    made.add_argument("lane", choices=("both", "encode", "decode"))
-    return made
+    flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags.add_argument("directory")
+    flags.add_argument("lane", choices=("both", "encode", "decode"))
+    return flags
 
 
 def main() -> None:

@@ -98,9 +98,9 @@ class Instances:
         self._at_end.callback(self._channel.close)
         vllm_python = python()
         # What vLLM's processes tell each other is not for others on this machine, either.
-        own = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
+        environment = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
         for launch in self.launches:
-            variables = own | launch.variables | preload(vllm_python)
+            variables = environment | launch.variables | preload(vllm_python)
             command = launch.command(vllm_python, str(directory))
             self._readers.append(_Reader(self._at_end.enter_context(started(command, packages, variables))))
         missing = {launch.lane for launch in self.launches}

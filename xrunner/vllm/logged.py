@@ -74,14 +74,14 @@ class LoggedScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        told = [] if self._front is None else self._outputs(outputs)
+        tokens = [] if self._front is None else self._outputs(outputs)
         # A request aborted meanwhile has no number any more, and is on record as cancelled.
         gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
         finished = tuple(self._number[id_] for id_ in gone)
         for id_ in gone:
             self._forget(id_)
         self._settle(self._under_way.popleft()._replace(end_ns=time.perf_counter_ns(), finished=finished))
-        self._tell(told)
+        self._tell(tokens)
         return outputs
 
     def _outputs(self, outputs: dict[int, Any]) -> list[VllmOutput]:
@@ -217,7 +217,7 @@ def arrival_of(number: int, request: Request) -> Arrival:
 
 def _logprobs(given: Any) -> list[tuple[float, list[tuple[int, float]]]]:
     """vLLM's table of a request: a row for each token, the token itself before the most probable ones."""
-    told = []
+    logprobs = []
     for tokens, values in zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True):
-        told.append((values[0], list(zip(tokens[1:], values[1:], strict=True))))
-    return told
+        logprobs.append((values[0], list(zip(tokens[1:], values[1:], strict=True))))
+    return logprobs

@@ -91,12 +91,12 @@ def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
 
 def launches(plan: Plan, directory: Path) -> list[Launch]:
     """How to start both lanes."""
-    made = []
+    commands = []
     for lane in LANES:
         config = {"front": str(directory), "lane": lane}
         started = launch_lane(plan, lane, connector_of(plan, directory), config=config)
-        made.append(replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(_free_port())}))
-    return made
+        commands.append(replace(started, variables=started.variables | {NIXL_PORT_VARIABLE: str(_free_port())}))
+    return commands
 
 
 def _free_port() -> int:
@@ -199,9 +199,9 @@ class WaaEngine:
             for record in message.records:
                 # A request arrives and ends once, though both lanes see it come and go.
                 is_first = record.lane == "encode"
-                own = record._replace(finished=()) if is_first else record._replace(arrivals=())
+                part = record._replace(finished=()) if is_first else record._replace(arrivals=())
                 for listener in self._listeners:
-                    listener(own)
+                    listener(part)
         return tokens
 
     def uses(self) -> list[Use]:
@@ -284,8 +284,8 @@ class WaaEngine:
                 inside.lane = "encode"
                 self.pool.begin([chunk.id])
                 # NixlConnector keeps no other K/V.
-                told = {"do_remote_decode": True}
-                self._vllm.submit("encode", VllmSubmit(chunk.id, inside.request.prompt, 1, transfer=told))
+                params = {"do_remote_decode": True}
+                self._vllm.submit("encode", VllmSubmit(chunk.id, inside.request.prompt, 1, transfer=params))
         self.pool.take(0, schedule.pool.reserved_blocks, schedule.pool.num_preemptions)
         self._prune()
 

@@ -73,7 +73,7 @@ class LoadForecast:
         # What the smallest replica holds by itself is no error: else a night without requests would make any load of
         # the morning one beyond measure.
         slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
-        self._season, self._trend = (_Predictor(of**2, slight) for of in (SEASON_ERROR, TREND_ERROR))
+        self._season, self._trend = (_Predictor(error**2, slight) for error in (SEASON_ERROR, TREND_ERROR))
         self.level = 1.0
         """Today's load relative to the season's."""
         self.rate = float(self._rates[0])

@@ -248,15 +248,15 @@ def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: Re
 
 
 def _intervals(model: FleetModel, counts: Ints, times: RequestTimes, interval_s: float) -> tuple[FleetInterval, ...]:
-    of, count = model.intervals, len(counts)
+    intervals, count = model.intervals, len(counts)
     index = np.minimum((model.day.requests.arrivals_s // interval_s).astype(int), count - 1)
     arrived = np.bincount(index, minlength=count)
     good = np.bincount(index, kept(model, times), count)
     return tuple(
         FleetInterval(
-            rate_per_s=float(of.rates[i]),
-            peak_per_s=float(of.peaks[i]),
-            lengths=int(of.groups[i]),
+            rate_per_s=float(intervals.rates[i]),
+            peak_per_s=float(intervals.peaks[i]),
+            lengths=int(intervals.groups[i]),
             replicas=tuple(counts[i].tolist()),
             share_kept=float(good[i] / arrived[i]) if arrived[i] else None,
         )

@@ -91,7 +91,10 @@ class Recommender:
         self._lead_s = max(kind.start_s for kind in fleet.kinds) + look_s
         self.forecast = LoadForecast(fleet, self._lead_s)
         self._step_s = min(fleet.interval_s, STEP_S)
-        both = [[(of.mean, standard_deviation(of)) for of in (one.input, one.output)] for one in fleet.lengths]
+        both = [
+            [(lengths.mean, standard_deviation(lengths)) for lengths in (one.input, one.output)]
+            for one in fleet.lengths
+        ]
         self._logs = np.asarray([[log(of_mean) for of_mean, _ in one] for one in both])
         """Logarithms of the mean lengths. # [lengths, 2]"""
         self._spreads = np.asarray([[deviation / of_mean for of_mean, deviation in one] for one in both])
@@ -106,8 +109,8 @@ class Recommender:
         if self._ordered_s:
             planned = np.maximum(planned, self._present())
         self._order(planned, now_s)
-        held = float(np.asarray(self._rates_of(self._fleet.interval_at(now_s).lengths)) @ planned)
-        return Recommendation(tuple(planned.tolist()), self.forecast.rate, held)
+        kept = float(np.asarray(self._rates_of(self._fleet.interval_at(now_s).lengths)) @ planned)
+        return Recommendation(tuple(planned.tolist()), self.forecast.rate, kept)
 
     def recommend(self, sample: LoadSample) -> Recommendation:
         """Return the replicas that the fleet should have now."""
@@ -120,7 +123,7 @@ class Recommender:
         problem = self._problem(sample, present)
         wanted = self._wanted(problem)
         more, fewer = np.maximum(wanted - present, 0), np.maximum(present - wanted, 0)
-        held, need = float(problem.rates[0] @ present), float(problem.needs[0])
+        kept, need = float(problem.rates[0] @ present), float(problem.needs[0])
         leaving: list[tuple[int, float]] = []
         if not fewer.any():
             self._fewer_since_s = None
@@ -130,12 +133,12 @@ class Recommender:
             if now_s - self._fewer_since_s >= self._change_s:
                 if not more.any():  # those that take their place must be ready first
                     leaving = self._leaving(sample, fewer, problem)
-            elif held >= need:  # another fleet would be cheaper, but perhaps only by noise
+            elif kept >= need:  # another fleet would be cheaper, but perhaps only by noise
                 more = np.zeros_like(more)
         for kind, ordered_s in leaving:
             self._ordered_s[kind].remove(ordered_s)
         self._order(self._present() + more, now_s)
-        return Recommendation(tuple(self._present().tolist()), need, held)
+        return Recommendation(tuple(self._present().tolist()), need, kept)
 
     def _present(self) -> Ints:
         """Return how many replicas of each kind are recommended. # [kinds]"""
@@ -156,8 +159,8 @@ class Recommender:
         needs = np.asarray([self.forecast.most(*span, DEVIATIONS, fleet.load_factor) for span in spans])
         rates = np.asarray([self._rates(sample, span[0]) for span in spans])
         bound_s = fleet.constraint.latency_bound_s or fleet.constraint.ttft_s or self._change_s
-        held = float(rates[0] @ present)
-        needs[0] += max(0.0, sample.waiting - BACKLOG_SHARE * bound_s * held) / lead_s
+        kept = float(rates[0] @ present)
+        needs[0] += max(0.0, sample.waiting - BACKLOG_SHARE * bound_s * kept) / lead_s
         return FleetProblem(
             needs=needs,
             rates=rates,

@@ -136,15 +136,15 @@ def _by_shortest_path(problem: FleetProblem, states: Ints) -> FleetSolution:
         present = np.maximum(states - problem.before, 0) @ problem.start_costs
     reached = np.where(holding[0], present + running, np.inf)
     came_from = []
-    for held in holding[1:]:
+    for state in holding[1:]:
         ways = reached[:, None] + changing
         came_from.append(ways.argmin(axis=0))
-        reached = np.where(held, ways.min(axis=0) + running, np.inf)
+        reached = np.where(state, ways.min(axis=0) + running, np.inf)
     if not np.isfinite(reached.min(initial=np.inf)):
         raise _not_held(problem)
     path = [int(reached.argmin())]
-    for of in reversed(came_from):
-        path.append(int(of[path[-1]]))
+    for step in reversed(came_from):
+        path.append(int(step[path[-1]]))
     replicas = states[path[::-1]]
     return FleetSolution(replicas, cost_of(problem, replicas), 0.0)
 
@@ -261,8 +261,8 @@ def _most(problem: FleetProblem) -> Ints:
     fewest = max(problem.least, int(problem.needs.max() > 0))  # a load of 5e-324 rounds to no replica
     most = np.maximum(np.maximum(alone.max(axis=0), fewest), before).astype(int)
     for limit in problem.limits:
-        of = list(limit.kinds)
-        most[of] = np.minimum(most[of], limit.most // np.asarray(limit.devices))
+        kinds = list(limit.kinds)
+        most[kinds] = np.minimum(most[kinds], limit.most // np.asarray(limit.devices))
     return most
 
 

@@ -89,8 +89,8 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
     Args:
         least_a_device: requests a second and device that plans on fewer devices keep.
     """
-    of = scheduler(problem)
-    rated = [pair for kind in kinds_of(problem, policy) for pair in Arrivals(of).of_kind(kind, 1)]
+    search = scheduler(problem)
+    rated = [pair for kind in kinds_of(problem, policy) for pair in Arrivals(search).of_kind(kind, 1)]
     rated.sort(key=lambda pair: -pair[1])
     if not rated or rated[0][1] / NEAR < least_a_device * rated[0][0].devices_per_replica:
         return None
@@ -110,7 +110,7 @@ def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: 
     the bound even alone: no replica helps those, and the bounds are of the whole day's requests.)"""
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
-    rates = tuple(_rate(plan) * reestimate(plan, profile, of, quantile)["throughput"] / whole for of in lengths)
+    rates = tuple(_rate(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)
     return ReplicaKind(
         name=f"{plan.cluster.name}/{devices}",
         plan=plan,

@@ -56,7 +56,7 @@ def simulate_day(
     all_: list[_SimulatedReplica] = [
         _SimulatedReplica(kind, 0.0, 0.0) for kind, count in enumerate(first) for _ in range(count)
     ]
-    waiting, held = 0.0, []
+    waiting, kept = 0.0, []
     count = int(np.ceil(seconds / look_s))
     edges = np.searchsorted(requests.arrivals_s, look_s * np.arange(count + 1))
     back = np.searchsorted(requests.arrivals_s, look_s * np.arange(count + 1) - LENGTHS_S)
@@ -80,9 +80,9 @@ def simulate_day(
             int(edges[i] - back[i]),
         )
         found = recommend(sample)
-        held.append((now_s, len(serving), found.need_per_s))
+        kept.append((now_s, len(serving), found.need_per_s))
         _follow(fleet, all_, found.replicas, now_s)
-    return RecommendedDay(_served(all_), *_spent(fleet, all_, seconds), tuple(held))
+    return RecommendedDay(_served(all_), *_spent(fleet, all_, seconds), tuple(kept))
 
 
 def _follow(fleet: FleetPlan, all_: list[_SimulatedReplica], wanted: Sequence[int], now_s: float) -> None:

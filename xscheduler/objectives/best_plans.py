@@ -83,17 +83,17 @@ class Task:
         problem = self.problem
         if problem.constraint.arrival_rate_per_s is not None:  # the highest rate is kept if this one is
             problem = problem.under(problem.constraint.model_copy(update={"objective": "arrivals"}))
-        of = scheduler(problem, self.search)
+        search = scheduler(problem, self.search)
 
         def finish(plan: Plan) -> Plan:
             plan = _admitting(plan, self.order or "fcfs", problem)
             return _with_figures(plan, problem) if problem.constraint.maximises_arrivals else plan
 
         if not problem.constraint.maximises_arrivals:
-            return Saturated(of, finish, progress)
+            return Saturated(search, finish, progress)
         if self.policy in TUNED:  # never without a word in `auto`: it takes its time
-            return TunedArrivals(of, finish, progress, self.policy, self.order)
-        return Arrivals(of, finish, progress)
+            return TunedArrivals(search, finish, progress, self.policy, self.order)
+        return Arrivals(search, finish, progress)
 
 
 def plan_each(
@@ -205,13 +205,13 @@ def is_uniform(plan: Plan) -> bool:
 
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
     """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
-    of = scheduler(replace(problem, uniform=True), search)
+    uniform_search = scheduler(replace(problem, uniform=True), search)
     kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= variables_of(kind)]
     if not kinds:
         return None
-    objective: Objective = Saturated(of)
+    objective: Objective = Saturated(uniform_search)
     if problem.constraint.maximises_arrivals:
-        objective = Arrivals(of, partial(_with_figures, problem=problem), only_best=True)
+        objective = Arrivals(uniform_search, partial(_with_figures, problem=problem), only_best=True)
     try:
         return next(iter(objective.settle(kinds).values()))
     except InfeasibleError:
@@ -246,8 +246,8 @@ def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     if order == "lpt":
         changes["patience"] = None
     if order == "das":
-        held = problem.fixed
-        changes["row_tokens"] = held.get("row_tokens", at_once)
-        if "eta_percent" in held:
-            changes["eta"] = held["eta_percent"] / 100
+        fixed = problem.fixed
+        changes["row_tokens"] = fixed.get("row_tokens", at_once)
+        if "eta_percent" in fixed:
+            changes["eta"] = fixed["eta_percent"] / 100
     return plan.model_copy(update={"admission": plan.admission.model_copy(update=changes)})

@@ -62,7 +62,7 @@ class Branch:
     def alike(self) -> Hashable:
         """The same for branches that differ in nothing but the name of their policy."""
         placement = self.space.placement
-        other = tuple(sorted((name, of) for name, of in placement.fixed.items() if name != "allocation"))
+        other = tuple(sorted((name, value) for name, value in placement.fixed.items() if name != "allocation"))
         return CHOICES[self.kind].settings, placement.layouts, placement.replicas, other
 
     @property

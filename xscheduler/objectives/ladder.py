@@ -65,22 +65,22 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
     """
     from xsimulator.counts.counted_run import is_counted
 
-    of, quantile = workload or plan.workload, plan.constraint.quantile
-    num_requests, most = NUM_REQUESTS, max(MOST_REQUESTS, MOST_TOKENS / of.output.mean)
+    lengths, quantile = workload or plan.workload, plan.constraint.quantile
+    num_requests, most = NUM_REQUESTS, max(MOST_REQUESTS, MOST_TOKENS / lengths.output.mean)
     if is_drawn(plan):
-        in_steps = ceil(MOST_STEPS * max(plan.estimate.decode_batch, 1.0) / of.output.mean)
+        in_steps = ceil(MOST_STEPS * max(plan.estimate.decode_batch, 1.0) / lengths.output.mean)
         is_fast = is_counted(plan) and plan.estimate.reuse is None
         num_requests = min(NUM_DRAWN, max(MOST_REQUESTS, in_steps)) if is_fast else MOST_REQUESTS
         most = 4 * num_requests
     while True:
-        law = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed))
+        law = request_latencies(plan, profile, lengths, num_requests, np.random.default_rng(seed))
         settled = law.error(quantile) <= GOOD_ERROR and law.batches_beyond(quantile) >= BATCHES_BEYOND
         if num_requests >= most or settled or law.is_constant:
             break
         num_requests = min(4 * num_requests, ceil(most))
     if not is_drawn(plan):
         return law
-    other = request_latencies(plan, profile, of, num_requests, np.random.default_rng(seed), at_once=True)
+    other = request_latencies(plan, profile, lengths, num_requests, np.random.default_rng(seed), at_once=True)
     return max(law, other, key=lambda law: law.quantile(quantile))
 
 
@@ -109,9 +109,9 @@ class Ladder:
         progress: is called for each simulation.
     """
 
-    def __init__(self, of: Scheduler, kind: str, progress: Progress | None = None) -> None:
-        self._of, self._kind, self._progress = of, kind, progress
-        self._slack = 1 + of.problem.constraint.headroom
+    def __init__(self, search: Scheduler, kind: str, progress: Progress | None = None) -> None:
+        self._of, self._kind, self._progress = search, kind, progress
+        self._slack = 1 + search.problem.constraint.headroom
         self._simulated: dict[str, _Simulated] = {}
         self.plan = cache(self._plan)
 

@@ -55,8 +55,8 @@ def _mixes(plan: Plan) -> bool:
 def _closed(plan: Plan, profile: Profile, mixing: float) -> float:
     """Return a plan's objective at another cost of mixed steps, in closed form."""
     engine = (plan.engine or load_engine("xgpt")).model_copy(update={"mixing": mixing})
-    of = Candidates(replace(Problem.of(plan, profile), engine=engine))
-    space = of.space(plan.policy.kind, Placement.of(plan))
+    candidates = Candidates(replace(Problem.of(plan, profile), engine=engine))
+    space = candidates.space(plan.policy.kind, Placement.of(plan))
     if plan.constraint.maximises_arrivals:
         return closed_rate(space, plan.policy, plan.constraint.less(plan.request_path_s))
     return plan.replicas * FORECASTS[plan.policy.kind].estimate(space.models.model, plan.policy)["throughput"]

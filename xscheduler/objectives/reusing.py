@@ -53,15 +53,15 @@ def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -
     divisions = _divisions(problem, trace, best)
     highest = None
     if problem.constraint.maximises_arrivals:
-        chosen = promising([of.problem() for of in divisions], partial(_rps, task))
-        planned = [_planned(task, of) for of in chosen]
+        chosen = promising([division.problem() for division in divisions], partial(_rps, task))
+        planned = [_planned(task, division) for division in chosen]
     else:
-        reached = [_planned(task, of.bound()) for of in divisions]
+        reached = [_planned(task, division.bound()) for division in divisions]
         bounds = [_bound(plan) for plan in (best, *(plan for each in reached for plan in each.values()))]
         highest = None if None in bounds else max(bound for bound in bounds if bound is not None)
-        planned = [_consistent(task, of, best) for of in divisions]
+        planned = [_consistent(task, division, best) for division in divisions]
     found = dict(plans)
-    for kind, plan in (item for of in planned for item in of.items()):
+    for kind, plan in (item for division in planned for item in division.items()):
         if kind not in found or maximised(plan) > maximised(found[kind]):
             found[kind] = plan
     ordered = sorted(found.items(), key=lambda item: -maximised(item[1]))
@@ -100,9 +100,9 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
     for replicas in sorted({1, best.replicas}):
         of_replica = trace if replicas == 1 else share_of_replica(trace, best)
         curve = cache(partial(ReuseCurve, of_replica, best.block_size))
-        of = replace(problem, replicas=replicas)
+        divided = replace(problem, replicas=replicas)
         has_answers = of_replica.prefixes is not None and any(of_replica.prefixes.outputs)
-        divisions += [_Division(of, curve, *sizes, has_answers) for sizes in pairwise(_sizes(curve(0), best))]
+        divisions += [_Division(divided, curve, *sizes, has_answers) for sizes in pairwise(_sizes(curve(0), best))]
     return divisions
 
 

@@ -86,8 +86,8 @@ class SaturatedFigures(NamedTuple):
         return not _agree(self.throughput_rps, plan.estimate.throughput_rps) or self.excess(plan, plan.constraint) > 1
 
 
-def _agree(seen: float, own: float) -> bool:
-    return own <= (1 + AGREES) * seen and seen <= (1 + AGREES) * own
+def _agree(seen: float, predicted: float) -> bool:
+    return predicted <= (1 + AGREES) * seen and seen <= (1 + AGREES) * predicted
 
 
 def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
@@ -124,8 +124,8 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
     """Which outputs are of about a length, and have a gap between tokens."""
-    of = np.asarray(lengths)
-    return (of >= max(2, length / ABOUT)) & (of <= ABOUT * length)
+    values = np.asarray(lengths)
+    return (values >= max(2, length / ABOUT)) & (values <= ABOUT * length)
 
 
 def with_simulated_figures(plan: Plan, profile: Profile) -> Plan:

@@ -135,10 +135,10 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
     with _workers(plan, profile) as score_all:
         for _ in range(NUM_TRIALS // ROUND):
             trials = [study.ask() for _ in range(ROUND)]
-            of = [plans[trial.suggest_categorical("plan", range(len(plans)))] for trial in trials]
-            made = [_with_slack(one, trial, order) for one, trial in zip(of, trials, strict=True)]
-            scores = score_all(made, best)
-            for trial, one, score in zip(trials, made, scores, strict=True):
+            plans_of_trials = [plans[trial.suggest_categorical("plan", range(len(plans)))] for trial in trials]
+            tuned = [_with_slack(one, trial, order) for one, trial in zip(plans_of_trials, trials, strict=True)]
+            scores = score_all(tuned, best)
+            for trial, one, score in zip(trials, tuned, scores, strict=True):
                 study.tell(trial, score.rate)
                 if score.kept and score.rate > best:
                     best, best_settings = score.rate, one

@@ -137,9 +137,9 @@ def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap:
 
 def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     """Return the verdict with a plan that would keep the bound for longer requests, too, if that is cheap."""
-    plan, of = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
-    assert plan is not None and of is not None
-    best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(of))
+    plan, running = (verdict.plan, verdict.plan) if verdict.switch else (judge.plan, judge.running)
+    assert plan is not None and running is not None
+    best = judge.careful(within_pins(judge.plan, SWAPPABLE), plan, judge.rate(running))
     if best is None:
         return verdict
     cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))

@@ -65,7 +65,7 @@ class Judge(ABC):
         """Requests/s that the running plan serves within its bounds."""
 
     @abstractmethod
-    def rate(self, of: Plan | Outcome) -> float:
+    def rate(self, plan: Plan | Outcome) -> float:
         """Return the objective's value, in requests/s, of a candidate or of `running`."""
 
     @abstractmethod
@@ -156,8 +156,8 @@ class SaturatedJudge(Judge):
     def _bound_s(self) -> float | None:
         return self.plan.constraint.latency_bound_s
 
-    def rate(self, of: Plan | Outcome) -> float:
-        return of.throughput_rps if isinstance(of, Outcome) else of.estimate.throughput_rps
+    def rate(self, plan: Plan | Outcome) -> float:
+        return plan.throughput_rps if isinstance(plan, Outcome) else plan.estimate.throughput_rps
 
     def outcome(self, plan: Plan) -> Outcome:
         return Outcome(
@@ -171,7 +171,7 @@ class SaturatedJudge(Judge):
         return self._best(kinds, self.plan.constraint.quantile, in_place=in_place)
 
     def careful(self, kinds: Sequence[str], plan: Plan, rate_rps: float) -> Plan | None:
-        own = self.plan.constraint.quantile
+        safe_quantile = self.plan.constraint.quantile
         for deviations, price in self.terms.caution:
             quantile = self.situation.quantile(deviations)
             if self._keeps(plan, quantile):
@@ -181,7 +181,7 @@ class SaturatedJudge(Judge):
             except InfeasibleError:
                 continue
             if best.estimate.throughput_rps >= (1 - price) * rate_rps:
-                return _with_latency(best, self._at(best, own)["latency"])
+                return _with_latency(best, self._at(best, safe_quantile)["latency"])
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:

@@ -107,8 +107,8 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         lengths = read_lengths(Path(source), "lengths")
         observation = observe_lengths(lengths.input, lengths.output, plan.workload)
         if lengths.prefixes is not None:
-            curve, own = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
-            kept = most_kept(plan) if own is None else own.kept_blocks
+            curve, estimated = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
+            kept = most_kept(plan) if estimated is None else estimated.kept_blocks
             reuse = told_of(curve, curve.share(kept * plan.block_size))
             observation = observation.model_copy(update={"reuse": reuse})
         return plan, observation
@@ -117,8 +117,8 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     try:
         response = httpx.get(f"{source.rstrip('/')}/plan", headers=headers, trust_env=False, timeout=30)
-        told = response.raise_for_status().json()
-        running, observed = told["plan"], told["observed"]
+        answer = response.raise_for_status().json()
+        running, observed = answer["plan"], answer["observed"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise MachineError(f"{source}/plan does not answer with a plan and observed lengths: {error}") from None
     if observed is None:

@@ -105,10 +105,10 @@ def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
 
     A plan that expects no reuse keeps no blocks.
     """
-    own = plan.estimate.reuse
-    if reuse is None or (own is None and reuse.share <= NOTHING):
+    estimated = plan.estimate.reuse
+    if reuse is None or (estimated is None and reuse.share <= NOTHING):
         return plan
-    kept = 0 if own is None else own.kept_blocks
+    kept = 0 if estimated is None else estimated.kept_blocks
     found = ReuseEstimate(share=reuse.share, most_share=max(reuse.most, reuse.share), kept_blocks=kept)
     return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"reuse": found})})
 

@@ -152,8 +152,8 @@ class ArrivalsJudge(Judge):
     def kept_rps(self) -> float:
         return self.rate(self.running)
 
-    def rate(self, of: Plan | Outcome) -> float:
-        return of.arrival_rate_per_s or 0.0 if isinstance(of, Outcome) else rate_of(of)
+    def rate(self, plan: Plan | Outcome) -> float:
+        return plan.arrival_rate_per_s or 0.0 if isinstance(plan, Outcome) else rate_of(plan)
 
     def outcome(self, plan: Plan) -> Outcome:
         found, rate = plan.estimate.capacity, self.situation.arrival_rate_per_s
@@ -183,9 +183,9 @@ class ArrivalsJudge(Judge):
         found: list[Plan] = []
         error = None
         for problem in problems:
-            of = Scheduler(replace(problem, constraint=any_rate))
+            search = Scheduler(replace(problem, constraint=any_rate))
             try:
-                found += Arrivals(of, admitting, only_best=True).settle(kinds).values()
+                found += Arrivals(search, admitting, only_best=True).settle(kinds).values()
             except InfeasibleError as of_problem:
                 error = error or of_problem
         if error is not None and not found:

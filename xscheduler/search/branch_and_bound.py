@@ -150,27 +150,27 @@ class _Search:
         gap = max(0.0, self.unexplored / self.best_throughput - 1)
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
-    def divide(self, of: _Open, boxes: list[Box]) -> None:
+    def divide(self, parent: _Open, boxes: list[Box]) -> None:
         """Predict the corners of boxes in one call; keep the incumbent, and what may still beat it."""
         if not boxes:
             return
-        corners = [of.corners(box) for box in boxes]
-        points = [(point, box[2]) for box, its in zip(boxes, corners, strict=True) for point in its]
+        corners = [parent.corners(box) for box in boxes]
+        points = [(point, box[2]) for box, chosen in zip(boxes, corners, strict=True) for point in chosen]
         order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # small boxes share corners
-        columns = of.columns(list(order))
-        evaluation = of.space.evaluate(columns)
-        floor = of.space.evaluate_floor(columns, evaluation)
+        columns = parent.columns(list(order))
+        evaluation = parent.space.evaluate(columns)
+        floor = parent.space.evaluate_floor(columns, evaluation)
         self.predictions += (1 if floor is evaluation else 2) * len(order)
-        self._keep_best(of.space, columns, evaluation)
+        self._keep_best(parent.space, columns, evaluation)
         if len(order) < len(points):
             where = np.asarray([order[point] for point in points])
             same = floor is evaluation
             evaluation = evaluation.take(where)
             floor = evaluation if same else floor.take(where)
         num_corners = len(corners[0])
-        slow, fast = ends_of(of.space)
-        bounds = box_bounds(of.space, evaluation, floor, num_corners, fast)
-        least = least_excess(of.space, floor, num_corners, slow)
+        slow, fast = ends_of(parent.space)
+        bounds = box_bounds(parent.space, evaluation, floor, num_corners, fast)
+        least = least_excess(parent.space, floor, num_corners, slow)
         for k, box in enumerate(boxes):
             at = k * num_corners
             if not evaluation.in_memory[at + slow] or least[k] > LATENCY_TOLERANCE:
@@ -185,7 +185,7 @@ class _Search:
                 promise = min(bound, float(tolerated))
             priority = max(promise, bound / (1 + TARGET_GAP))
             if priority > self.best_throughput:
-                heapq.heappush(of.blocks, _Block(-priority, box, bound))
+                heapq.heappush(parent.blocks, _Block(-priority, box, bound))
             else:
                 self.unexplored = max(self.unexplored, bound)
 
@@ -205,6 +205,6 @@ def search(spaces: Sequence[Space]) -> SearchResult:
 
 def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> float:
     """Return a throughput that no allowed point of all spaces exceeds, or `at_least` if that is higher."""
-    of = _Search(spaces, at_least)
-    of.run()
-    return max(of.best_throughput, of.unexplored)
+    box_search = _Search(spaces, at_least)
+    box_search.run()
+    return max(box_search.best_throughput, box_search.unexplored)

@@ -18,12 +18,12 @@ class GroupTables:
 
     def __init__(self, profile: Profile, group: Group) -> None:
         degree, ep = group
-        of = f"the profile of {profile.model.name} on {profile.device} covers"
+        subject = f"the profile of {profile.model.name} on {profile.device} covers"
         if degree not in profile.tp_degrees:
-            raise InputError("tp_degree", degree, f"{of} {profile.tp_degrees}")
+            raise InputError("tp_degree", degree, f"{subject} {profile.tp_degrees}")
         if group not in profile.groups:
-            held = tuple(other for tp, other in profile.groups if tp == degree)
-            raise InputError("ep_degree", ep, f"{of} {held} where tp_degree is {degree}")
+            degrees = tuple(other for tp, other in profile.groups if tp == degree)
+            raise InputError("ep_degree", ep, f"{subject} {degrees} where tp_degree is {degree}")
         layer = profile.layer(*group)
         self.rest = Line.of(layer.rest)
         self.last = self.rest if layer.last is None else Line.of(layer.last)

@@ -102,8 +102,8 @@ def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | No
 class _Same:
     """An object as a key: what is equal is not compared, which takes long for profiles."""
 
-    def __init__(self, of: Profile | ModelSpec) -> None:
-        self.of = of
+    def __init__(self, whole: Profile | ModelSpec) -> None:
+        self.of = whole
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.of is self.of

@@ -141,7 +141,7 @@ class LaneCost:
         points = np.unique(np.concatenate([*parts, *(degree.decode.batches for degree in self._degrees.values())]))
         base = self.tokens(points) + self.samples(points) + self.overhead(points)  # [kinds, points]
         attention = self._attention(points, np.asarray(contexts, float)[:, None], inputs)
-        return Table(points, [own + of for own, of in zip(base, attention, strict=True)])
+        return Table(points, [base_s + attention_s for base_s, attention_s in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
         """Return the two contexts, and those in between at which times of decode attention may bend."""
@@ -230,7 +230,7 @@ class LaneCost:
     def _by_kind_of(self, step: StepCounts) -> list[float]:
         if self.has_encoder or step.encode:
             return [sum(parts) for parts in self._parts_by_kind(step)]
-        return [of(step.decodes, step.context) for of in self._decoding]
+        return [cost(step.decodes, step.context) for cost in self._decoding]
 
     def parts(self, step: StepCounts) -> list[StepParts]:
         """Return the seconds of one step on each stage, by part."""
@@ -264,7 +264,7 @@ class LaneCost:
                 StepParts(tokens_s, number * encode_s, number * decode_s, head_s if stage.heads else 0.0, overhead_s)
             )
         if self.mixing and step.encode and decodes:
-            alone = [of(decodes, step.context) for of in self._decoding]
+            alone = [cost(decodes, step.context) for cost in self._decoding]
             found = [
                 parts._replace(decode_attention=parts.decode_attention + self.mixing * seconds)
                 for parts, seconds in zip(found, alone, strict=True)

@@ -69,5 +69,5 @@ class StepCounts(NamedTuple):
         if not has_encoder:
             return counts
         inputs = [tokens for tokens, _ in decodes] + [end for _, end, done in encode if done]
-        own = sum(1 + generated for _, generated in decodes)
-        return counts._replace(context=own, mean_input=sum(inputs) / max(len(inputs), 1))
+        own_tokens = sum(1 + generated for _, generated in decodes)
+        return counts._replace(context=own_tokens, mean_input=sum(inputs) / max(len(inputs), 1))

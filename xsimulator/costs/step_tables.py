@@ -61,9 +61,15 @@ def step_tables(cost: LaneCost) -> StepTables:
     lines: list[Line] = []
     grids: list[Grid | None] = []
     for group in groups:
-        of = cost._degrees[group]
-        lines += [of.rest, of.last, of.head, of.cross_kv or none, of.encoder_rest if cost.has_encoder else none]
-        grids += [of.encode, of.decode, of.cross, of.encoder if cost.has_encoder else nothing]
+        tables = cost._degrees[group]
+        lines += [
+            tables.rest,
+            tables.last,
+            tables.head,
+            tables.cross_kv or none,
+            tables.encoder_rest if cost.has_encoder else none,
+        ]
+        grids += [tables.encode, tables.decode, tables.cross, tables.encoder if cost.has_encoder else nothing]
     lines += [cost._embedding, cost._overhead, cost._near or none, cost._far or none]
     empty = np.zeros(0)
     parts = [(empty, empty, empty) if g is None else (g.batches, g.lengths, g.seconds.ravel()) for g in grids]

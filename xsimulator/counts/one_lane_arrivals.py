@@ -45,12 +45,15 @@ class OneLaneRun(Run):
         lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
         lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
         for i, batch in enumerate(self.state.batches):
-            of = settings.of_microbatch(i)
-            batch["encode_every"] = batch["since_encode"] = of.encode_every
-            batch["encode_tokens"], batch["carried_batch"] = of.encode_tokens or 0.0, of.carried_batch
-            batch["decode_batch"] = of.decode_batch
-            batch["token_budget"] = MANY if of.token_budget is None else of.token_budget
-            batch["max_batch"] = MANY if of.max_batch is None else of.max_batch
+            lane_settings = settings.of_microbatch(i)
+            batch["encode_every"] = batch["since_encode"] = lane_settings.encode_every
+            batch["encode_tokens"], batch["carried_batch"] = (
+                lane_settings.encode_tokens or 0.0,
+                lane_settings.carried_batch,
+            )
+            batch["decode_batch"] = lane_settings.decode_batch
+            batch["token_budget"] = MANY if lane_settings.token_budget is None else lane_settings.token_budget
+            batch["max_batch"] = MANY if lane_settings.max_batch is None else lane_settings.max_batch
         self._tables, self._free_ns = step_tables(cost), np.zeros(cost.num_stages, np.int64)
 
     def _go_on(self) -> bool:

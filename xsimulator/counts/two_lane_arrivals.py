@@ -46,7 +46,7 @@ class TwoLaneRun(Run):
         lane["buffer_steps"] = settings.buffer_iterations * settings.decode_microbatches
         self._transfer = transfer.line.points, transfer.line.values
         self._encode, self._decode = step_tables(encode), step_tables(decode)
-        self._encode_free_ns, self._decode_free_ns = (np.zeros(of.num_stages, np.int64) for of in (encode, decode))
+        self._encode_free_ns, self._decode_free_ns = (np.zeros(each.num_stages, np.int64) for each in (encode, decode))
 
     def _go_on(self) -> bool:
         lanes = self._encode, self._decode, self._encode_free_ns, self._decode_free_ns

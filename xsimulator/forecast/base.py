@@ -117,7 +117,7 @@ class Forecast(ABC, Generic[M]):
 
     def evaluate(self, model: M, **columns: npt.ArrayLike) -> Performance:
         """Predict candidates; `columns` are control variables, with an entry for each. Micro-batches default to 1."""
-        return self.predict(model, {name: np.atleast_1d(np.asarray(of, float)) for name, of in columns.items()})
+        return self.predict(model, {name: np.atleast_1d(np.asarray(values, float)) for name, values in columns.items()})
 
     @abstractmethod
     def predict(self, model: M, columns: Columns) -> Performance:
@@ -126,7 +126,7 @@ class Forecast(ABC, Generic[M]):
     def estimate(self, model: M, settings: PolicySettings) -> dict[str, float]:
         """Predict the settings of one plan."""
         searched = {variable.name for variable in settings.variables}
-        columns = {name: of for name, of in vars(settings).items() if name in searched or "microbatches" in name}
+        columns = {name: value for name, value in vars(settings).items() if name in searched or "microbatches" in name}
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:

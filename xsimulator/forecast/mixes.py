@@ -108,7 +108,7 @@ class Mixes:
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
         """Return the mix of each setting; `budget`: largest number of tokens of a step, None: no limit. # [n] each"""
-        asked = tuple(None if of is None else of.tobytes() for of in (max_batch, budget, microbatches))
+        asked = tuple(None if values is None else values.tobytes() for values in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
             last = self._last = asked, self._made(max_batch, budget, microbatches)

@@ -69,10 +69,12 @@ class Phases:
     def __call__(self, decode_iterations: Counts) -> PhaseColumns:
         keys = decode_iterations.tolist()
         if new := set(keys) - self._rows.keys():
-            made = [self._made(n) for n in sorted(new)]
+            stretches = [self._made(n) for n in sorted(new)]
             self._rows.update(zip(sorted(new), range(len(self._rows), len(self._rows) + len(new)), strict=True))
-            self._stretches = np.concatenate([self._stretches, np.stack([of for of, _ in made], axis=1)], axis=1)
-            self._scalars = np.concatenate([self._scalars, np.asarray([of for _, of in made]).T], axis=1)
+            self._stretches = np.concatenate(
+                [self._stretches, np.stack([stretch for stretch, _ in stretches], axis=1)], axis=1
+            )
+            self._scalars = np.concatenate([self._scalars, np.asarray([stretch for _, stretch in stretches]).T], axis=1)
         rows: slice | list[int] = [self._rows[n] for n in keys]
         if len(keys) == 1:
             rows = slice(self._rows[keys[0]], self._rows[keys[0]] + 1)
@@ -80,11 +82,11 @@ class Phases:
 
     def _made(self, n: int) -> tuple[Array, tuple[float, float, float]]:
         """# [5, stretches], and the three scalars"""
-        of, decodes, size = self._by_iteration, self._decodes, MOST_SEGMENTS + 1
-        num_cohorts = -(-of.shape[1] // n)
-        padded = np.zeros((len(of), num_cohorts * n))
-        padded[:, : of.shape[1]] = of
-        cohorts = padded.reshape(len(of), num_cohorts, n)  # [.., cohort, iteration of the phase]
+        iterations, decodes, size = self._by_iteration, self._decodes, MOST_SEGMENTS + 1
+        num_cohorts = -(-iterations.shape[1] // n)
+        padded = np.zeros((len(iterations), num_cohorts * n))
+        padded[:, : iterations.shape[1]] = iterations
+        cohorts = padded.reshape(len(iterations), num_cohorts, n)  # [.., cohort, iteration of the phase]
         rest = decodes - (-(-decodes // n) - 1) * n  # iterations of the quantile's last phase
         edges = segments(n, {rest} if decodes else set(), MOST_SEGMENTS)
         starts, weights = edges[:-1], np.diff(edges)

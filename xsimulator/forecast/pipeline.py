@@ -132,16 +132,16 @@ class RandomSteps:
 
     def round(self) -> Array:
         """Seconds from one step of a micro-batch to its next. # [cases, n]"""
-        least, held = self.bounds()
-        return least + self.share() * (held - least)
+        least, most = self.bounds()
+        return least + self.share() * (most - least)
 
     def bounds(self) -> tuple[Array, Array]:
         """The time of a round: at least, and where each round pays for the longest of its steps. # [cases, n] each"""
         m = self.m
         longest = (_falls(self._all_shorter) * self._through).sum(axis=1)
-        held = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self.variance))
+        most = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self.variance))
         least = m * self._least
-        return least, np.maximum(held, least)
+        return least, np.maximum(most, least)
 
     def long_round(self, share: float) -> Array:
         """Seconds that this share of all rounds exceeds, in the first case. # [n]"""

@@ -68,11 +68,11 @@ class Rra(Forecast[OneLaneModel]):
         return predicted(min(batch, batch * inside / predicted(batch)["peak_requests"]))
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        of = steps.of
-        turn = steps.first + steps.phase / of.mean_decodes
-        working = [steps.each * (steps.decode + steps.encode / of.mean_decodes), steps.passing, turn[:, None]]
+        lane = steps.of
+        turn = steps.first + steps.phase / lane.mean_decodes
+        working = [steps.each * (steps.decode + steps.encode / lane.mean_decodes), steps.passing, turn[:, None]]
         # Only iterations in which any request decodes take time.
-        return BoundTerms(working, [seconds * of.busy for seconds in working], busy=of.busy)
+        return BoundTerms(working, [seconds * lane.busy for seconds in working], busy=lane.busy)
 
 
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
@@ -95,8 +95,8 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     rounds = _rounds(model, phase, each, microbatches)
     # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
     raggedness = _sd_phase_tokens(lengths, each, phase.stray) / tokens
-    held = expected_max_deviate(microbatches) * raggedness
-    cycle, work = _cycle(pipeline, encoding, rounds, microbatches, held, decode_iterations)
+    spread = expected_max_deviate(microbatches) * raggedness
+    cycle, work = _cycle(pipeline, encoding, rounds, microbatches, spread, decode_iterations)
 
     # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
     # As long as it runs, a request is left in decode: none of its phases ends early.
@@ -195,7 +195,7 @@ def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches:
 
 
 def _cycle(
-    pipeline: Pipeline, encoding: _Encoding, rounds: _Rounds, microbatches: Array, held: Array, iterations: Ints
+    pipeline: Pipeline, encoding: _Encoding, rounds: _Rounds, microbatches: Array, spread: Array, iterations: Ints
 ) -> tuple[Array, Array]:
     """Return the seconds of a cycle, and of each kind of stage's work in it. # [n], [kinds, n]
 
@@ -205,13 +205,13 @@ def _cycle(
     at_end, last = rounds.anywhere[:, -1], rounds.stages[..., -1]
     slowest_then = pipeline.slowest_from(encoding.stages)
     at_runs = (microbatches - 1) * np.maximum(pipeline.slowest_until(last * at_end), slowest_then)
-    at_runs -= held * slowest_then
-    change = pipeline.before @ (rounds.ends[:, :, -1] * at_end) + encoding.down + held * encoding.down_without_hops
+    at_runs -= spread * slowest_then
+    change = pipeline.before @ (rounds.ends[:, :, -1] * at_end) + encoding.down + spread * encoding.down_without_hops
     change += at_runs[pipeline.run_of_end]
     stage_s = rounds.active * rounds.times  # [kinds, n, segments]
     work = microbatches * encoding.stages + stage_s.sum(axis=2)
     slowest = np.maximum.reduce(encoding.stages)
-    own_way = encoding.own_way + held * (encoding.own_way - slowest) + (rounds.own_way * rounds.times).sum(axis=1)
+    own_way = encoding.own_way + spread * (encoding.own_way - slowest) + (rounds.own_way * rounds.times).sum(axis=1)
     until = pipeline.slowest_until(stage_s).sum(axis=2) - pipeline.slowest_until(rounds.active[..., -1] * at_end)
     cycle = np.maximum(
         np.maximum(np.maximum.reduce(work), own_way), np.maximum.reduce(until[pipeline.run_of_end] + change)

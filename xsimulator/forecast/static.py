@@ -43,13 +43,13 @@ class Static(Forecast[OneLaneModel]):
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # Finished requests hold their place: all decode until the longest ends, and meet one encode phase. The first
         # round may overlap with encoding.
-        of, each, decode, passing = steps.of, steps.each, steps.decode, steps.passing
-        rounds = np.maximum(of.longest - 1, 0.0) / of.mean_decodes
-        working = [steps.phase[:, None] / of.mean_decodes + rounds * np.maximum(each * decode, passing)]
-        own_rounds = np.maximum(of.longest_met - 1, 0.0) / of.decodes
+        lane, each, decode, passing = steps.of, steps.each, steps.decode, steps.passing
+        rounds = np.maximum(lane.longest - 1, 0.0) / lane.mean_decodes
+        working = [steps.phase[:, None] / lane.mean_decodes + rounds * np.maximum(each * decode, passing)]
+        own_rounds = np.maximum(lane.longest_met - 1, 0.0) / lane.decodes
         met = [
-            each * (decode * own_rounds + steps.encode / of.decodes),
-            passing * (of.decodes - 1) / of.decodes,
+            each * (decode * own_rounds + steps.encode / lane.decodes),
+            passing * (lane.decodes - 1) / lane.decodes,
         ]
         return BoundTerms(working, met)
 
@@ -65,11 +65,11 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     each = batch / encode_parts
     kinds = len(model.lane.kinds)
     encode = model.encode_table(each)
-    te, own = encode[:kinds], encode[kinds]
+    te, own_decode = encode[:kinds], encode[kinds]
     slowest = np.maximum.reduce(te)
     sd = np.sqrt(np.maximum(prompt_variance, 0.0) / each)
-    ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own - slowest, 0.0)
-    encoding = own + (encode_parts - 1) * slowest + ragged
+    ragged = expected_max_deviate(encode_parts) * sd * np.maximum(own_decode - slowest, 0.0)
+    encoding = own_decode + (encode_parts - 1) * slowest + ragged
 
     place, starts, weights, log_empty = model.part(_rounds)
     together = batch / decode_parts
@@ -83,7 +83,7 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     rounds = np.maximum(np.maximum.reduce(td), own_way)
     # Every stage encodes all parts first. The first one is done before the last, and begins to decode; where that takes
     # longer on the way than encoding did, the first round is late.
-    other_stages = own_way[:, 0] - np.maximum.reduce(decode[:kinds, :, 0]) - (own - slowest)
+    other_stages = own_way[:, 0] - np.maximum.reduce(decode[:kinds, :, 0]) - (own_decode - slowest)
     late = np.maximum(np.maximum.reduce(td[:, :, 0]) + other_stages - rounds[:, 0], 0.0)
     cycle = encoding + (rounds * some).sum(axis=1) + late * some[:, 0] / weights[0]
     decodes = model.quantile_decodes
@@ -92,7 +92,7 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     return Performance(
         throughput=batch / cycle,
         latency=encoding + decoding,
-        ttft=own + (encode_parts - 1) / 2 * slowest,
+        ttft=own_decode + (encode_parts - 1) / 2 * slowest,
         tpot=decoding / max(decodes, 1),
         itl_p99=np.maximum.reduce(rounds, axis=1),
         encode_batch=batch,

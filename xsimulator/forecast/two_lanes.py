@@ -83,10 +83,10 @@ class TwoLaneModel:
         encoding = through * (1 + met)
         queued = throughput / limit * np.maximum(stages * interval - through, 0.0)
         decodes, emits = self.quantile_decodes, not self.decode.has_encoder
-        own, slow = (
+        own_cost, slow = (
             (step, step) if emits else self._decoding.with_newcomers(encode_batch, microbatches, batch, step, sd)
         )
-        first_gap = moving + step / 2 + own
+        first_gap = moving + step / 2 + own_cost
         ttft = encoding + queued + (0.0 if emits else first_gap)
         latency = encoding + queued + ((first_gap + (decodes - 1) * step) if decodes else 0.0)
         has_first_gap = emits and 1 / mean_decodes > 0.01

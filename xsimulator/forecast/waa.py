@@ -65,7 +65,7 @@ class Waa(Forecast[TwoLaneModel]):
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # The closed form has one size of batch, and its times at the points of its grid.
         at_grid = as_interpolated(steps.of.batches)
-        steady, passing = (np.minimum(of, of @ at_grid) for of in (steps.steady, steps.steady_passing))
+        steady, passing = (np.minimum(curve, curve @ at_grid) for curve in (steps.steady, steps.steady_passing))
         working = [steps.each * steady, passing]
         return BoundTerms(
             working,

@@ -65,26 +65,26 @@ def test_plans_name_the_engine_that_they_are_for() -> None:
 @pytest.mark.parametrize("policy", ["orca", "chunked"])
 def test_plans_schedule_as_their_engine_does(name: str, policy: str, tmp_path: Path) -> None:
     """What is simulated of the plan that the command line makes: whether steps mix, cut prompts, and how large."""
-    path, of = tmp_path / "plan.json", load_engine(name)
+    path, engine_spec = tmp_path / "plan.json", load_engine(name)
     asked = "--model llama-3.1-8b --cluster h100x8 --workload azure-conv --latency-bound 8 --objective saturated"
     found = CliRunner().invoke(cli, ["plan", *asked.split(), "--engine", name, "--policy", policy, "-o", str(path)])
     assert found.exit_code == 0, found.output
     said = " ".join(found.output.split())
-    assert ("prompts go first" in said) is not of.mixes
-    assert ("chosen: " + policy + ": every step decodes" in said) is of.mixes
-    assert ("a prompt waits for a step" in said) is not of.cuts_prompts
+    assert ("prompts go first" in said) is not engine_spec.mixes
+    assert ("chosen: " + policy + ": every step decodes" in said) is engine_spec.mixes
+    assert ("a prompt waits for a step" in said) is not engine_spec.cuts_prompts
     simulated = xgpt.simulate(path, num_requests=300)
     plan, steps = simulated.plan, simulated.steps
     mixed = [step for step in steps if step.encode and step.decode]
-    assert bool(mixed) is of.mixes
+    assert bool(mixed) is engine_spec.mixes
     whole = {request.id: request.input_length for step in steps for request in step.arrivals}
     sizes = [sum(length for *_, length in step.encode) + len(step.decode) for step in steps]
-    limit = of.token_budget or 0
+    limit = engine_spec.token_budget or 0
     assert max(sizes) <= limit * plan.policy.microbatches
-    if not of.cuts_prompts:
+    if not engine_spec.cuts_prompts:
         pieces = [length == whole[id_] for step in steps for id_, _, length in step.encode]
         assert all(pieces)
-    assert plan.policy.max_batch <= (of.max_batch or plan.policy.max_batch)
+    assert plan.policy.max_batch <= (engine_spec.max_batch or plan.policy.max_batch)
 
 
 def test_an_engines_limits_hold_unless_a_variable_is_held() -> None:
@@ -137,7 +137,7 @@ def test_a_plan_says_where_its_choice_changes_with_the_cost_of_mixed_steps() -> 
     assert plan.policy.kind == "chunked" and edge is not None and 0 < edge.mixing < 0.4
     (line,) = mixing_in_words(plan)
     assert f"at {100 * edge.mixing:.0f}% or more, {edge.policy} would serve more" in line
-    of = load_engine("xgpt")
-    sources = of.sources | {"mixing": "assumed"}
-    dear = of.model_copy(update={"mixing": min(1.5 * edge.mixing, 0.4), "sources": sources})
+    engine_spec = load_engine("xgpt")
+    sources = engine_spec.sources | {"mixing": "assumed"}
+    dear = engine_spec.model_copy(update={"mixing": min(1.5 * edge.mixing, 0.4), "sources": sources})
     assert xgpt.plan(**asked, objective="saturated", engine=dear).policy.kind != "chunked"

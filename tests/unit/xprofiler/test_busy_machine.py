@@ -14,9 +14,11 @@ from xprofiler.others import Others
 
 
 def points(model: str = "opt-125m") -> list[tuple[str | int, ...]]:
-    of = Points.of(load_model(model)[0], "cpu")
-    attention = [("encode attention", *at) for at in of.encode] + [("decode attention", *at) for at in of.decode]
-    return [*(("step", n) for n in of.steps), *(("head", n) for n in BATCHES), *attention]
+    chosen = Points.of(load_model(model)[0], "cpu")
+    attention = [("encode attention", *at) for at in chosen.encode] + [
+        ("decode attention", *at) for at in chosen.decode
+    ]
+    return [*(("step", n) for n in chosen.steps), *(("head", n) for n in BATCHES), *attention]
 
 
 def seconds(name: str | int, *sizes: int) -> float:

@@ -197,7 +197,10 @@ def test_an_engine_that_rounds_activations_has_kernels_for_it_where_a_device_has
     write(root, "moe/vllm/1.0.0/moe", expert_rows("w4a16_mxfp4"))
     write(root, f"moe/{framework}/1.0.1/moe", [*expert_rows("w4a16_mxfp4"), *expert_rows("w4a8_mxfp4_mxfp8", 0.5)])
     rounds = BARE.model_copy(update={"rounds_activations": True})
-    seconds = [rest(imported.profile(stored, H100, "bfloat16", of, root), (1, 1), 16) for of in (BARE, rounds)]
+    seconds = [
+        rest(imported.profile(stored, H100, "bfloat16", engine_spec, root), (1, 1), 16)
+        for engine_spec in (BARE, rounds)
+    ]
     assert seconds[0] - seconds[1] == pytest.approx(0.5 * expert_ms(16, 1, 1, True) / 1e3)
 
 
@@ -209,8 +212,8 @@ def test_tables_are_those_of_the_engines_version(tables: Path, tmp_path: Path) -
         write(root, f"moe/vllm/{version}/moe", rows)
 
     def seconds(version: str, group: tuple[int, int]) -> float:
-        of = BARE.model_copy(update={"version": version})
-        return rest(imported.profile(MOE, H100, "bfloat16", of, root), group, 16)
+        engine_spec = BARE.model_copy(update={"version": version})
+        return rest(imported.profile(MOE, H100, "bfloat16", engine_spec, root), group, 16)
 
     for version, factor in {"0.15": 5, "0.18": 3, "0.19.0": 3, "0.20": 1, "0.32": 1}.items():
         more = (factor - 1) * expert_ms(16, 1, 1, True) / 1e3
@@ -234,5 +237,5 @@ def test_groups_that_a_table_measured_in_part_or_not_divided_come_from_another(
         wrong = [row for row in rows if row["moe_ep_size"] == 1 or row["num_tokens"] == 1024]
         wrong = [row | ({"latency": 9.0} if row["moe_ep_size"] == 2 else {}) for row in wrong]
     write(root, "moe/vllm/0.19.0/moe", wrong)
-    of = imported.profile(MOE, H100, "bfloat16", BARE.model_copy(update={"version": "0.19.0"}), root)
-    assert of.layer(*group).rest == sound.layer(*group).rest
+    profile = imported.profile(MOE, H100, "bfloat16", BARE.model_copy(update={"version": "0.19.0"}), root)
+    assert profile.layer(*group).rest == sound.layer(*group).rest

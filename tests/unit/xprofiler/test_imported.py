@@ -164,10 +164,10 @@ def test_finding_scales_that_a_checkpoint_holds_is_taken_off(tables: Path, tmp_p
     write(folder, "quantize/vllm/0.24.0/computescale", scale_rows(4e-3))
     write(folder, "quantize/vllm/0.24.0/scale_matrix", scale_rows(1e-3))
     anew = SPEC.model_copy(update={"quantization": Quantization(kind="fp8", finds_scales=True)})
-    held, found = (imported.profile(spec, H100, "float8", BARE, folder) for spec in (SPEC, anew))
-    saved = rest_s(found, 1, 4096) - rest_s(held, 1, 4096)
+    with_scales, found = (imported.profile(spec, H100, "float8", BARE, folder) for spec in (SPEC, anew))
+    saved = rest_s(found, 1, 4096) - rest_s(with_scales, 1, 4096)
     assert saved == pytest.approx((4 * 4e-3 + 2 * 1e-3) / 1e3, rel=1e-6)
-    assert held.provenance["scales of activations"] == "held by the checkpoint"
+    assert with_scales.provenance["scales of activations"] == "held by the checkpoint"
     untold = imported.profile(SPEC, H100, "float8", BARE, tables)
     assert "no table tells" in untold.provenance["scales of activations"]
     assert rest_s(untold, 1, 4096) == pytest.approx(rest_s(found, 1, 4096))

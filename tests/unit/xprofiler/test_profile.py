@@ -106,8 +106,8 @@ def test_a_larger_group_is_faster_but_not_in_proportion() -> None:
 def test_norms_over_all_heads_are_summed_up_over_a_group() -> None:
     spec, _ = load_model("minimax-m2")
     plain = spec.model_copy(update={"family": "qwen3_moe"})
-    made = [analytic.profile(each, load_cluster("h200x8"), "bfloat16").layers for each in (spec, plain)]
-    for spanning, apart in zip(*made, strict=True):
+    profiles = [analytic.profile(each, load_cluster("h200x8"), "bfloat16").layers for each in (spec, plain)]
+    for spanning, apart in zip(*profiles, strict=True):
         more = np.asarray(spanning.rest.seconds) - np.asarray(apart.rest.seconds)
         assert (more > 0).all() if spanning.tp_degree > 1 else not more.any()
 

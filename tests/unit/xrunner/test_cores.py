@@ -74,8 +74,8 @@ def test_teams_of_several_processes_have_each_their_part(part: int) -> None:
 
 
 def on_all_cores() -> Plan:
-    of = plan(one_lane([1]))
-    return of.model_copy(update={"profile": of.profile.model_copy(update={"num_threads": len(HERE)})})
+    subject = plan(one_lane([1]))
+    return subject.model_copy(update={"profile": subject.profile.model_copy(update={"num_threads": len(HERE)})})
 
 
 def test_a_server_of_one_device_has_a_core_for_each_thread(tmp_path: Path) -> None:

@@ -180,16 +180,16 @@ def test_a_request_that_fails_its_steps_ends_alone(kind: str) -> None:
         engine.submit(Generation(id_, (1000 * id_,) * size, 12, output_length=output if id_ != 7 else 12))
     tokens: dict[int, list[int]] = {id_: [] for id_ in range(20)}
     errors = {}
-    while (made := engine.step()) is not None or not engine.pool.is_idle:
-        for token in made or ():
+    while (step := engine.step()) is not None or not engine.pool.is_idle:
+        for token in step or ():
             if token.finish == "error":
                 errors[token.id] = token.error
             else:
                 tokens[token.id].append(token.token)
     assert errors == {7: "steps with it fail: ValueError: 7004 is bad luck"}
     assert tokens[7] == [7001, 7002, 7003]
-    assert {id_: len(made) for id_, made in tokens.items() if id_ != 7} == {
-        id_: len(made) for id_, made in undisturbed.items() if id_ != 7
+    assert {id_: len(step) for id_, step in tokens.items() if id_ != 7} == {
+        id_: len(step) for id_, step in undisturbed.items() if id_ != 7
     }
     assert executor.num_restarts == 2
     assert executor.running == {} and engine.pool.reserved_blocks == 0
@@ -206,8 +206,8 @@ def test_a_request_that_cannot_be_handed_over_ends_alone() -> None:
     engine.submit(Generation(1, (2,), 101))
     engine.submit(Generation(2, (3,) * 90, 90))
     ended = {}
-    while (made := engine.step()) is not None:
-        ended |= {token.id: (token.finish, token.error) for token in made if token.finish}
+    while (step := engine.step()) is not None:
+        ended |= {token.id: (token.finish, token.error) for token in step if token.finish}
     assert ended[0] == ("length", "")
     assert ended[1] == ("error", "it cannot be handed to a worker: OverflowError: can't serialize ints >= 2**64")
     assert ended[2] == ("error", "it does not fit the K/V memory of the plan that runs now")
@@ -224,8 +224,8 @@ def test_a_token_that_cannot_be_chosen_ends_its_request_alone() -> None:
     for id_ in range(3):
         engine.submit(Generation(id_, (1000 * id_,), 6))
     tokens: dict[int, list[object]] = {id_: [] for id_ in range(3)}
-    while (made := engine.step()) is not None:
-        for token in made:
+    while (record := engine.step()) is not None:
+        for token in record:
             tokens[token.id].append(token.error or token.token)
     assert tokens[1] == [1001, 1002, "no token can be chosen"]
     assert tokens[0] == [1, 2, 3, 4, 5, 6] and len(tokens[2]) == 6
@@ -250,8 +250,8 @@ def test_requests_that_another_plan_cannot_hold_end_when_it_comes() -> None:
     first = engine.step() or []
     engine.apply(then)
     ended = {token.id: token.finish for token in first if token.finish}
-    while (made := engine.step()) is not None:
-        ended |= {token.id: token.finish for token in made if token.finish}
+    while (step := engine.step()) is not None:
+        ended |= {token.id: token.finish for token in step if token.finish}
     assert set(ended) == set(range(6))
     assert ended[3] == ended[5] == "error" and ended[2] == ended[4] == "length"
 
@@ -274,8 +274,8 @@ def test_a_plan_that_cannot_be_deployed_is_gone_back_from() -> None:
     engine.step()
     engine.apply(then)
     ended = {}
-    while (made := engine.step()) is not None:
-        ended |= {token.id: token.finish for token in made if token.finish}
+    while (step := engine.step()) is not None:
+        ended |= {token.id: token.finish for token in step if token.finish}
     assert ended == dict.fromkeys(range(4), "length")
     assert len(deployed) == 1 and refused == ["RuntimeError: can't allocate memory: you tried to allocate 2 TiB"]
     assert not engine.is_emptying and engine.pool.prompt_blocks == 8

@@ -120,7 +120,7 @@ def test_rounding_of_logits_hardly_ever_changes_a_draw(params: SamplingParams) -
     sampler, rows = Sampler(vocab, CPU), np.arange(count)
     for row in range(count):
         sampler.start(row, replace(params, seed=row))
-    drawn, again = (sampler(of, rows, rows)[0] for of in (logits, rounded))
+    drawn, again = (sampler(values, rows, rows)[0] for values in (logits, rounded))
     assert (drawn != again).sum() <= 1
 
 

@@ -19,11 +19,11 @@ def expressions() -> st.SearchStrategy[str]:
     return st.recursive(
         NUMBERS,
         lambda part: st.one_of(
-            st.tuples(part, st.sampled_from("+-*"), part).map(lambda of: f"({of[0]} {of[1]} {of[2]})"),
+            st.tuples(part, st.sampled_from("+-*"), part).map(lambda parts: f"({parts[0]} {parts[1]} {parts[2]})"),
             st.tuples(part, st.sampled_from(["<", ">="]), part, part).map(
-                lambda of: f"({of[3]} if {of[0]} {of[1]} {of[2]} else {of[0]})"
+                lambda parts: f"({parts[3]} if {parts[0]} {parts[1]} {parts[2]} else {parts[0]})"
             ),
-            st.tuples(part, part).map(lambda of: f"max({of[0]}, {of[1]})"),
+            st.tuples(part, part).map(lambda parts: f"max({parts[0]}, {parts[1]})"),
         ),
         max_leaves=8,
     )
@@ -70,10 +70,10 @@ def test_what_is_not_arithmetic_over_figures_is_refused(text: str) -> None:
 
 def test_the_plan_is_better_by_the_objective_than_the_one_of_most_throughput() -> None:
     """Requests a second for each second of latency, on any number of devices."""
-    of = {"model": "opt-13b", "cluster": "a40x4", "policy": "orca", "latency_bound_s": 12.0}
-    own = xgpt.plan(**of, maximise="throughput / latency / devices")
-    usual = xgpt.plan(**of, objective="saturated")
-    assert own.search.method == "optuna"
-    assert own.estimate.latency_s * 1.12 <= 12
-    constraint = own.constraint
-    assert objective_value(own) > objective_value(usual.model_copy(update={"constraint": constraint}))
+    asked = {"model": "opt-13b", "cluster": "a40x4", "policy": "orca", "latency_bound_s": 12.0}
+    maximised = xgpt.plan(**asked, maximise="throughput / latency / devices")
+    usual = xgpt.plan(**asked, objective="saturated")
+    assert maximised.search.method == "optuna"
+    assert maximised.estimate.latency_s * 1.12 <= 12
+    constraint = maximised.constraint
+    assert objective_value(maximised) > objective_value(usual.model_copy(update={"constraint": constraint}))

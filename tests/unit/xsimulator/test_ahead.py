@@ -30,8 +30,8 @@ class Seconds:
         return self.free_ns
 
 
-def run(of: Schedule, requests: list[SimulatedRequest]) -> list[StepRecord]:
-    return SimulatedEngine(of, Seconds(), requests).run()
+def run(rule: Schedule, requests: list[SimulatedRequest]) -> list[StepRecord]:
+    return SimulatedEngine(rule, Seconds(), requests).run()
 
 
 def first_token_s(log: list[StepRecord], id_: int) -> float:
@@ -74,11 +74,11 @@ def test_where_memory_runs_out_nothing_is_decided_ahead() -> None:
 
 
 def test_a_cancelled_request_gets_no_further_step() -> None:
-    of = schedule(ahead=True)
+    rule = schedule(ahead=True)
     engine_requests = [SimulatedRequest(0, 8, 20, 20), SimulatedRequest(1, 8, 20, 20)]
-    engine = SimulatedEngine(of, Seconds(), engine_requests)
+    engine = SimulatedEngine(rule, Seconds(), engine_requests)
     engine.step()
-    of.cancel(1)
+    rule.cancel(1)
     log = engine.run()
     assert [1 in record.decode for record in log[:3]] == [True, False, False], "the step that was decided already runs"
-    assert of.pool.is_idle
+    assert rule.pool.is_idle

@@ -28,12 +28,12 @@ def factors(**given: float) -> Calibration:
     return Calibration(factors=every, num_steps_used=1, num_steps_unused=1, **rest)
 
 
-@pytest.mark.parametrize(("of", "kind"), [(PROBLEM, "rra"), (PROBLEM, "chunked"), (T5, "rra"), (T5, "orca")])
-def test_a_slower_machine_is_found(of: Problem, kind: str) -> None:
-    plan = Scheduler(of).best((kind,))
-    truth = corrected(of.profile, factors(tokens=1.2, decode_attention=1.5))
+@pytest.mark.parametrize(("subject", "kind"), [(PROBLEM, "rra"), (PROBLEM, "chunked"), (T5, "rra"), (T5, "orca")])
+def test_a_slower_machine_is_found(subject: Problem, kind: str) -> None:
+    plan = Scheduler(subject).best((kind,))
+    truth = corrected(subject.profile, factors(tokens=1.2, decode_attention=1.5))
     _, log = simulate(plan, truth, plan.workload, 400, np.random.default_rng(0))
-    profile, found = calibrate(plan, of.profile, log)
+    profile, found = calibrate(plan, subject.profile, log)
     assert found.error_before > 0.1 and found.bias_before < -0.1
     assert found.error_after < 0.03 and abs(found.bias_after) < 0.02
     assert found.factors["tokens"] == pytest.approx(1.2, rel=0.05)
@@ -63,7 +63,7 @@ def test_a_log_of_several_replicas_is_that_of_each() -> None:
     _, log = simulate(one, PROBLEM.profile, one.workload, 400, np.random.default_rng(0))
     slower = [r._replace(start_ns=2 * r.start_ns, end_ns=2 * r.end_ns, replica=1) for r in log]
     both = sorted(log + slower, key=lambda record: record.end_ns)
-    first, second, together = (paces(plan, PROBLEM.profile, of) for of in (log, slower, both))
+    first, second, together = (paces(plan, PROBLEM.profile, each) for each in (log, slower, both))
     assert first is not None and second is not None and together is not None
     assert first.ratio == pytest.approx(1) and second.ratio == pytest.approx(2)
     assert len(together.tokens) == 2 * len(log) and together.ratio == pytest.approx(1.5)
@@ -72,38 +72,38 @@ def test_a_log_of_several_replicas_is_that_of_each() -> None:
 
 
 def test_each_lane_of_waa_has_a_pace() -> None:
-    of = problem("t5-11b", "a40x4", "translation")
-    places = placements_of(of, "waa")
-    plan = planned(of, "waa", next(at for at in places if len(at.encode_lane) == len(at.decode_lane) == 1))
-    _, log = simulate(plan, of.profile, plan.workload, 200, np.random.default_rng(0))
-    found = paces(plan, of.profile, log)
+    subject = problem("t5-11b", "a40x4", "translation")
+    places = placements_of(subject, "waa")
+    plan = planned(subject, "waa", next(at for at in places if len(at.encode_lane) == len(at.decode_lane) == 1))
+    _, log = simulate(plan, subject.profile, plan.workload, 200, np.random.default_rng(0))
+    found = paces(plan, subject.profile, log)
     assert found is not None and found.by_lane == pytest.approx({"encode": 1.0, "decode": 1.0}, rel=1e-6)
 
 
 def test_each_worker_of_a_pipeline_has_a_pace() -> None:
     """Its steps wait for each other, so that the log alone tells none."""
-    of = problem("opt-13b", "a40x4", "summarization")
-    plan = planned(of, "rra", next(at for at in placements_of(of, "rra") if len(at.decode_lane) > 1))
+    subject = problem("opt-13b", "a40x4", "summarization")
+    plan = planned(subject, "rra", next(at for at in placements_of(subject, "rra") if len(at.decode_lane) > 1))
     assert len(plan.stages) > 1 and plan.replicas == 1
     spans: list[Span] = []
-    _, log = simulate(plan, of.profile, plan.workload, 200, np.random.default_rng(0), None, spans.append)
-    assert paces(plan, of.profile, log) is None
+    _, log = simulate(plan, subject.profile, plan.workload, 200, np.random.default_rng(0), None, spans.append)
+    assert paces(plan, subject.profile, log) is None
     busy = {f"worker {stage.devices[0]}": 0.0 for stage in plan.stages}
     for span in spans:
         busy[f"worker {plan.stages[span.stage].devices[0]}"] += (1 + span.stage) * (span.end_ns - span.start_ns) / 1e9
-    found = paces_of_workers(plan, of.profile, log, {"engine": 0.0, **busy})
+    found = paces_of_workers(plan, subject.profile, log, {"engine": 0.0, **busy})
     assert found is not None
     expected = {f"worker {stage.devices[0]}": 1.0 + number for number, stage in enumerate(plan.stages)}
     assert found.by_lane == pytest.approx(expected, rel=1e-6)
-    assert paces_of_workers(plan, of.profile, log, {"engine": 0.0}) is None
-    assert paces_of_workers(plan, of.profile, [*log, *log], busy) is None, "workers that were started anew"
+    assert paces_of_workers(plan, subject.profile, log, {"engine": 0.0}) is None
+    assert paces_of_workers(plan, subject.profile, [*log, *log], busy) is None, "workers that were started anew"
 
 
 def test_several_devices_calibrate_nothing() -> None:
-    of = problem("opt-13b", "h200x8", "summarization", 6.0)
-    plan = next(p for p in (Scheduler(of).best((kind,)) for kind in ("waa", "rra")) if p.devices_per_replica > 1)
+    subject = problem("opt-13b", "h200x8", "summarization", 6.0)
+    plan = next(p for p in (Scheduler(subject).best((kind,)) for kind in ("waa", "rra")) if p.devices_per_replica > 1)
     with pytest.raises(InputError, match="one device"):
-        calibrate(plan, of.profile, [])
+        calibrate(plan, subject.profile, [])
 
 
 def test_a_short_log_is_refused() -> None:
@@ -113,12 +113,12 @@ def test_a_short_log_is_refused() -> None:
         calibrate(plan, PROBLEM.profile, log[:60])
 
 
-@pytest.mark.parametrize("of", [PROBLEM, T5], ids=["decoder-only", "encoder-decoder"])
+@pytest.mark.parametrize("subject", [PROBLEM, T5], ids=["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("kind", ["rra", "orca"])
-def test_a_log_of_the_profile_itself_is_predicted_to_the_nanosecond(of: Problem, kind: str) -> None:
-    plan = Scheduler(of).best((kind,))
-    _, log = simulate(plan, of.profile, plan.workload, 200, np.random.default_rng(0))
-    steps = steps_of(plan, of.profile, log)
+def test_a_log_of_the_profile_itself_is_predicted_to_the_nanosecond(subject: Problem, kind: str) -> None:
+    plan = Scheduler(subject).best((kind,))
+    _, log = simulate(plan, subject.profile, plan.workload, 200, np.random.default_rng(0))
+    steps = steps_of(plan, subject.profile, log)
     np.testing.assert_allclose(steps.parts.sum(axis=1), steps.seconds, rtol=0, atol=1.1e-9)
 
 

@@ -23,8 +23,8 @@ STALLS = Jitter(seconds=0.01, ratios=(*[0.95] * 90, *[1.0] * 8, 2.0, 4.5))
 
 
 def times(jitter: Jitter, mean_s: float, count: int) -> np.ndarray:
-    of = JitteredTimes(jitter)
-    return np.asarray([of(round(1e9 * mean_s)) for _ in range(count)]) / 1e9 / mean_s
+    draws = JitteredTimes(jitter)
+    return np.asarray([draws(round(1e9 * mean_s)) for _ in range(count)]) / 1e9 / mean_s
 
 
 @pytest.mark.parametrize("stretches", [0.2, 1, 7, 60])
@@ -51,9 +51,9 @@ def test_any_jitter_gives_any_step_a_positive_time_within_its_ratios(
     ratios: list[float], seconds: float, means: list[int]
 ) -> None:
     jitter = Jitter(seconds=seconds, ratios=tuple(sorted(ratios)))
-    of, mean_ratio = JitteredTimes(jitter), np.mean(ratios)
+    draws, mean_ratio = JitteredTimes(jitter), np.mean(ratios)
     for mean_ns in means:
-        found = of(mean_ns)
+        found = draws(mean_ns)
         assert found >= 1
         if mean_ns >= 100:
             assert min(ratios) / mean_ratio * 0.8 <= found / mean_ns <= max(ratios) / mean_ratio * 1.25
@@ -61,18 +61,18 @@ def test_any_jitter_gives_any_step_a_positive_time_within_its_ratios(
 
 def test_the_same_calls_give_the_same_times_beyond_the_last_drawn_stretch() -> None:
     means = [10**7, 3 * 10**9] * (NUM_DRAWN // 150)
-    first, second = ([*map(of, means)] for of in (JitteredTimes(STALLS), JitteredTimes(STALLS)))
+    first, second = ([*map(draws, means)] for draws in (JitteredTimes(STALLS), JitteredTimes(STALLS)))
     assert first == second and len(set(first)) > 2
 
 
 def test_only_gaps_that_are_single_steps_get_longer() -> None:
     """What is a sum of many steps is as without jitter; a slowed profile's figures are all longer by the factor."""
-    of = problem("opt-13b", "a40x4", "summarization", latency_bound_s=30.0)
-    plan = Arrivals(Scheduler(of.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
-    jittery = of.profile.model_copy(update={"jitter": STALLS.times(100)})  # as long as this plan's longest steps
+    subject = problem("opt-13b", "a40x4", "summarization", latency_bound_s=30.0)
+    plan = Arrivals(Scheduler(subject.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
+    jittery = subject.profile.model_copy(update={"jitter": STALLS.times(100)})  # as long as this plan's longest steps
     calm, shaken, again, slowed = (
-        simulate(plan, profile, of.workload, 300, np.random.default_rng(0))[0]
-        for profile in (of.profile, jittery, jittery, jittery.slowed(1.5))
+        simulate(plan, profile, subject.workload, 300, np.random.default_rng(0))[0]
+        for profile in (subject.profile, jittery, jittery, jittery.slowed(1.5))
     )
     assert (shaken.itl_p99_s, shaken.latency_s) == (again.itl_p99_s, again.latency_s)
     assert shaken.throughput_rps == pytest.approx(calm.throughput_rps, rel=0.02)
@@ -82,9 +82,9 @@ def test_only_gaps_that_are_single_steps_get_longer() -> None:
 
 
 def test_spans_are_as_long_as_the_single_steps() -> None:
-    of = problem("opt-13b", "a40x4", "summarization", latency_bound_s=30.0)
-    plan = Arrivals(Scheduler(of.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
-    profile = of.profile.model_copy(update={"jitter": STALLS})
+    subject = problem("opt-13b", "a40x4", "summarization", latency_bound_s=30.0)
+    plan = Arrivals(Scheduler(subject.under(Constraint(latency_bound_s=30.0)))).of_kind("orca", 1)[0][0]
+    profile = subject.profile.model_copy(update={"jitter": STALLS})
     lengths = TraceLengths(np.full(40, 100), np.full(40, 20), None)
     spans = list[Span]()
     log = run_requests(plan, profile, lengths, 20, spans.append)
@@ -93,7 +93,7 @@ def test_spans_are_as_long_as_the_single_steps() -> None:
     for stage in {span.stage for span in spans}:
         assert all(b.start_ns >= a.end_ns for a, b in pairwise(span for span in spans if span.stage == stage))
     without = run_requests(plan, profile.of_means, lengths, 20)
-    assert without == run_requests(plan, of.profile, lengths, 20) != log
+    assert without == run_requests(plan, subject.profile, lengths, 20) != log
 
 
 def test_profiles_keep_their_jitter_and_their_hash_without_one() -> None:

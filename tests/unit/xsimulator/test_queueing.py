@@ -55,10 +55,10 @@ def test_a_looser_bound_is_kept_at_a_higher_rate() -> None:
 
 @pytest.mark.parametrize("kind", ["rra", "orca", "chunked", "static"])
 @pytest.mark.parametrize(
-    "of", [("opt-13b", "a40x4", "summarization", 8.0), ("llama-3.1-8b", "h200x1", "azure-conv", 8.0)]
+    "case", [("opt-13b", "a40x4", "summarization", 8.0), ("llama-3.1-8b", "h200x1", "azure-conv", 8.0)]
 )
-def test_rates_agree_with_the_simulated_engine(of: tuple[str, str, str, float], kind: str) -> None:
-    asked = problem(*of)
+def test_rates_agree_with_the_simulated_engine(case: tuple[str, str, str, float], kind: str) -> None:
+    asked = problem(*case)
     (plan, predicted), *_ = Arrivals(Scheduler(asked)).of_kind(kind, 1)
     found = capacity(plan, asked.profile, predicted, edges=False)
     assert found is not None
@@ -67,11 +67,11 @@ def test_rates_agree_with_the_simulated_engine(of: tuple[str, str, str, float], 
 
 def test_other_bounds_cost_rate() -> None:
     """The time to the first token, and that between tokens, are bounds of the same kind."""
-    of = problem("llama-3.1-8b", "h200x1", "azure-conv", 8.0)
+    subject = problem("llama-3.1-8b", "h200x1", "azure-conv", 8.0)
 
     def rate(**bounds: float) -> float:
-        constraint = of.constraint.model_copy(update=bounds)
-        plans = Arrivals(Scheduler(of).under(constraint)).of_kind("chunked", 1)
+        constraint = subject.constraint.model_copy(update=bounds)
+        plans = Arrivals(Scheduler(subject).under(constraint)).of_kind("chunked", 1)
         return plans[0][1] if plans else 0.0
 
     free, ttft, tpot = rate(), rate(ttft_s=0.6), rate(tpot_s=0.008)

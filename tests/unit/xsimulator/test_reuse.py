@@ -92,9 +92,9 @@ def test_a_trace_says_how_much_of_it_is_reusable_and_at_which_distances(tmp_path
     for words in (("conversations", "--requests", "300", "-o", str(path)), ("reuse", str(path))):
         monkeypatch.setattr("sys.argv", ["make_workload", *words])
         assert main() == 0
-    told, said = capsys.readouterr()
-    assert told == said, "made, or read again: the same"
-    most = float(told.split("reusable at most: ")[1].split("%")[0])
-    assert 50 < most < 90 and f"{most}%" in told.splitlines()[-1]
-    distances = [float(part.split()[0].rstrip(",")) for part in told.split("within ")[1:]]
+    out, said = capsys.readouterr()
+    assert out == said, "made, or read again: the same"
+    most = float(out.split("reusable at most: ")[1].split("%")[0])
+    assert 50 < most < 90 and f"{most}%" in out.splitlines()[-1]
+    distances = [float(part.split()[0].rstrip(",")) for part in out.split("within ")[1:]]
     assert len(distances) == 4 and distances == sorted(distances)

@@ -55,8 +55,8 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
         "active": count({"num_experts_per_tok": 4} | config, "num_experts_per_tok"),
         "ffn_size": fields["ffn_size"],
     }
-    own = {"experts": experts, "attention_sinks": True}
-    return fields | own | windows(config, 128, 2) | rope(config, ANY, 150000.0)
+    expert_fields = {"experts": experts, "attention_sinks": True}
+    return fields | expert_fields | windows(config, 128, 2) | rope(config, ANY, 150000.0)
 
 
 def _minimax_m2(config: dict[str, Any]) -> dict[str, Any]:
@@ -121,9 +121,11 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
     defaults = {"first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True}
     of_routing = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
     config = defaults | of_routing | {"moe_intermediate_size": 2048} | config
-    turned, own = config.get("qk_rope_head_dim", 64), config.get("head_dim")
-    if own is not None and (type(own) is not int or own != turned):  # transformers turns as many dimensions
-        raise InputError("config.json: head_dim", own, f"only {turned}, that of qk_rope_head_dim, is supported")
+    turned, head_dim = config.get("qk_rope_head_dim", 64), config.get("head_dim")
+    if head_dim is not None and (
+        type(head_dim) is not int or head_dim != turned
+    ):  # transformers turns as many dimensions
+        raise InputError("config.json: head_dim", head_dim, f"only {turned}, that of qk_rope_head_dim, is supported")
     fields = _grouped(_deepseek(config), config)
     return fields | {"experts": fields["experts"] | {"scoring": "sigmoid"}}
 

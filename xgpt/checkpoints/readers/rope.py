@@ -71,9 +71,9 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
     for name, found in (("rope_scaling", scaling), ("rope_parameters.full_attention", full)):
         if not isinstance(found, dict):
             raise InputError(f"config.json: {name}", found, "it must be an object")
-    own = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
+    rope_config = {"rope_parameters": full | scaling, "max_position_embeddings": config.get("max_position_embeddings")}
     base = config.get("rope_theta")
-    fields = rope(own, ("default", "linear"), theta if base is None else base)
+    fields = rope(rope_config, ("default", "linear"), theta if base is None else base)
     local = rope({"rope_parameters": sliding}, ("default",), config.get("rope_local_base_freq", sliding_theta))
     return fields | {"sliding_rope_theta": local["rope_theta"]}
 
@@ -102,9 +102,11 @@ def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[s
     fields["attention_factor"] = found.get("attention_factor")
     if kind == "yarn":
         if fields["attention_factor"] is None:
-            own, all_dims = found.get("mscale"), found.get("mscale_all_dim")
-            of = (magnitude(factor, own) / magnitude(factor, all_dims)) if own and all_dims else magnitude(factor)
-            fields["attention_factor"] = of
+            mscale, all_dims = found.get("mscale"), found.get("mscale_all_dim")
+            attention_factor = (
+                (magnitude(factor, mscale) / magnitude(factor, all_dims)) if mscale and all_dims else magnitude(factor)
+            )
+            fields["attention_factor"] = attention_factor
         fields |= {"factor": factor, "truncate": found.get("truncate", True)}
         return fields | {"beta_fast": found.get("beta_fast") or 32.0, "beta_slow": found.get("beta_slow") or 1.0}
     if fields["attention_factor"] is None:

@@ -111,8 +111,8 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the format of experts, or of most weights, and the parts that are in eight bits."""
     kinds: dict[str, str] = {}
-    for name, of in layers.items():
-        kind = FORMATS.get(of.get("quant_algo", "") if isinstance(of, dict) else "")
+    for name, layer_format in layers.items():
+        kind = FORMATS.get(layer_format.get("quant_algo", "") if isinstance(layer_format, dict) else "")
         part = _part_of(name)
         if kind is None:
             return None

@@ -212,10 +212,10 @@ class Pool(Running):
         """Free held requests once their whole batch has finished, in all micro-batches."""
         if not self.hold_finished or any(batch.decoding or batch.encoding for batch in self.batches):
             return []
-        held = [request for batch in self.batches for request in batch.held.values()]
-        for request in held:
+        requests = [request for batch in self.batches for request in batch.held.values()]
+        for request in requests:
             self._let_go(request)
-        return [request.id for request in held]
+        return [request.id for request in requests]
 
     def _let_go(self, request: Request) -> None:
         """Free a held request."""

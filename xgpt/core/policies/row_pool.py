@@ -160,16 +160,16 @@ class RowPool(Pool):
         freed: list[int] = []
         for number, rows in list(self._rows.items()):
             batch = self.batches[number]
-            held = dict(batch.held)
+            requests = dict(batch.held)
             if batch.decoding or batch.encoding:
-                staying = {rows.slot[id_] for id_ in rows.present - held.keys()}
-                gone = {rows.slot[id_] for id_ in held} - staying
+                staying = {rows.slot[id_] for id_ in rows.present - requests.keys()}
+                gone = {rows.slot[id_] for id_ in requests} - staying
                 if self.batching != "slots" or len(gone) < LEAVING_SHARE * len(gone | staying):
                     continue
-                held = {id_: request for id_, request in held.items() if rows.slot[id_] in gone}
-            for request in held.values():
+                requests = {id_: request for id_, request in requests.items() if rows.slot[id_] in gone}
+            for request in requests.values():
                 self._let_go(request)
-            freed += held
+            freed += requests
         return freed
 
     def _leave(self, request: Request) -> None:

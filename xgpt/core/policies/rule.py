@@ -161,10 +161,10 @@ class OneLaneRule:
         forecast, now_ns = pool.forecast, pool.now_ns
         num_decodes = len(self._decodable(pool, batch))
         free_ns = forecast.free_ns(now_ns, len(pool.under_way))
-        own, *others = (forecast.first_due_ns(each, now_ns, slack) - free_ns for each in pool.in_turn(batch))
+        first_due_ns, *others = (forecast.first_due_ns(each, now_ns, slack) - free_ns for each in pool.in_turn(batch))
         begun = (r for each in pool.batches for r in each.encoding.values())
         even = slack.even_tokens(r.context - r.encoded for r in chain(begun, pool.waiting))
-        room = TimeRoom(slack, slack.step_s(own, others), num_decodes, batch.context, even)
+        room = TimeRoom(slack, slack.step_s(first_due_ns, others), num_decodes, batch.context, even)
         chunks = self._fill_room(room, pool, batch, giving_way)
         if chunks or num_decodes:
             forecast.begin(now_ns, room.seconds, slack.num_stages)

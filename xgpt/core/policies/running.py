@@ -226,8 +226,8 @@ class Running:
                 ended.append(request)
         if self.waiting.has_accounts:
             decoding = (batch.decoding.get(id_) or batch.held.get(id_) for id_ in step.decode)
-            made = ended if self.encode_emits else []
-            self.waiting.charge([*made, *(request for request in decoding if request is not None)])
+            emitted = ended if self.encode_emits else []
+            self.waiting.charge([*emitted, *(request for request in decoding if request is not None)])
 
     def _preempt_last(self) -> None:
         """Preempt the request that entered last, of those that may be preempted and have no step under way."""

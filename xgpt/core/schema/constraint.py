@@ -128,8 +128,8 @@ class Constraint(Frozen):
 
     def of_class(self, name: str) -> Goal:
         """The bounds of a class."""
-        of = next(each for each in self.classes if each.name == name)
-        return Goal(self.quantile, of.latency_bound_s, of.ttft_s, of.tpot_s)
+        request_class = next(each for each in self.classes if each.name == name)
+        return Goal(self.quantile, request_class.latency_bound_s, request_class.ttft_s, request_class.tpot_s)
 
     def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
         """Return a constraint of these classes, whose bounds for all are the tightest of each kind."""
@@ -142,10 +142,10 @@ class Constraint(Frozen):
     def _check(self) -> Constraint:
         check_classes(self.classes)
         for name, bound in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
-            own = getattr(self, f"{name}_quantile")
-            if own is not None and bound is None:
+            quantile = getattr(self, f"{name}_quantile")
+            if quantile is not None and bound is None:
                 raise ValueError(
-                    f"{name}_quantile: {own:g} is the share of requests that keep {name}_s: give {name}_s, too"
+                    f"{name}_quantile: {quantile:g} is the share of requests that keep {name}_s: give {name}_s, too"
                 )
         return self
 

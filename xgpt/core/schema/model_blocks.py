@@ -71,10 +71,10 @@ class Attention(Frozen):
         if self.weights is not None:
             return self.weights + self.other_params
         if (latent := self.latent) is not None:
-            made = self.num_heads * (self.head_dim - latent.rope_head_dim + latent.value_head_dim)
+            outputs = self.num_heads * (self.head_dim - latent.rope_head_dim + latent.value_head_dim)
             out = hidden * self.num_heads * (latent.value_head_dim * (2 if self.is_gated else 1))
             query = (latent.q_rank or hidden) * self.num_heads * self.head_dim
-            return query + self.unshared_params(hidden) + latent.kv_rank * made + out + self.other_params
+            return query + self.unshared_params(hidden) + latent.kv_rank * outputs + out + self.other_params
         query = hidden * self.num_heads * self.head_dim
         gate_and_out = hidden * self.num_heads * self.values * (2 if self.is_gated else 1)
         kept = hidden * self.num_kv_heads * (self.head_dim + self.values * self.has_values) if self.keeps else 0

@@ -221,11 +221,14 @@ class Plan(Frozen):
         """
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
-    def account_of(self, of: RequestClass, key: str = "", share: float = 1.0) -> Account:
+    def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
         """Return what the rule goes by for the requests of a class, sent with the API key of that name and share."""
-        ttft_ns, tpot_ns = self._in_loop_ns(of.ttft_s, self.request_path_s), self._in_loop_ns(of.tpot_s, 0.0)
+        ttft_ns, tpot_ns = (
+            self._in_loop_ns(request_class.ttft_s, self.request_path_s),
+            self._in_loop_ns(request_class.tpot_s, 0.0),
+        )
         bounds = (NEVER_NS if bound is None else bound for bound in (ttft_ns, tpot_ns))
-        return Account(f"{key}/{of.name}", share, of.priority, *bounds)
+        return Account(f"{key}/{request_class.name}", share, request_class.priority, *bounds)
 
     @property
     def tpot_ns(self) -> int | None:

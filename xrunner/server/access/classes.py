@@ -47,14 +47,14 @@ class Classes:
             says = f"{HEADER}: this key's requests are of the class {key.of_class}; leave the header out"
             raise ApiError(403, says, param=HEADER, code="class_not_allowed")
         assert self._plan is not None
-        of = self._of[name]
+        class_of = self._of[name]
         return replace(
             key,
-            account=self._plan.account_of(of, key.name, key.account.share),
+            account=self._plan.account_of(class_of, key.name, key.account.share),
             answer_within_s=key.answer_within_s or self._within_s.get(name),
-            ttft_s=of.ttft_s,
-            tpot_s=of.tpot_s,
-            whole_s=of.latency_bound_s,
+            ttft_s=class_of.ttft_s,
+            tpot_s=class_of.tpot_s,
+            whole_s=class_of.latency_bound_s,
             of_class=name,
         )
 

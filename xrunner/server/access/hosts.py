@@ -58,8 +58,8 @@ class AllowedHosts:
             scheme: scheme of the request; behind a proxy, "http" may stand for https.
             host: value of the request's Host header.
         """
-        own, separator, named = origin.partition("://")
-        if not separator or own not in ("https", scheme) or not self.accept(named):
+        origin_scheme, separator, named = origin.partition("://")
+        if not separator or origin_scheme not in ("https", scheme) or not self.accept(named):
             return False
         return urlsplit(f"//{named}").hostname in self._extra or named.lower() == host.lower()
 

@@ -95,9 +95,9 @@ class Choice:
         is_first = self.num_tokens == 1
         if is_first:
             self._num_chars = len(self._prefix)
-        told = self.logprobs if token.logprobs is not None else None
-        if told is not None:
-            told.add(self._report(token.token, token.logprobs))
+        logprobs = self.logprobs if token.logprobs is not None else None
+        if logprobs is not None:
+            logprobs.add(self._report(token.token, token.logprobs))
         delta = self._read(token)
         self._num_chars += len(delta.text)
         if is_first:
@@ -106,8 +106,8 @@ class Choice:
             self.token_ids.append(token.token)
             self._texts.append(delta.text)
             self._reasoning.append(delta.reasoning)
-        delta.is_first, delta.logprobs, delta.stopped_at = is_first, told, self.stopped_at
-        if told is not None and not self._is_kept:
+        delta.is_first, delta.logprobs, delta.stopped_at = is_first, logprobs, self.stopped_at
+        if logprobs is not None and not self._is_kept:
             self.logprobs = LogprobsJson(self._writer)
         return delta
 

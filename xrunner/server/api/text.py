@@ -235,8 +235,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return what is still held back when the output ends."""
-        held, self._held = self._held, ""
-        return held
+        rest, self._held = self._held, ""
+        return rest
 
 
 @lru_cache(maxsize=1024)

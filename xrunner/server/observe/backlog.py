@@ -178,9 +178,9 @@ def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) ->
     """Return the prompt tokens of all accounts that have begun once `num_tokens` of this account have."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
-    own = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
+    own_tokens = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
     shares = {one.account.name: one.account.share for one in equals} | {account.name: account.share}
-    return first + min(own * sum(shares.values()) / account.share, num_tokens + _tokens(equals))
+    return first + min(own_tokens * sum(shares.values()) / account.share, num_tokens + _tokens(equals))
 
 
 class _Phase(NamedTuple):

@@ -177,13 +177,13 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _count(of: dict[str, tuple[int, int]], name: str, *, is_kept: bool) -> None:
-    kept, broken = of.get(name, (0, 0))
-    of[name] = kept + is_kept, broken + (not is_kept)
+def _count(counts: dict[str, tuple[int, int]], name: str, *, is_kept: bool) -> None:
+    kept, broken = counts.get(name, (0, 0))
+    counts[name] = kept + is_kept, broken + (not is_kept)
 
 
-def _counts(of: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
-    return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(of.items())}
+def _counts(counts: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
+    return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(counts.items())}
 
 
 class BucketCounts(Collector):

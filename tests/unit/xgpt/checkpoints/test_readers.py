@@ -46,8 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config_of(case: str, **more: Any) -> Any:
     name, settings = CASES[case]
-    of = {"Gemma3": "Gemma3Text"}.get(name, name)
-    return getattr(transformers, f"{of}Config")(**(SIZES | settings | more))
+    family = {"Gemma3": "Gemma3Text"}.get(name, name)
+    return getattr(transformers, f"{family}Config")(**(SIZES | settings | more))
 
 
 def read(directory: Path, config: Any) -> ModelSpec:

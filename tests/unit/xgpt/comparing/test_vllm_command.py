@@ -63,8 +63,8 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
     found = read_current("vllm serve m", load_cluster(cluster))
     assert (found.max_num_seqs, found.max_num_batched_tokens) == (seqs, tokens)
     assert len(found.notes) == 3 + (cluster == "local")
-    own = "--max-num-seqs 4 --max-num-batched-tokens 64 --no-enable-prefix-caching --dtype float32"
-    assert not read_current(f"vllm serve m {own}", load_cluster(cluster)).notes
+    flags = "--max-num-seqs 4 --max-num-batched-tokens 64 --no-enable-prefix-caching --dtype float32"
+    assert not read_current(f"vllm serve m {flags}", load_cluster(cluster)).notes
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ def test_memory_for_k_and_v_follows_the_share(subject: Problem) -> None:
 
 def test_a_budget_that_no_plan_would_try_is_scored() -> None:
     """vLLM's default on a B200 lies beyond the budgets of the search."""
-    of = problem("llama-3.1-8b", "b200x8", "azure-conv", 6.0)
-    subject = of
-    current = read_current("vllm serve m -tp 8", of.cluster)
+    asked = problem("llama-3.1-8b", "b200x8", "azure-conv", 6.0)
+    subject = asked
+    current = read_current("vllm serve m -tp 8", asked.cluster)
     plan = score_current(subject.under(Constraint(latency_bound_s=6.0, objective="arrivals")), current)
     assert plan.policy.token_budget == current.max_num_batched_tokens  # type: ignore[union-attr]
     assert plan.estimate.capacity is not None and plan.estimate.capacity.rate_per_s > 0

@@ -31,8 +31,14 @@ def planned(tmp_path: Path, classes: str = TWO, **asked: object) -> Planned:
     path = tmp_path / "mixed.yaml"
     lengths = "{kind: normal, mean: 600, sd: 300, min: 16, max: 1500}", "{kind: uniform, min: 8, max: 96}"
     path.write_text(f"name: mixed\nsource: made up\ninput: {lengths[0]}\noutput: {lengths[1]}\n{classes}")
-    of = {"model": "llama-3.1-8b", "cluster": "h200x1", "workload": str(path), "policy": "chunked", "headroom": 0.0}
-    return solve(plan_request(**(of | asked)))
+    options = {
+        "model": "llama-3.1-8b",
+        "cluster": "h200x1",
+        "workload": str(path),
+        "policy": "chunked",
+        "headroom": 0.0,
+    }
+    return solve(plan_request(**(options | asked)))
 
 
 def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_does_not_starve(tmp_path: Path) -> None:

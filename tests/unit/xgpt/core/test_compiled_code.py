@@ -116,8 +116,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
 
 
 def test_only_its_owner_writes_to_the_directory(tmp_path: Path) -> None:
-    for made in (tmp_path / "cache" / "xgpt", tmp_path / "cache" / "xgpt" / "compiled"):
-        made.mkdir(parents=True)
-        made.chmod(0o777)
+    for folder in (tmp_path / "cache" / "xgpt", tmp_path / "cache" / "xgpt" / "compiled"):
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
     run(tmp_path, tmp_path / "cache")
     assert not any(path.stat().st_mode & 0o022 for path in (tmp_path / "cache").rglob("*") if path.is_dir())

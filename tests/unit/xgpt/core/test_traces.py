@@ -162,8 +162,8 @@ def span(span_id: str, parent: str, start_ns: int, *, new: bool = True, **tokens
     names = {"i": "gen_ai.usage.input_tokens" if new else "gen_ai.usage.prompt_tokens"}
     names |= {"o": "gen_ai.usage.output_tokens" if new else "gen_ai.usage.completion_tokens"}
     attributes = [{"key": names[name], "value": {"intValue": str(count)}} for name, count in tokens.items()]
-    of = {"spanId": span_id, "parentSpanId": parent, "name": "llm_request", "startTimeUnixNano": str(start_ns)}
-    return of | {"attributes": attributes}
+    fields = {"spanId": span_id, "parentSpanId": parent, "name": "llm_request", "startTimeUnixNano": str(start_ns)}
+    return fields | {"attributes": attributes}
 
 
 def usage(created: int, prompt: int, completion: int) -> dict[str, object]:
@@ -182,8 +182,8 @@ def aiperf(start_ns: int, input_: int, output: int | None) -> dict[str, object]:
         "metrics": {"error_isl": {"value": input_, "unit": "tokens"}},
         "error": {"code": 499, "type": "Cancelled"},
     }
-    of = {"metadata": {"session_num": 45, "request_start_ns": start_ns, "request_end_ns": start_ns + 10**8}}
-    return of | ({"metrics": metrics, "error": None} if output is not None else failed)
+    record = {"metadata": {"session_num": 45, "request_start_ns": start_ns, "request_end_ns": start_ns + 10**8}}
+    return record | ({"metrics": metrics, "error": None} if output is not None else failed)
 
 
 T = 1_759_813_207
@@ -215,8 +215,8 @@ PUBLIC = {
     "openai.jsonl": lines(usage(T, 10, 2), usage(T + 2, 30, 4)),
     "batch.jsonl": lines(
         *(
-            {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": usage(*of)}, "error": None}
-            for of in ((T, 10, 2), (T + 2, 30, 4))
+            {"id": "batch_req_1", "custom_id": "a", "error": None, "response": {"status_code": 200, "body": usage(*r)}}
+            for r in ((T, 10, 2), (T + 2, 30, 4))
         )
     ),
     "responses.jsonl": lines(

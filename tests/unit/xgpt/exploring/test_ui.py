@@ -57,8 +57,8 @@ def ask(url: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_an_answer_comes_part_by_part_and_settles_on_what_plan_writes() -> None:
     parts = list(Explorer().answers(ONE | {"current": "vllm serve x"}))
-    told = [part["part"] for part in parts]
-    assert told == ["plans", "trade-off", "timeline", "looser", "plans", *["timeline"] * (len(told) - 6), "current"]
+    names = [part["part"] for part in parts]
+    assert names == ["plans", "trade-off", "timeline", "looser", "plans", *["timeline"] * (len(names) - 6), "current"]
     first, settled = parts[0], parts[4]
     assert not first["settled"] and settled["settled"]
     assert first["rows"][0]["rate_per_s"] == pytest.approx(settled["rows"][0]["rate_per_s"], rel=0.1)

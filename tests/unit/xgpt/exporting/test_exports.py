@@ -84,11 +84,11 @@ def strict(schema: Any) -> Any:
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: strict(value) for key, value in schema.items()}
+    strict_schema = {key: strict(value) for key, value in schema.items()}
     is_open = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
     if isinstance(schema.get("properties"), dict) and "type" in schema and not is_open:
-        made["additionalProperties"] = False
-    return made
+        strict_schema["additionalProperties"] = False
+    return strict_schema
 
 
 def pods_of(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -184,11 +184,11 @@ def test_a_name_stays_a_name(name: str, target: Target, tmp_path: Path) -> None:
         return
     found, expected = objects_of(hostile(name), target), objects_of(hostile("opt"), target)
     assert found.keys() == expected.keys()
-    own = found["ConfigMap"]["metadata"]["name"]
-    assert re.fullmatch(r"xgpt-[a-z0-9]([a-z0-9-]*[a-z0-9])?", own) and len(f"{own}-model") < 64
+    object_name = found["ConfigMap"]["metadata"]["name"]
+    assert re.fullmatch(r"xgpt-[a-z0-9]([a-z0-9-]*[a-z0-9])?", object_name) and len(f"{object_name}-model") < 64
     assert json.loads(found.pop("ConfigMap")["data"]["plan.json"])["model"]["name"] == name
     for kind, item in found.items():
-        written = json.dumps(item).replace(own, "xgpt-opt")
+        written = json.dumps(item).replace(object_name, "xgpt-opt")
         assert json.loads(written.replace(json.dumps(name), '"opt"')) == expected[kind]
 
 
@@ -198,8 +198,8 @@ def test_exported_pods_may_do_nothing_that_serving_does_not_take() -> None:
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert spec["replicas"] == 3
-    held = pod["securityContext"]
-    assert held["runAsNonRoot"] and held["runAsUser"] and held["seccompProfile"] == {"type": "RuntimeDefault"}
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] and context["runAsUser"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
     assert not pod["automountServiceAccountToken"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
@@ -320,9 +320,9 @@ def test_every_pod_is_held_to_what_serving_takes(case: str) -> None:
         assert pod["terminationGracePeriodSeconds"] > 75
         scratch = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
         for container in pod["containers"] + pod.get("initContainers", []):
-            held = container["securityContext"]
-            assert held["readOnlyRootFilesystem"] and not held["allowPrivilegeEscalation"]
-            assert held["capabilities"] == {"drop": ["ALL"]}
+            context = container["securityContext"]
+            assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
             assert {"cpu", "memory"} <= container["resources"]["requests"].keys() & container["resources"][
                 "limits"
             ].keys()
@@ -352,11 +352,11 @@ def test_several_nodes_are_a_group_whose_leader_answers() -> None:
     assert {"from": pods} in policy["ingress"] and {"to": pods} in policy["egress"]
 
 
-@pytest.mark.parametrize(("of", "kind"), [(fitting(RRA), "Deployment"), (over_two_nodes(), "LeaderWorkerSet")])
-def test_an_autoscaler_keeps_each_replica_to_the_rate_that_keeps_the_bounds(of: Plan, kind: str) -> None:
-    assert "autoscaler.yaml" not in export(of, "k8s")  # no arrival rate is known
+@pytest.mark.parametrize(("subject", "kind"), [(fitting(RRA), "Deployment"), (over_two_nodes(), "LeaderWorkerSet")])
+def test_an_autoscaler_keeps_each_replica_to_the_rate_that_keeps_the_bounds(subject: Plan, kind: str) -> None:
+    assert "autoscaler.yaml" not in export(subject, "k8s")  # no arrival rate is known
     capacity = Capacity(rate_per_s=11.0, whole_s=1, share_kept=0.99, num_requests=1, warm_up_requests=0, seed=0)
-    plan = of.model_copy(update={"estimate": of.estimate.model_copy(update={"capacity": capacity})})
+    plan = subject.model_copy(update={"estimate": subject.estimate.model_copy(update={"capacity": capacity})})
     files = export(plan, "k8s")
     scaler = yaml.safe_load(files["autoscaler.yaml"])
     validate(scaler)

@@ -29,13 +29,13 @@ def deployable() -> FleetPlan:
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    return [of for of in yaml.safe_load_all(text) if of]
+    return [each for each in yaml.safe_load_all(text) if each]
 
 
 def test_all_objects_are_valid_and_none_is_named_twice() -> None:
     files = xgpt.export(deployable(), "k8s")
     written = ("recommender.yaml", "hpa.yaml", "xgpt.yaml")
-    found = [of for name, text in files.items() if name.endswith(written) for of in objects(text)]
+    found = [each for name, text in files.items() if name.endswith(written) for each in objects(text)]
     for one in found:
         kubernetes_validate.validate(one, "1.35", strict=True)
     names = [(one["kind"], one["metadata"]["name"]) for one in found]
@@ -46,7 +46,7 @@ def test_all_objects_are_valid_and_none_is_named_twice() -> None:
 
 
 def deployments(files: dict[str, str]) -> dict[str, dict[str, Any]]:
-    found = [of for text in files.values() if "kind: Deployment" in text for of in objects(text)]
+    found = [each for text in files.values() if "kind: Deployment" in text for each in objects(text)]
     return {one["metadata"]["name"]: one for one in found if one["kind"] == "Deployment"}
 
 

@@ -46,8 +46,8 @@ def words_in(node: Any) -> list[list[str]]:
     if not isinstance(node, dict):
         return []
     command = node.get("command") or []
-    own = [command] if any(word in ("vllm", "dynamo.vllm", "xgpt") for word in command[:3]) else []
-    return own + [words for value in node.values() for words in words_in(value)]
+    command_words = [command] if any(word in ("vllm", "dynamo.vllm", "xgpt") for word in command[:3]) else []
+    return command_words + [words for value in node.values() for words in words_in(value)]
 
 
 def started(plan: Plan, target: Target) -> list[list[str]]:
@@ -62,8 +62,8 @@ def started(plan: Plan, target: Target) -> list[list[str]]:
     found = []
     for command in commands:
         if "xgpt" not in command[:3]:
-            own = [at for at, word in enumerate(command) if word == "--disaggregation-mode"]  # Dynamo's
-            cut = [word for at, word in enumerate(command) if at not in own and at - 1 not in own]
+            places = [at for at, word in enumerate(command) if word == "--disaggregation-mode"]  # Dynamo's
+            cut = [word for at, word in enumerate(command) if at not in places and at - 1 not in places]
             found.append(cut[2:] if command[0] == "vllm" else cut[3:])
         elif len(plan.policy.lanes) == 1:
             found.append(["/weights", *launch(plan, plan_path="plan.json").arguments])
@@ -128,7 +128,7 @@ def test_a_loop_that_waits_costs_what_it_costs() -> None:
     fixed = {"max_batch": ahead.policy.max_batch, "token_budget": ahead.policy.token_budget}
     asked = {"model": "llama-3.1-8b", "workload": "chat-short", "latency_bound_s": None, "objective": "saturated"}
     same = xgpt.plan(**asked, cluster="h100x1", engine="xgpt-vllm", policy="chunked", fix=fixed)
-    of = ahead.engine
-    assert of is not None
+    engine_spec = ahead.engine
+    assert engine_spec is not None
     more = same.estimate.tpot_s - ahead.estimate.tpot_s
-    assert more > 0.8 * (of.waiting_step_s + of.waiting_request_s * ahead.policy.max_batch / 2)
+    assert more > 0.8 * (engine_spec.waiting_step_s + engine_spec.waiting_request_s * ahead.policy.max_batch / 2)

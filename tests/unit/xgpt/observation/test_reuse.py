@@ -40,12 +40,12 @@ def test_the_observed_curve_is_the_traces() -> None:
     window = ReuseWindow(fake_plan())
     window.block_size = BLOCK
     play(window, trace, 8000)
-    told, curve = observed_reuse(window.requests(), BLOCK), ReuseCurve(trace, BLOCK)
-    assert told is not None
-    assert told.share == pytest.approx(curve.share(8000))
-    for size, share in zip(told.sizes, told.shares, strict=True):
+    expected_curve, curve = observed_reuse(window.requests(), BLOCK), ReuseCurve(trace, BLOCK)
+    assert expected_curve is not None
+    assert expected_curve.share == pytest.approx(curve.share(8000))
+    for size, share in zip(expected_curve.sizes, expected_curve.shares, strict=True):
         assert share == pytest.approx(curve.share(size, 600), abs=1e-9)
-    assert told.most == pytest.approx(curve.share(np.inf, 600))
+    assert expected_curve.most == pytest.approx(curve.share(np.inf, 600))
 
 
 def test_memory_is_bounded_whatever_the_prompts() -> None:

@@ -221,14 +221,14 @@ def stores() -> Iterator[Callable[[], EngineStore]]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    made: list[EngineStore] = []
+    built: list[EngineStore] = []
 
     def make() -> EngineStore:
-        made.append(EngineStore(secret, HOST, endpoint, 1))
-        return made[-1]
+        built.append(EngineStore(secret, HOST, endpoint, 1))
+        return built[-1]
 
     yield make
-    for store in made:
+    for store in built:
         store.close()
     stop.set()
     thread.join()

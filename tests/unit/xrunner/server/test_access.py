@@ -83,8 +83,8 @@ def test_pages_of_other_sites_are_refused_and_get_no_cors(url: str) -> None:
 
 def test_request_ids_come_back_unless_they_could_forge_a_log(url: str) -> None:
     assert ask(url, x_request_id="abc-1").headers["x-request-id"] == "abc-1"
-    own = ask(url, x_request_id='"},{"x').headers["x-request-id"]
-    assert len(own) == 32
+    request_id = ask(url, x_request_id='"},{"x').headers["x-request-id"]
+    assert len(request_id) == 32
     assert ask(url, path="/nowhere").headers["x-content-type-options"] == "nosniff"
 
 

@@ -50,9 +50,9 @@ def events(url: str, path: str, **fields: Any) -> list[dict[str, Any]]:
     """The events of a stream; each one's name is its type."""
     text = post(url, path, stream=True, **fields).text
     found = [event.split("\n") for event in text.removesuffix("\n\n").split("\n\n")]
-    told = [json.loads(data.removeprefix("data: ")) for _, data in found]
-    assert [name for name, _ in found] == [f"event: {each['type']}" for each in told]
-    return told
+    documents = [json.loads(data.removeprefix("data: ")) for _, data in found]
+    assert [name for name, _ in found] == [f"event: {each['type']}" for each in documents]
+    return documents
 
 
 TOOL = {"type": "function", "name": "weather", "parameters": PLACE}
@@ -94,17 +94,19 @@ def test_a_response_has_reasoning_text_and_calls(client: openai.OpenAI) -> None:
 
 def test_a_streamed_response_is_the_whole_one(client: openai.OpenAI) -> None:
     with client.responses.stream(model="fake", input=say(SAID), tools=[TOOL]) as stream:
-        told = list(stream)
+        streamed = list(stream)
         final = stream.get_final_response()
     assert parts(final) == [["Let me see."], "I look.", ("weather", {"place": "Rome"})]
-    assert [event.sequence_number for event in told] == list(range(len(told)))
-    kinds = [event.type for event in told]
+    assert [event.sequence_number for event in streamed] == list(range(len(streamed)))
+    kinds = [event.type for event in streamed]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     assert kinds.count("response.output_item.done") == 3
-    texts = [event.delta for event in told if event.type == "response.output_text.delta"]
+    texts = [event.delta for event in streamed if event.type == "response.output_text.delta"]
     assert "".join(texts) == "I look." and len(texts) > 1
-    assert "".join(e.delta for e in told if e.type == "response.reasoning_text.delta") == "Let me see."
-    assert "".join(e.delta for e in told if e.type == "response.function_call_arguments.delta") == '{"place":"Rome"}'
+    assert "".join(e.delta for e in streamed if e.type == "response.reasoning_text.delta") == "Let me see."
+    assert (
+        "".join(e.delta for e in streamed if e.type == "response.function_call_arguments.delta") == '{"place":"Rome"}'
+    )
 
 
 def test_a_response_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
@@ -167,8 +169,8 @@ def test_items_of_a_response_come_back_as_the_messages_that_they_are(app_parts: 
         {"type": "message", "role": "user", "content": "and?"},
     ]
     assert prompt_of(app_parts, "/v1/responses", input=items) == HISTORY
-    told = prompt_of(app_parts, "/v1/responses", input=items, instructions="Be brief.", tools=[TOOL])
-    assert told == f"[weather]<system>Be brief.{HISTORY}"
+    messages = prompt_of(app_parts, "/v1/responses", input=items, instructions="Be brief.", tools=[TOOL])
+    assert messages == f"[weather]<system>Be brief.{HISTORY}"
 
 
 def test_blocks_of_a_message_come_back_as_the_messages_that_they_are(app_parts: tuple[str, SayingExecutor]) -> None:
@@ -190,8 +192,8 @@ def test_blocks_of_a_message_come_back_as_the_messages_that_they_are(app_parts: 
     assert prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=messages) == HISTORY
     tools = [{"name": "weather", "input_schema": PLACE}]
     system = [{"type": "text", "text": "Be brief."}]
-    told = prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=messages, system=system, tools=tools)
-    assert told == f"[weather]<system>Be brief.{HISTORY}"
+    converted = prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=messages, system=system, tools=tools)
+    assert converted == f"[weather]<system>Be brief.{HISTORY}"
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
     assert prompt_of(app_parts, "/v1/messages", max_tokens=2, messages=begun) == "<user>hi<assistant>It is"
     off = {"type": "disabled"}
@@ -216,19 +218,19 @@ def test_a_message_has_thinking_text_and_tool_use(url: str) -> None:
 
 def test_a_streamed_message_is_the_whole_one(url: str) -> None:
     messages = [{"role": "user", "content": say(SAID)}]
-    told = events(url, "/v1/messages", max_tokens=200, messages=messages, tools=TOOLS)
-    kinds = [each["type"] for each in told if each["type"] != "content_block_delta"]
+    streamed = events(url, "/v1/messages", max_tokens=200, messages=messages, tools=TOOLS)
+    kinds = [each["type"] for each in streamed if each["type"] != "content_block_delta"]
     blocks = ["content_block_start", "content_block_stop"] * 3
     assert kinds == ["message_start", *blocks, "message_delta", "message_stop"]
-    assert [each["index"] for each in told if each["type"] == "content_block_start"] == [0, 1, 2]
+    assert [each["index"] for each in streamed if each["type"] == "content_block_start"] == [0, 1, 2]
     written = ["", "", ""]
-    for each in told:
+    for each in streamed:
         if each["type"] == "content_block_delta":
             kind, text = each["delta"].values()
             assert kind == ["thinking_delta", "text_delta", "input_json_delta"][each["index"]]
             written[each["index"]] += text
     assert written == ["Let me see.", "I look.", '{"place":"Rome"}']
-    end = told[-2]
+    end = streamed[-2]
     assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert end["usage"]["output_tokens"] == len(SAID) + 1
 
@@ -247,9 +249,9 @@ def test_why_a_message_ends(
 ) -> None:
     asked = fields | {"messages": [{"role": "user", "content": say("It is Rome.")}]}
     if stream:
-        told = events(url, "/v1/messages", **asked)
-        found = "".join(each["delta"]["text"] for each in told if each["type"] == "content_block_delta")
-        stopped = told[-2]["delta"]
+        streamed = events(url, "/v1/messages", **asked)
+        found = "".join(each["delta"]["text"] for each in streamed if each["type"] == "content_block_delta")
+        stopped = streamed[-2]["delta"]
     else:
         stopped = post(url, "/v1/messages", **asked).json()
         found = stopped["content"][0]["text"]

@@ -20,16 +20,16 @@ TOOLS = [{"type": "function", "function": {"name": "now", "description": "d", "p
 
 
 def tokenizer(*, special: tuple[str, ...] = ("<|end|>",), added: tuple[str, ...] = ("<call>", "</call>")) -> Tokenizer:
-    made = byte_tokenizer()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
-    return made
+    built = byte_tokenizer()
+    built.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    built.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
+    return built
 
 
-def surrounded(made: Tokenizer) -> Tokenizer:
-    end = made.token_to_id("<|end|>")
-    made.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", end)])
-    return made
+def surrounded(built: Tokenizer) -> Tokenizer:
+    end = built.token_to_id("<|end|>")
+    built.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", end)])
+    return built
 
 
 def entry(text: str, *, special: bool) -> dict[str, Any]:
@@ -61,8 +61,8 @@ KINDS: dict[str, tuple[Tokenizer, dict[str, Any], dict[str, Any]]] = {
 
 
 def write(directory: Path, kind: str) -> Path:
-    made, sections, settings = KINDS[kind]
-    (directory / "tokenizer.json").write_text(json.dumps(json.loads(made.to_str()) | sections))
+    built, sections, settings = KINDS[kind]
+    (directory / "tokenizer.json").write_text(json.dumps(json.loads(built.to_str()) | sections))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | settings
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory

@@ -135,9 +135,9 @@ def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tmp_path: 
                 time.sleep(0.01)
         finally:
             process.terminate()
-    told = [json.loads(line) for line in log.read_text().splitlines() if "API keys" in line]
-    assert len(told) == 3
-    assert told[0]["keys"] == ["bob"] and "nonsense" not in told[1]["reason"]
+    lines = [json.loads(line) for line in log.read_text().splitlines() if "API keys" in line]
+    assert len(lines) == 3
+    assert lines[0]["keys"] == ["bob"] and "nonsense" not in lines[1]["reason"]
     assert not any(key in log.read_text() for key in (ALICE, BOB))
 
 

@@ -131,28 +131,28 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("certificates are made with openssl")
     directory = tmp_path_factory.mktemp("certificate")
-    made, key = directory / "cert.pem", directory / "key.pem"
+    cert, key = directory / "cert.pem", directory / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
-    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(made)]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out", str(cert)]
     subprocess.run([*command.split(), *names], check=True, capture_output=True)
-    return made, key
+    return cert, key
 
 
 def test_https(certificate: tuple[Path, Path]) -> None:
-    made, key = certificate
-    process, url = start(f"tls=server_context(Path({str(made)!r}), Path({str(key)!r}))")
+    cert, key = certificate
+    process, url = start(f"tls=server_context(Path({str(cert)!r}), Path({str(key)!r}))")
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     with process:
         assert url.startswith("https://")
-        trusting = ssl.create_default_context(cafile=made)
+        trusting = ssl.create_default_context(cafile=cert)
         with httpx.Client(verify=trusting, trust_env=False, timeout=10) as client:
             assert client.get(url + "/v1/models").status_code == 200
-        results = asyncio.run(replay(url, [ClientRequest([1, 2], 3, 8) for _ in range(4)], concurrency=2, ca_file=made))
+        results = asyncio.run(replay(url, [ClientRequest([1, 2], 3, 8) for _ in range(4)], concurrency=2, ca_file=cert))
         assert [result.error for result in results] == [None] * 4
         with pytest.raises(MachineError, match="certificate"):
             asyncio.run(replay(url, [ClientRequest([1], 3, 8)], concurrency=1))
         # Neither older TLS nor plain HTTP is answered, and neither takes the server along.
-        old = ssl.create_default_context(cafile=made)
+        old = ssl.create_default_context(cafile=cert)
         old.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -169,7 +169,7 @@ def test_https(certificate: tuple[Path, Path]) -> None:
 
 
 def test_certificates_that_cannot_be_shown(certificate: tuple[Path, Path], tmp_path: Path) -> None:
-    made, key = certificate
+    cert, key = certificate
     other, locked = tmp_path / "other.pem", tmp_path / "locked.pem"
     subprocess.run(
         ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", str(other)],
@@ -179,11 +179,11 @@ def test_certificates_that_cannot_be_shown(certificate: tuple[Path, Path], tmp_p
     subprocess.run(locking, check=True)
     for first, second, says in (
         (tmp_path / "none", None, "No such file"),
-        (made, tmp_path / "none", "No such file"),
-        (made, None, "no certificate and key"),
+        (cert, tmp_path / "none", "No such file"),
+        (cert, None, "no certificate and key"),
         (key, key, "no certificate and key"),
-        (made, other, "the key is another certificate's"),
-        (made, locked, "encrypted"),
+        (cert, other, "the key is another certificate's"),
+        (cert, locked, "encrypted"),
     ):
         with pytest.raises(InputError, match=says) as found:
             server_context(first, second)

@@ -181,12 +181,12 @@ def test_a_free_output_writes_text_or_right_calls_of_llamas(tmp_path: Path) -> N
     grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
     grammar = OutputForm(LLAMA).grammar(TOOLS, "auto")
     assert grammar is not None and grammars.why_not(grammar) is None
-    of = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    vocab = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
 
     def allowed(text: str, token: str) -> bool:
-        taken = [of[{"\n": "Ċ", " ": "Ġ"}.get(c, c)] for c in text]
+        taken = [vocab[{"\n": "Ċ", " ": "Ġ"}.get(c, c)] for c in text]
         mask = grammars.state(grammar, taken).allowed()
-        return mask is not None and bool(mask[2 if token == "end" else of[token]])
+        return mask is not None and bool(mask[2 if token == "end" else vocab[token]])
 
     opened = LLAMA_CALL.partition("Rome")[0]
     assert allowed("any text", "x") and allowed("any text", "end") and allowed(LLAMA_CALL, "end")
@@ -304,11 +304,11 @@ def test_a_free_output_writes_text_or_right_calls(tmp_path: Path) -> None:
     grammar = OutputForm().grammar(TOOLS, "auto")
     assert grammar is not None and grammars.why_not(grammar) is None
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
-    of = {character: tokenizer[character] for character in tokenizer if len(character) == 1}
+    ids = {character: tokenizer[character] for character in tokenizer if len(character) == 1}
 
     def allowed(text: str, token: str) -> bool:
-        state = grammars.state(grammar, [of[{"\n": "Ċ", " ": "Ġ"}.get(c, c)] for c in text])
-        return bool(state.allowed()[2 if token == "end" else of[token]])
+        state = grammars.state(grammar, [ids[{"\n": "Ċ", " ": "Ġ"}.get(c, c)] for c in text])
+        return bool(state.allowed()[2 if token == "end" else ids[token]])
 
     assert allowed("any text", "x") and allowed("any text", "end")
     opened = CALL.partition("Rome")[0]
@@ -351,13 +351,13 @@ def test_a_token_that_ends_an_output_ends_none_in_the_middle(tmp_path: Path) -> 
     """Though the tokenizer has text for it, as here for token 2: the output would be taken for complete."""
     checkpoint = save_checkpoint(tmp_path / "small")
     grammars = Grammars(checkpoint / "tokenizer.json", 2048, {2})
-    of = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
-    assert 2 in of.values()
+    vocab = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    assert 2 in vocab.values()
     for text, may_end in (('{"a":"x', False), ('{"a":"x"}', True)):
         grammar = json_grammar(
             {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
         )
-        allowed = grammars.state(grammar, [of[character] for character in text]).allowed()
+        allowed = grammars.state(grammar, [vocab[character] for character in text]).allowed()
         assert allowed is not None and allowed[2] == may_end
 
 

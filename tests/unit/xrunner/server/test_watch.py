@@ -122,8 +122,8 @@ def test_what_would_be_decided_is_told_and_not_done() -> None:
     with running(fake_app(fake_engine(FakeExecutor()), Watch(fake_plan(), planner))) as url:
         assert get(url, "/plan/decision").json() is None
         ask(url, 3, 4)
-        told = get(url, "/plan/decision")
-        assert told.json()["action"] == "swap" and get(url, "/plan/history").json() == []
+        decision = get(url, "/plan/decision")
+        assert decision.json()["action"] == "swap" and get(url, "/plan/history").json() == []
         assert get(url, "/plan").json()["plan"]["policy"]["max_batch"] == fake_plan().policy.max_batch
         assert get(url, "/plan/decision").status_code == 503
 
@@ -139,9 +139,9 @@ def test_lengths_are_not_told_in_the_loops_thread(path: str, monkeypatch: pytest
     monkeypatch.setattr("xgpt.observation.observer.observe", noting)
     with running(fake_app(fake_engine(FakeExecutor()))) as url:
         ask(url, 3, 4)
-        told = get(url, path).text
+        text = get(url, path).text
     assert in_loop == [False]
-    assert "xgpt_observed_output_tokens 4" in told or '"num_finished":3' in told
+    assert "xgpt_observed_output_tokens 4" in text or '"num_finished":3' in text
 
 
 def test_the_page_escapes_and_loads_nothing(url: str) -> None:
@@ -152,13 +152,13 @@ def test_the_page_escapes_and_loads_nothing(url: str) -> None:
 
 
 def test_planning_runs_in_a_process_of_its_own() -> None:
-    of = problem("opt-13b", "h200x1", "summarization", 1.5)
-    plan = Scheduler(of).best(("rra",))
+    subject = problem("opt-13b", "h200x1", "summarization", 1.5)
+    plan = Scheduler(subject).best(("rra",))
     lengths = plan.workload.output.lengths
     longer = observe_lengths([500] * 400, list(lengths[len(lengths) // 2 :]) * 4, plan.workload)
 
     async def ask_twice() -> list[Proposal]:
-        planner = BackgroundPlanner(plan, of.profile)
+        planner = BackgroundPlanner(plan, subject.profile)
         assert (planner.predict_s(plan, [(0, 10, 1)], [(12, 8), (20, 10)]) or 0) > 0
         try:
             proposals = [await planner.propose(plan, longer) for _ in range(2)]

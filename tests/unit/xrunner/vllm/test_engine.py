@@ -47,9 +47,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[Engine] = []
 
     def engine_of(plan: Plan, **options: Any) -> Engine:
-        made = (WaaEngine if plan.policy.kind == "waa" else VllmEngine)(plan, **options)
-        started.append(made)
-        return made
+        engine = (WaaEngine if plan.policy.kind == "waa" else VllmEngine)(plan, **options)
+        started.append(engine)
+        return engine
 
     yield engine_of
     for engine in started:

@@ -50,7 +50,7 @@ def test_replicas_are_ready_when_the_season_needs_them() -> None:
 
 def test_a_jump_that_no_season_told_of_is_followed_at_once() -> None:
     day = controlled(fleet_of([4.0] * 12), lambda t: np.where(t < 1800, 4.0, 20.0), 3600, first=3)
-    need = {time_s: of for time_s, _, of in day.held}
+    need = {time_s: replicas for time_s, _, replicas in day.held}
     assert need[1770.0] < 6
     assert need[1845.0] > 15  # three looks after it
     assert ready_at(day, 1800 + 45 + 60 + LOOK_S) >= 8
@@ -173,8 +173,8 @@ def test_a_load_after_a_pause_is_taken_for_what_it_is() -> None:
     assert max(need for _, _, need in day.held) < 6
 
 
-@pytest.mark.parametrize(("num_lengths", "held"), [(50, 2.0), (5000, 0.5)])
-def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_lengths: int, held: float) -> None:
+@pytest.mark.parametrize(("num_lengths", "expected"), [(50, 2.0), (5000, 0.5)])
+def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_lengths: int, expected: float) -> None:
     """Fifty requests of a season's lengths are longer by three tenths by chance; five thousand are not."""
     values = np.random.default_rng(0).exponential(200, 2000).astype(int) + 1
     season, longer = (
@@ -186,4 +186,4 @@ def test_lengths_are_the_seasons_unless_others_are_observed_beyond_chance(num_le
     fleet = fleet.model_copy(update={"kinds": (kind,), "lengths": (season, longer)})
     mean = 1.3 * 2 * float(values.mean())
     sample = LoadSample(900.0, LOOK_S, 60, 0.0, [3], mean, mean, num_lengths)
-    assert Recommender(fleet, look_s=LOOK_S).recommend(sample).held_per_s == pytest.approx(3 * held)
+    assert Recommender(fleet, look_s=LOOK_S).recommend(sample).held_per_s == pytest.approx(3 * expected)

@@ -23,9 +23,9 @@ from xsimulator.run import simulate
 
 
 def subject(model: str, cluster: str, workload: str, price: float | None = None) -> Problem:
-    of = problem(model, cluster, workload)
-    devices = of.cluster.model_copy(update={"price_per_device_hour": price})
-    return replace(of, cluster=devices)
+    asked = problem(model, cluster, workload)
+    devices = asked.cluster.model_copy(update={"price_per_device_hour": price})
+    return replace(asked, cluster=devices)
 
 
 BOUNDS = (2.0, 6.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 40.0)
@@ -34,12 +34,12 @@ BOUNDS = (2.0, 6.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 40.0)
 @pytest.fixture(scope="module")
 def by_bound() -> dict[float, Plan | InfeasibleError]:
     """chunked under each of the bounds, for the quantile of all requests."""
-    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    asked = subject("llama-3.1-8b", "h200x1", "azure-conv")
     found: dict[float, Plan | InfeasibleError] = {}
     for bound_s in BOUNDS:
         try:
             constraint = Constraint(latency_bound_s=bound_s, sla="request")
-            found[bound_s] = plan_each(of.under(constraint), "chunked")["chunked"]
+            found[bound_s] = plan_each(asked.under(constraint), "chunked")["chunked"]
         except InfeasibleError as error:
             found[bound_s] = error
     return found
@@ -73,8 +73,8 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
     why = by_bound[2.0]
     assert isinstance(why, InfeasibleError)
     nearest_s = float(str(why).rsplit(" is ", 1)[1].removesuffix(" s"))
-    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
-    found = plan_each(of.under(Constraint(latency_bound_s=nearest_s, sla="request")), "chunked")["chunked"]
+    asked = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    found = plan_each(asked.under(Constraint(latency_bound_s=nearest_s, sla="request")), "chunked")["chunked"]
     assert found.estimate.latency_s <= nearest_s
 
 
@@ -83,9 +83,9 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
 )
 def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyChoice, bound_s: float) -> None:
     """Lengths mixed over few admissions tell the same as many requests with lengths of their own."""
-    of = subject("opt-13b", "a40x4", "summarization")
-    found = next(iter(plan_each(of.under(Constraint(latency_bound_s=bound_s, sla="request")), kind).values()))
-    measured, _ = simulate(found, of.profile, of.workload, 8000, np.random.default_rng(3))
+    asked = subject("opt-13b", "a40x4", "summarization")
+    found = next(iter(plan_each(asked.under(Constraint(latency_bound_s=bound_s, sla="request")), kind).values()))
+    measured, _ = simulate(found, asked.profile, asked.workload, 8000, np.random.default_rng(3))
     assert found.estimate.latency_s == pytest.approx(measured.request_latency_s, rel=0.03)
     assert measured.share_within(bound_s) >= 0.99
 
@@ -93,16 +93,16 @@ def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyCh
 @pytest.mark.parametrize("workload", ["azure-conv", "azure-code", "chat-short"])
 @pytest.mark.parametrize(("kind", "error"), [("rra", 0.04), ("chunked", 0.07), ("orca", 0.04), ("static", 0.04)])
 def test_the_closed_form_of_all_requests_is_near_what_they_show(workload: str, kind: str, error: float) -> None:
-    of = problem("llama-3.1-8b", "h200x1", workload)
-    of = replace(of, constraint=Constraint(latency_bound_s=8.0, sla="request"))
-    found = Scheduler(of).best((kind,))
-    law = request_law(found, of.profile)
+    asked = problem("llama-3.1-8b", "h200x1", workload)
+    asked = replace(asked, constraint=Constraint(latency_bound_s=8.0, sla="request"))
+    found = Scheduler(asked).best((kind,))
+    law = request_law(found, asked.profile)
     assert found.estimate.latency_s == pytest.approx(law.quantile(found.constraint.planned_quantile), rel=error)
 
 
 def test_policies_that_cannot_win_are_told_as_well() -> None:
-    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
-    plans = plan_each(of.under(Constraint(latency_bound_s=15.0, sla="request")))
+    asked = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    plans = plan_each(asked.under(Constraint(latency_bound_s=15.0, sla="request")))
     assert set(plans) == {"rra", "chunked", "orca", "static"}
     best = next(iter(plans.values()))
     assert best.search.simulations
@@ -111,12 +111,12 @@ def test_policies_that_cannot_win_are_told_as_well() -> None:
 
 def test_all_requests_keep_the_bound_that_a_length_would_break() -> None:
     """Long prompts in few, long phases: the quantile of all requests lies above a request of the quantile's length."""
-    of = subject("llama-3.1-8b", "h200x1", "azure-conv")
+    asked = subject("llama-3.1-8b", "h200x1", "azure-conv")
     bound_s = 20.0
 
     def quantile_of_all(sla: Sla) -> tuple[Plan, float]:
-        found = plan_each(of.under(Constraint(latency_bound_s=bound_s, sla=sla, headroom=0.0)), "rra")["rra"]
-        measured, _ = simulate(found, of.profile, of.workload, 3000, np.random.default_rng(1))
+        found = plan_each(asked.under(Constraint(latency_bound_s=bound_s, sla=sla, headroom=0.0)), "rra")["rra"]
+        measured, _ = simulate(found, asked.profile, asked.workload, 3000, np.random.default_rng(1))
         return found, measured.request_latency_s
 
     by_length, broken_s = quantile_of_all("length")
@@ -130,12 +130,12 @@ def test_all_requests_keep_the_bound_that_a_length_would_break() -> None:
 
 
 def test_an_arrival_rate_is_kept_in_simulation() -> None:
-    of = subject("opt-13b", "a40x4", "summarization")
+    asked = subject("opt-13b", "a40x4", "summarization")
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=20.0)
-    found = next(iter(plan_each(of.under(constraint), "orca").values()))
+    found = next(iter(plan_each(asked.under(constraint), "orca").values()))
     assert found.constraint.latency_bound_s == 8.0
     rng = np.random.default_rng(1)
-    _, log = simulate(found, of.profile, of.workload, 2000, rng, ArrivalProcess.at(20.0))
+    _, log = simulate(found, asked.profile, asked.workload, 2000, rng, ArrivalProcess.at(20.0))
     assert np.quantile(request_times(log, encode_emits=True).whole_s[200:], 0.99) <= 1.05 * 8.0
 
 
@@ -143,7 +143,7 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
     clusters = [("h200x1", 4.5), ("v100x1", 0.1), ("a40x4", 1.0)]
     subjects = [subject("opt-13b", name, "summarization", price) for name, price in clusters]
     constraint = Constraint(latency_bound_s=8.0, arrival_rate_per_s=12.0)
-    choices = cheapest([of.under(constraint) for of in subjects], "orca")
+    choices = cheapest([own_constraint.under(constraint) for own_constraint in subjects], "orca")
     assert [choice.problem.cluster.name for choice in choices] == ["a40x4", "h200x1", "v100x1"]
     assert [choice.num_devices for choice in choices] == [2, 1, None]
     assert [choice.price_per_hour for choice in choices] == [2.0, 4.5, None]
@@ -154,11 +154,11 @@ def test_the_cheapest_cluster_comes_first_and_those_that_fail_last() -> None:
 
 def test_outputs_of_one_token_hide_no_latency_under_waa() -> None:
     """Two thirds of the requests never come to the decode lane; the tail is of those that do."""
-    of = subject("opt-13b", "a40x4", "summarization")
+    asked = subject("opt-13b", "a40x4", "summarization")
     outputs = Histogram(lengths=(1, 30), probabilities=(0.7, 0.3))
-    workload = of.workload.model_copy(update={"output": outputs})
+    workload = asked.workload.model_copy(update={"output": outputs})
     constraint = Constraint(sla="request", quantile=0.9)
-    plan = next(iter(plan_each(replace(of, workload=workload).under(constraint), "waa").values()))
-    measured, _ = simulate(plan, of.profile, workload, 1500, np.random.default_rng(1))
+    plan = next(iter(plan_each(replace(asked, workload=workload).under(constraint), "waa").values()))
+    measured, _ = simulate(plan, asked.profile, workload, 1500, np.random.default_rng(1))
     low, high = np.quantile(measured.latencies_s, [0.86, 0.94])
     assert 0.97 * low <= plan.estimate.latency_s <= 1.03 * high

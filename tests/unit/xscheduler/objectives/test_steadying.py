@@ -34,13 +34,13 @@ def gaining(monkeypatch: pytest.MonkeyPatch, percent: int, gain: float) -> None:
 
 @pytest.mark.long
 def test_a_setting_is_taken_if_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = problem("opt-13b", "a40x4", "summarization", 8.0)
-    plan = Scheduler(of).best(("waa-c",))
-    assert steadying.steadied(plan, of) is plan, "nothing gains here: docs/results/correlated.md"
+    subject = problem("opt-13b", "a40x4", "summarization", 8.0)
+    plan = Scheduler(subject).best(("waa-c",))
+    assert steadying.steadied(plan, subject) is plan, "nothing gains here: docs/results/correlated.md"
     gaining(monkeypatch, 20, 0.5)
-    steadied = steadying.steadied(plan, of).policy
+    steadied = steadying.steadied(plan, subject).policy
     assert isinstance(steadied, WaaSettings) and steadied.adjustment_percent == 20
-    held = replace(of, fixed={"buffer_iterations": 3})
-    assert steadying.steadied(plan, held) is plan
-    plan = Scheduler(held).best(("waa-c",))
+    fixed = replace(subject, fixed={"buffer_iterations": 3})
+    assert steadying.steadied(plan, fixed) is plan
+    plan = Scheduler(fixed).best(("waa-c",))
     assert isinstance(plan.policy, WaaSettings) and plan.policy.buffer_iterations == 3

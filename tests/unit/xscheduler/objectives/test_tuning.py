@@ -76,8 +76,8 @@ def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
 
 def test_slack_keeps_the_steps_of_a_pipeline_alike() -> None:
     """One micro-batch took all the time that there was, the next was late behind it: a third of the rate was left."""
-    of = {"model": "llama-3.1-70b", "cluster": "h100x8", "devices": 4, "workload": "azure-conv"}
-    found = planned(**of, ttft_s=1.0, tpot_s=0.1, policy="chunked", fix={"pp": 2, "tp": 2})
+    asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "devices": 4, "workload": "azure-conv"}
+    found = planned(**asked, ttft_s=1.0, tpot_s=0.1, policy="chunked", fix={"pp": 2, "tp": 2})
     fixed = with_step_times(found.best, found.problem.profile)
     assert fixed.policy.kind == "chunked" and fixed.policy.microbatches == 2
     slack = fixed.policy.model_copy(update={"slack": SlackBudget(least_tokens=32, most_tokens=8192)})

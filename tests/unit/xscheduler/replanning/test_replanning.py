@@ -181,11 +181,11 @@ TWO = replace(problem("opt-13b", "a40x4", "summarization", 20.0), max_devices=2)
 @functools.cache
 def plan_on_two(kind: str, where: str) -> Plan:
     """A policy's best on one placement on two devices."""
-    of = Scheduler(TWO)
+    search = Scheduler(TWO)
     if where == "1+1":
-        return of.best((kind,))
+        return search.best((kind,))
     degree, stages, replicas = {"TP 2": (2, 1, 1), "PP 2": (1, 2, 1), "two": (1, 1, 2)}[where]
-    placement = of.candidates.uniform_placement(kind, degree, stages, replicas)
+    placement = search.candidates.uniform_placement(kind, degree, stages, replicas)
     return Scheduler(replace(TWO, placement=placement)).best((kind,))
 
 
@@ -195,8 +195,8 @@ ON_TWO = [("rra", "TP 2"), ("rra", "PP 2"), ("orca", "two"), ("chunked", "PP 2")
 @pytest.mark.parametrize(("kind", "where"), ON_TWO)
 def test_a_running_plan_on_two_devices_under_other_lengths(kind: str, where: str) -> None:
     plan = plan_on_two(kind, where)
-    own = reestimate(plan, TWO.profile, plan.workload, 0.99)
-    assert own["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
+    figures = reestimate(plan, TWO.profile, plan.workload, 0.99)
+    assert figures["throughput"] == pytest.approx(plan.estimate.throughput_rps, rel=0.02)
     lengths = scaled(plan.workload, 1.2, 0.8)
     predicted = reestimate(plan, TWO.profile, lengths, 0.99)
     measured, _ = simulate(plan, TWO.profile, lengths, 300, np.random.default_rng(0))
@@ -334,5 +334,5 @@ def test_replacements_are_of_the_policies_that_were_asked_for(choice: PolicyChoi
     plan = plan_of("rra", None).model_copy(update={"pinned": Pinned(policy=choice)})
     found = within_pins(plan, tuple(FORECASTS))
     assert {CHOICES[kind].settings.model_fields["kind"].default for kind in found} == kinds
-    held = plan.model_copy(update={"pinned": Pinned(fixed={"token_budget": 512})})
-    assert within_pins(held, tuple(FORECASTS)) == ("chunked",)
+    pinned = plan.model_copy(update={"pinned": Pinned(fixed={"token_budget": 512})})
+    assert within_pins(pinned, tuple(FORECASTS)) == ("chunked",)

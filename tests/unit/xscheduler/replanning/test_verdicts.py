@@ -36,7 +36,8 @@ def running() -> Plan:
 def observed(input_factor: float, output_factor: float, rate: float | None = None) -> Observation:
     inputs, outputs = sample(OF.workload, 2000, np.random.default_rng(0))
     lengths = [
-        np.maximum(1, (factor * of).astype(int)) for factor, of in ((input_factor, inputs), (output_factor, outputs))
+        np.maximum(1, (factor * values).astype(int))
+        for factor, values in ((input_factor, inputs), (output_factor, outputs))
     ]
     found = observe_lengths(lengths[0], lengths[1], OF.workload)
     return found.model_copy(update={"arrival_rate_per_s": rate})
@@ -55,14 +56,14 @@ def test_the_plan_that_keeps_a_higher_arrival_rate_takes_over() -> None:
 
 
 def test_an_encoder_decoder_goes_over_to_a_plan_for_other_lengths() -> None:
-    of = problem("t5-11b", "h200x1", "translation")
+    subject = problem("t5-11b", "h200x1", "translation")
     constraint = Constraint(latency_bound_s=6.0)
-    plan = free(next(iter(plan_each(of.under(constraint), "orca").values())))
-    inputs, outputs = sample(of.workload, 2000, np.random.default_rng(0))
-    shorter = observe_lengths(inputs // 2 + 1, outputs // 3 + 1, of.workload)
-    decision, other = propose(plan, of.profile, shorter)
+    plan = free(next(iter(plan_each(subject.under(constraint), "orca").values())))
+    inputs, outputs = sample(subject.workload, 2000, np.random.default_rng(0))
+    shorter = observe_lengths(inputs // 2 + 1, outputs // 3 + 1, subject.workload)
+    decision, other = propose(plan, subject.profile, shorter)
     assert other is not None and decision.gain > 0.05
-    measured, log = simulate(other, of.profile, shorter.workload, 300, np.random.default_rng(1))
+    measured, log = simulate(other, subject.profile, shorter.workload, 300, np.random.default_rng(1))
     assert measured.latency_s <= 6.0
     schedule = policies.build(plan)
     assert schedule.apply(policies.build(other)) == (decision.action == "swap")

@@ -83,7 +83,7 @@ def test_the_last_layer_makes_keys_and_values_alone_of_tokens_that_are_not_sampl
     saved = 0.75 * Line.of(layer.rest).at(130)
     step = StepCounts.of([(0, 64, 0), (64, 128, 1)], [100, 300])
     for of_stages in (whole(spec), lane([1, 1], (4, 8))):
-        times = [LaneCost(spec, of, of_stages).step(step) for of in (profile, cut)]
+        times = [LaneCost(spec, each, of_stages).step(step) for each in (profile, cut)]
         assert np.subtract(*times).tolist() == pytest.approx([0.0] * (len(of_stages) - 1) + [saved])
 
 

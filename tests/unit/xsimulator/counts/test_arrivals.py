@@ -26,8 +26,8 @@ SCENARIOS = (
 
 @cache
 def subject(model: str, cluster: str, workload: str) -> Problem:
-    of = problem(model, cluster, workload)
-    return of
+    asked = problem(model, cluster, workload)
+    return asked
 
 
 @cache
@@ -51,24 +51,24 @@ def stream(plan: Plan, load: float, num_requests: int) -> Stream:
 def test_counts_give_the_times_of_the_simulated_engine(
     scenario: tuple[str, str, str, float], kind: str, load: float
 ) -> None:
-    found, of = plans(*scenario), subject(*scenario[:3])
+    found, asked = plans(*scenario), subject(*scenario[:3])
     if kind not in found:
         pytest.skip(f"{kind} keeps no such bound here")
     requests = stream(found[kind], load, 300)
-    run = by_counts(found[kind], of.profile, requests)
+    run = by_counts(found[kind], asked.profile, requests)
     assert run.run()
-    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(found[kind], of.profile, requests)
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(found[kind], asked.profile, requests)
 
 
 @pytest.mark.parametrize("kind", ["chunked", "orca", "waa-c"])
 def test_the_capacity_is_where_the_bound_is_just_kept(kind: str) -> None:
     scenario = SCENARIOS[0]
-    found_plans, of = plans(*scenario), subject(*scenario[:3])
+    found_plans, asked = plans(*scenario), subject(*scenario[:3])
     plan = found_plans[kind if kind in found_plans else "waa"]  # where both ways to divide devices come to the same
-    found = capacity(plan, of.profile)
+    found = capacity(plan, asked.profile)
     assert found is not None and found.rate_per_s > 0
     assert found.rate_under_tighter_per_s <= found.rate_per_s <= found.rate_under_looser_per_s
-    trial = Trial(plan, of.profile)
+    trial = Trial(plan, asked.profile)
     at, above = trial.at(found.rate_per_s), trial.at((1 + 1.5 * PRECISION) * found.rate_per_s)
     assert at is not None and above is not None
     assert np.mean(at.whole_s <= scenario[3]) >= 0.99
@@ -78,8 +78,8 @@ def test_the_capacity_is_where_the_bound_is_just_kept(kind: str) -> None:
 
 def test_a_run_that_breaks_its_bounds_is_given_up_with_the_same_answer() -> None:
     scenario = SCENARIOS[0]
-    plan, of = plans(*scenario)["chunked"], subject(*scenario[:3])
-    trial = Trial(plan, of.profile)
+    plan, asked = plans(*scenario)["chunked"], subject(*scenario[:3])
+    trial = Trial(plan, asked.profile)
     for load in (0.8, 0.95, 1.05):
         rate = load * plan.estimate.throughput_rps
         whole = trial.at(rate)
@@ -90,10 +90,10 @@ def test_a_run_that_breaks_its_bounds_is_given_up_with_the_same_answer() -> None
 @pytest.mark.parametrize("kv", ["reserve", "quantile"])
 def test_the_engine_stands_in_where_counts_do_not_tell(kv: str) -> None:
     """Preemption and other orders are simulated request by request, by the same definition."""
-    plan, of = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
+    plan, asked = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
     order = plan.model_copy(update={"admission": plan.admission.model_copy(update={"order": "edf", "kv": kv})})
     rate = 0.7 * plan.estimate.throughput_rps
-    counts, engine = Trial(plan, of.profile).at(rate), Trial(order, of.profile).at(rate)
+    counts, engine = Trial(plan, asked.profile).at(rate), Trial(order, asked.profile).at(rate)
     assert counts is not None and engine is not None
     # Without deadlines "edf" is "fcfs", and memory is not short here.
     assert engine.whole_s == pytest.approx(counts.whole_s)
@@ -102,19 +102,19 @@ def test_the_engine_stands_in_where_counts_do_not_tell(kv: str) -> None:
 
 def test_no_rate_is_not_kept() -> None:
     """A plan that keeps its bounds at no rate is no rival: what beats it must keep a rate."""
-    plan, of = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
-    assert not CapacitySearch(plan, of.profile).keeps(0.0)
+    plan, asked = plans(*SCENARIOS[0])["orca"], subject(*SCENARIOS[0][:3])
+    assert not CapacitySearch(plan, asked.profile).keeps(0.0)
 
 
 @pytest.mark.parametrize("bound_s", [1e3, 1e9])
 def test_beyond_any_wait_the_rate_is_the_saturated_one(bound_s: float) -> None:
     """However loose the bound, as many requests are simulated as tell that, and the rate does not grow with it."""
-    plan, of = plans(*SCENARIOS[0])["chunked"], subject(*SCENARIOS[0][:3])
+    plan, asked = plans(*SCENARIOS[0])["chunked"], subject(*SCENARIOS[0][:3])
     loose = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"latency_bound_s": bound_s})})
-    found = capacity(loose, of.profile)
+    found = capacity(loose, asked.profile)
     assert found is not None
     assert found.num_requests <= 16384
-    saturated = Trial(loose, of.profile).saturated()
+    saturated = Trial(loose, asked.profile).saturated()
     assert found.rate_per_s == pytest.approx(min(saturated, plan.estimate.throughput_rps), rel=1.5 * PRECISION)
-    kept = capacity(plan, of.profile)
+    kept = capacity(plan, asked.profile)
     assert kept is not None and found.rate_per_s >= kept.rate_per_s * (1 - PRECISION)

@@ -51,7 +51,7 @@ def test_no_other_choice_has_fewer_late(prompts: list[tuple[int, int]]) -> None:
     late = that_give_way(jobs, 0, PACE)
     assert is_in_time([job for job in jobs if job.id not in late])
     kept = len(jobs) - len(late)
-    assert not any(is_in_time(of) for of in combinations(jobs, kept + 1))
+    assert not any(is_in_time(chosen) for chosen in combinations(jobs, kept + 1))
 
 
 def is_in_time(jobs: list[Job] | tuple[Job, ...]) -> bool:
