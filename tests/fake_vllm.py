@@ -13,19 +13,20 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
-from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Arrival, StepRecord
-from xrunner.channel.messages import Began, Cancel
+from xrunner.channel.messages import Alive, Began, Cancel, Ready, Rested, Room, Stepped, Submit
+from xrunner.generation import FinishReason, Generation, Token
 from xrunner.prefixes import Prefixes
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.channel import CoreSide, HostSide, VllmAlive, VllmOutput, VllmReady, VllmStepped, VllmSubmit
-from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
+from xrunner.vllm.channel import VllmEnd
+from xrunner.vllm.lane import PlannedLane, VllmRoom
 
 VOCAB_SIZE = 1000
 FAILS, DIES, HANGS = 13, 17, 19
@@ -48,22 +49,32 @@ class FakeVllm:
         self.prefixes = Prefixes() if reuse else None
         plan = load_json(Path(config["plan"]), Plan, "plan") if "plan" in config else None
         self.lane = lane
-        self.core = CoreSide(directory, lane, follows_plans=plan is not None)  # type: ignore[arg-type]
-        self.host = HostSide(directory, lane)  # type: ignore[arg-type]
-        settings = LaneSettings(mix=True, max_batch=64)
-        self.schedule = build_lane(plan, ROOM) if plan else OneLane(settings, Pool(1000, block_size=16))
-        self.requests: dict[int, VllmSubmit] = {}
+        self.core = VllmEnd(directory, lane, plans=plan is not None)  # type: ignore[arg-type]
+        self.host = VllmEnd(directory, lane)  # type: ignore[arg-type]
+        self.planned = PlannedLane(plan, ROOM, self.core.send) if plan else None
+        self.own = OneLane(LaneSettings(mix=True, max_batch=64), Pool(1000, block_size=16))
+        self.parked: list[Submit] = []
+        self.requests: dict[int, Submit] = {}
         self.arrivals: list[Arrival] = []
         self.made: dict[int, int] = {}
         self.step_s = float(os.environ.get("FAKE_VLLM_STEP_S", "0.001"))
 
+    @property
+    def schedule(self) -> OneLane:
+        return self.own if self.planned is None else self.planned.lane
+
+    @property
+    def is_emptying(self) -> bool:
+        return self.planned is not None and self.planned.is_emptying
+
+    @property
+    def room(self) -> Room | None:
+        return None if self.planned is None else self.planned.taken
+
     def run(self) -> None:
-        self.host.send(VllmReady(self.lane))  # type: ignore[arg-type]
-        alive_s = 0.0
+        self.host.send(Ready(takes_seeds=False, scores_prompts=False, resumes=True))
+        threading.Thread(target=self.report, daemon=True).start()
         while True:
-            if time.monotonic() - alive_s > 0.2:
-                alive_s = time.monotonic()
-                self.host.send(VllmAlive(self.lane))  # type: ignore[arg-type]
             self.take_in()
             step = self.schedule.next_step("both")
             if step is None:
@@ -71,33 +82,38 @@ class FakeVllm:
             else:
                 self.execute(step)
 
+    def report(self) -> None:
+        while True:
+            self.host.send(Alive([]))
+            time.sleep(0.2)
+
     def take_in(self) -> None:
-        for message in self.host.requests():
+        for message in self.host.received():
             match message:
-                case VllmSubmit():
-                    self.submit(message)
+                case Submit():
+                    self.parked.append(message)
                 case Cancel():
+                    self.parked = [one for one in self.parked if one.generation.id != message.id]
                     self.requests.pop(message.id, None)
                     self.schedule.cancel(message.id)
+                    if self.planned is not None:
+                        self.planned.go_on_if_empty()
+                        self.core.send(Rested(self.planned.taken))
         for plan in self.core.plans():
-            assert isinstance(self.schedule, OneLane)
-            try:
-                self.schedule = change_lane(self.schedule, plan, ROOM)
-            except InputError as error:
-                self.core.refuse(plan, str(error))
-            else:
-                self.core.accept(plan)
+            assert self.planned is not None
+            self.planned.go_over_to(plan)
+        while self.parked and not self.is_emptying:
+            self.submit(self.parked.pop(0))
         for id_ in self.schedule.expire(time.perf_counter_ns()):
             del self.requests[id_]
 
-    def submit(self, request: VllmSubmit) -> None:
+    def submit(self, message: Submit) -> None:
+        request: Generation = message.generation
         if request.prompt[0] == DIES:
             sys.exit("RuntimeError: the device has gone")
-        if request.prompt[0] == HANGS:
-            time.sleep(3600)
-        self.requests[request.id] = request
+        self.requests[request.id] = message
         self.made[request.id] = next_token(request.prompt)
-        if self.lane == "decode" and request.transfer != {"remote_block_ids": list(request.prompt)}:
+        if self.lane == "decode" and message.transfer != {"remote_block_ids": list(request.prompt)}:
             self.made[request.id] = -1
         sizes, block_size = (len(request.prompt), request.max_output), self.schedule.pool.block_size
         arrival = Arrival(
@@ -116,9 +132,10 @@ class FakeVllm:
         start_ns = time.perf_counter_ns()
         if step.encode:
             self.core.send(Began([chunk.id for chunk in step.encode]))
-        time.sleep(self.step_s)
-        outputs = [self.output(id_) for id_ in self.schedule.sampled(step) if id_ in self.requests]
-        ended = tuple(output.id for output in outputs if output.finish)
+        hangs = any(self.requests[chunk.id].generation.prompt[0] == HANGS for chunk in step.encode)
+        time.sleep(3600 if hangs else self.step_s)
+        tokens = [self.token(id_) for id_ in self.schedule.sampled(step) if id_ in self.requests]
+        ended = tuple(token.id for token in tokens if token.finish)
         record = StepRecord(
             start_ns,
             time.perf_counter_ns(),
@@ -132,25 +149,25 @@ class FakeVllm:
         )
         self.arrivals.clear()
         self.schedule.settle(step, ended)
+        transfers = {id_: {"remote_block_ids": list(self.requests[id_].generation.prompt)} for id_ in ended}
         for id_ in ended:
             self.requests.pop(id_)
-        pool = self.schedule.pool
-        taken = pool.reserved_blocks, pool.num_preemptions, pool.kept_blocks
-        self.core.send(VllmStepped(self.lane, self.core.core, outputs, [record], *taken))  # type: ignore[arg-type]
+        if self.planned is not None:
+            self.planned.go_on_if_empty()
+        self.core.send(Stepped(tokens, [record], self.room, transfers if self.lane == "encode" else {}))
 
-    def output(self, id_: int) -> VllmOutput:
-        request, token = self.requests[id_], self.made[id_] % VOCAB_SIZE
+    def token(self, id_: int) -> Token:
+        request, token = self.requests[id_].generation, self.made[id_] % VOCAB_SIZE
         self.made[id_] += 1
         count = 1 + self.schedule.pool.running[id_].generated
-        finish = None
+        finish: FinishReason | None = None
         if request.prompt[0] == FAILS:
             finish = "error"
         elif token in request.stop_token_ids or count == request.output_length:
             finish = "stop"
         elif count == request.max_output:
             finish = "length"
-        transfer = {"remote_block_ids": list(request.prompt)} if self.lane == "encode" else None
-        return VllmOutput(id_, [token], finish, None, transfer)
+        return Token(id_, token, finish)
 
 
 def next_token(tokens: tuple[int, ...]) -> int:

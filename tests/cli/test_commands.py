@@ -17,6 +17,7 @@ from xgpt.core.schema import Histogram, Plan
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic
 from xrunner.server import Watch
+from xrunner.server.observe.recent import Ended
 
 
 @pytest.mark.parametrize("kind", ["model", "cluster", "workload"])
@@ -212,7 +213,7 @@ def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
     for _ in range(200):
         seen = watch.arrive(128, 128)
         seen.generated = 100
-        watch.end(seen, 0.0)
+        watch.end(seen, Ended(seen.generated, 0.1, 0.05, 0.1, None))
     with running(fake_app(fake_engine(FakeExecutor()), watch)) as url:
         ran = xgpt("replan", "plan.json", "--lengths", url, "-o", "now.json")
         same = xgpt("replan", "later.json", "--lengths", url, "--json")

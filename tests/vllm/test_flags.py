@@ -15,7 +15,7 @@ from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
 from xgpt.exporting.export import Target, export
 from xrunner.vllm.command import HOST, Launch, launch
 from xrunner.vllm.host import parser
-from xrunner.vllm.waa import launches
+from xrunner.vllm.waa import waa_launches
 
 
 def engine_arguments(started: Launch) -> AsyncEngineArgs:
@@ -45,7 +45,7 @@ def test_single_lane(plan: Plan, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("plan", [waa_plan(), here(waa_plan())], ids=["on GPUs", "on CPUs"])
 def test_lanes_of_waa(plan: Plan, checkpoint: Path, tmp_path: Path) -> None:
-    for started in launches(exportable(plan, str(checkpoint)), tmp_path):
+    for started in waa_launches(exportable(plan, str(checkpoint)), tmp_path):
         config = engine_arguments(started).kv_transfer_config
         assert config is not None
         assert config.is_kv_producer == (started.lane == "encode")

@@ -14,7 +14,8 @@ from tests.vllm.plans import plan_with
 from xgpt.core.io import dump_json, read_step_log
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.vllm.channel import FrontSide
+from xrunner.channel.messages import Follow, Ready
+from xrunner.vllm.channel import Lanes
 from xrunner.vllm.lane import build_lane
 from xrunner.vllm.scheduler import XgptScheduler
 from xsimulator.events import replay
@@ -53,7 +54,7 @@ def computed(checkpoint: Path, sharing: Requests) -> list[list[int]]:
 class Sharing:
     """vLLM in this process, its scheduler, and the log of its steps."""
 
-    def __init__(self, llm: LLM, front: FrontSide, path: Path) -> None:
+    def __init__(self, llm: LLM, front: Lanes, path: Path) -> None:
         self.llm, self.front, self._path = llm, front, path
         self.scheduler: XgptScheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
 
@@ -81,12 +82,12 @@ class Sharing:
 @pytest.fixture(scope="module")
 def inside(checkpoint: Path, computed: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sharing]:
     directory = tmp_path_factory.mktemp("sharing")
-    plan, log, address = directory / "plan.json", directory / "steps.jsonl", f"ipc://{directory}"
+    plan, log = directory / "plan.json", directory / "steps.jsonl"
     plan.write_text(dump_json(RRA))
-    front = FrontSide(address, [])
-    config = {"plan": str(plan), "step_log": str(log), "front": address, "lane": "both"}
+    front = Lanes(str(directory), [], 1)
+    config = {"plan": str(plan), "step_log": str(log), "front": str(directory), "lane": "both"}
     llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config, reuse=True)
-    while not front.reaches([], 1):
+    while not isinstance(front.receive(), Ready):
         pass
     yield Sharing(llm, front, log)
     llm.llm_engine.engine_core.shutdown()
@@ -110,7 +111,7 @@ def test_tokens_are_the_same_and_hits_the_rules(
     plan, inside: Sharing, sharing: Requests, computed: list[list[int]]
 ) -> None:
     before = len(inside.steps())
-    inside.front.send_plan(plan)
+    inside.front.send(Follow(dump_json(plan)))
     assert generate(inside.llm, sharing) == computed
     log = [r._replace(number=r.number - before, settled=r.settled - before) for r in inside.steps()[before:]]
     # The simulated engine, given keys in place of tokens, finds the same blocks at the same steps.
@@ -126,7 +127,7 @@ def test_tokens_are_the_same_and_hits_the_rules(
 def test_no_block_is_lost_where_requests_are_cancelled_and_preempted(plan, inside: Sharing) -> None:
     rng = np.random.default_rng(2)
     begins = [rng.integers(5, 50000, n).tolist() for n in (33, 70, 96)]
-    inside.front.send_plan(plan)
+    inside.front.send(Follow(dump_json(plan)))
     engine, before, alive = inside.llm.llm_engine, len(inside.steps()), []
     submitted = 0
     while submitted < 250 or engine.has_unfinished_requests():

@@ -13,7 +13,7 @@ from vllm import LLM
 
 from tests.vllm.offline import MOST_TOKENS, ROOM, Requests, generate, start
 from tests.vllm.plans import plan_with
-from xgpt.core.io import dump_json, read_step_log, sha256
+from xgpt.core.io import dump_json, read_step_log
 from xgpt.core.schema import (
     AdmissionOrder,
     ChunkedSettings,
@@ -25,7 +25,8 @@ from xgpt.core.schema import (
     StepTimes,
 )
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.vllm.channel import Accepted, FrontSide, Up, VllmStepped
+from xrunner.channel.messages import Follow, Followed, Ready, Stepped, Up
+from xrunner.vllm.channel import Lanes
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
@@ -68,13 +69,13 @@ SLACK = ChunkedSettings(token_budget=96, max_batch=12, slack=SlackBudget(least_t
 
 class Running(NamedTuple):
     llm: LLM
-    front: FrontSide
+    front: Lanes
     log: Path
 
     def run(self, plan: Plan, requests: Requests) -> tuple[list[list[int]], list[StepRecord]]:
         """Change to the plan, and run the requests: their tokens, and the steps that made them."""
         before = len(read_step_log(self.log))
-        self.front.send_plan(plan)
+        self.front.send(Follow(dump_json(plan)))
         tokens = generate(self.llm, requests)
         log = read_step_log(self.log)[before:]
         return tokens, [r._replace(number=r.number - before, settled=r.settled - before) for r in log]
@@ -85,17 +86,17 @@ def running(checkpoint: Path, expected: list[list[int]], tmp_path_factory: pytes
     directory = tmp_path_factory.mktemp("running")
     plan, log = directory / "plan.json", directory / "steps.jsonl"
     plan.write_text(dump_json(plan_with(RRA)))
-    front = FrontSide(str(directory))
+    front = Lanes(str(directory), [], 1)
     config = {"plan": str(plan), "step_log": str(log), "front": str(directory), "lane": "both"}
     llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config)
-    while not front.reaches([], 1):
+    while not isinstance(front.receive(), Ready):
         pass
     yield Running(llm, front, log)
     llm.llm_engine.engine_core.shutdown()
     front.close()
 
 
-def told(front: FrontSide, within_s: float) -> Up | None:
+def told(front: Lanes, within_s: float) -> Up | None:
     """What comes next; None: nothing within the time."""
     front.wait(within_s)
     return front.receive()
@@ -157,9 +158,9 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
         while num_ended < 20:
             message = told(running.front, 60)
             assert message is not None
-            if isinstance(message, VllmStepped):
+            if isinstance(message, Stepped):
                 num_ended += sum(len(record.finished) for record in message.records)
-        running.front.send_plan(after)
+        running.front.send(Follow(dump_json(after)))
 
     while told(running.front, 0.1) is not None:
         pass
@@ -168,7 +169,7 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
     tokens, log = running.run(before, requests)
     changing.join()
     messages = list(iter(lambda: told(running.front, 1), None))
-    assert sha256(after) in [message.plan_sha256 for message in messages if isinstance(message, Accepted)]
+    assert Followed() in messages
     assert tokens == expected
     assert sorted(id_ for record in log for id_ in record.finished) == sorted(a.id for r in log for a in r.arrivals)
     assert any(record.encode and record.decode for record in log[:20])

@@ -13,8 +13,9 @@ from tests.vllm.plans import exportable, here, waa_plan
 from xgpt.core.schema import StepRecord, WaaSettings
 from xrunner.generation import Generation
 from xrunner.vllm.command import CPU_BLOCK_SIZE
+from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.process import PYTHON_VARIABLE
-from xrunner.vllm.waa import NIXL, WaaEngine
+from xrunner.vllm.waa import NIXL
 
 PLAN = here(waa_plan())
 
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_one_vllm(
     if connector == "NixlConnector":
         monkeypatch.setattr("xrunner.vllm.waa.connector_of", lambda plan, directory: NIXL)
     log: list[StepRecord] = []
-    engine = WaaEngine(exportable(PLAN, str(checkpoint)), on_step=log.append)
+    engine = VllmEngine(exportable(PLAN, str(checkpoint)), on_step=log.append)
     tokens: list[list[int]] = [[] for _ in expected]
     try:
         for id_, (prompt, length) in enumerate(zip(requests.prompts, requests.outputs, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -43,3 +44,12 @@ def _states(process: int) -> set[str]:
         except (OSError, IndexError):  # the thread has ended meanwhile
             continue
     return states
+
+
+def children_of(process: int) -> list[int]:
+    """Return the processes that a process has started and that run. Linux only; else none."""
+    started: list[int] = []
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            started += map(int, (thread / "children").read_text().split())
+    return started

@@ -13,9 +13,8 @@ from xgpt.core.machine import detect, num_cores
 from xgpt.core.schema import EngineKind, Plan, Profile
 from xprofiler.store import check_engine, dtype_of, profile_of
 from xrunner.vllm import TESTED_VERSION
-from xrunner.vllm.command import launch
+from xrunner.vllm.engine import limits_of
 from xrunner.vllm.process import package_path, python, version_of
-from xrunner.vllm.waa import check_waa
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +210,4 @@ def check_vllm_runs(plan: Plan) -> None:
     if any(block.recurrent is not None for block in plan.model.kinds):
         accepted = "vLLM pages the states of recurrent layers by itself; run it under vLLM's own scheduler"
         raise InputError("plan.model", plan.model.name, accepted)
-    if len(plan.policy.lanes) > 1:
-        check_waa(plan)
-    else:
-        launch(plan, plan_path="plan.json")
+    limits_of(plan)

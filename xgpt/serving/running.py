@@ -16,13 +16,13 @@ from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import Plan, Profile
 from xgpt.serving.checking import missing
 from xgpt.serving.order import EngineOrder, Nodes
-from xgpt.serving.vllm import build_vllm_engine, can_change_plan
 from xprofiler.store import check_engine, profile_of
 from xrunner import server
 from xrunner.channel.remote import EngineProcess, RemoteEngine
 from xrunner.grammar import grammars_of
 from xrunner.server import EngineClient, ServedModel
 from xrunner.server.served import ServedEngine
+from xrunner.vllm.engine import VllmEngine
 from xscheduler.replanning.replanner import BackgroundPlanner
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | None = None) 
         MachineError: the engine does not start.
     """
     if request.engine == "vllm":
-        return build_vllm_engine(plan, reuse=request.reuse)
+        return VllmEngine(plan, reuse=request.reuse)
     check_engine(plan, "native")
 
     def launch(plan: Plan) -> EngineProcess:
@@ -119,7 +119,7 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | None = None) 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
     """Return the planner for re-planning; None: it is off, and the log says why."""
     replan = request.replan
-    if request.engine == "vllm" and replan and not can_change_plan(plan):
+    if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change a plan for several devices")
         replan = False
     if request.batching != "flat" and replan:

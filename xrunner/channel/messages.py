@@ -13,9 +13,14 @@ from xrunner.generation import Generation, Token
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
-    """A request for the engine."""
+    """A request for the engine.
+
+    Attributes:
+        transfer: for one lane of several vLLMs: where the prompt's K/V is, as another lane's connector has told.
+    """
 
     generation: Generation
+    transfer: dict[str, Any] | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
@@ -60,11 +65,17 @@ class Began(msgspec.Struct, tag="began", array_like=True):
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
-    """A step has ended."""
+    """A step has ended, or a request has come to its end without one.
+
+    Attributes:
+        room: None: it has not changed.
+        transfers: for one lane of several vLLMs: where the K/V of requests is, by their ids.
+    """
 
     tokens: list[Token]
     records: list[StepRecord]
-    room: Room
+    room: Room | None
+    transfers: dict[int, dict[str, Any]] = {}
 
 
 class Rested(msgspec.Struct, tag="rested", array_like=True):

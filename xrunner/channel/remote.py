@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import subprocess
 import threading
 import time
@@ -23,6 +22,7 @@ from xrunner.channel.messages import (
     Alive,
     Began,
     Cancel,
+    Down,
     Failed,
     Follow,
     Followed,
@@ -32,6 +32,7 @@ from xrunner.channel.messages import (
     Room,
     Stepped,
     Submit,
+    Up,
     decode_down,
     decode_up,
 )
@@ -128,16 +129,15 @@ class Inside:
                     del self.running[id_]
                     self.waiting[id_] = None
             self.begin([id_ for id_, _, _ in record.encode])
+        self.begin([token.id for token in tokens])
         for token in tokens:
             if token.finish is not None:
                 self.leave(token.id)
 
-    def leave(self, id_: int) -> bool:
-        """Forget a request that has ended or is taken out; return whether it was there."""
-        was_inside = id_ in self.waiting or id_ in self.running
+    def leave(self, id_: int) -> None:
+        """Forget a request that has ended or is taken out."""
         self.waiting.pop(id_, None)
         self.running.pop(id_, None)
-        return was_inside
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -146,12 +146,24 @@ class Inside:
         self.room = Room()
 
 
-class FarEnd(Protocol):
-    """What runs an engine at the other end: a process, or in tests a thread."""
+class FrontConnection(Protocol):
+    """The front's end of the channel; see `FrontEnd`."""
 
     @property
-    def connected(self) -> socket.socket:
-        """The front's end of the connection."""
+    def has_gone(self) -> bool: ...
+    def fileno(self) -> int: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def send(self, message: Down) -> None: ...
+    def receive(self) -> Up | None: ...
+    def close(self) -> None: ...
+
+
+class FarEnd(Protocol):
+    """What runs an engine at the other end: a process, several of vLLM's, or in tests a thread."""
+
+    @property
+    def front(self) -> FrontConnection:
+        """The connection to it."""
 
     def why_ended(self) -> str | None:
         """Return how it has ended; None: it runs."""
@@ -170,7 +182,8 @@ class EngineProcess:
     """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
-        self.connected, theirs = pair()
+        ours, theirs = pair()
+        self.front: FrontConnection = FrontEnd(ours, decode_up)
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], process_group=0
@@ -209,7 +222,8 @@ class EngineThreads:
     """An engine of this process in two threads: for tests and small servers."""
 
     def __init__(self, engine: ListenedEngine) -> None:
-        self.connected, self._theirs = pair()
+        ours, self._theirs = pair()
+        self.front: FrontConnection = FrontEnd(ours, decode_up)
         end = EngineEnd(self._theirs, decode_down)
 
         def build(on_step: OnStep) -> HostedEngine:
@@ -263,14 +277,13 @@ class RemoteEngine:
 
     def _begin(self, far_end: FarEnd) -> None:
         """Return once the engine takes requests."""
-        self._far_end = far_end
-        self._front = FrontEnd(self._far_end.connected, decode_up)
+        self._far_end, self._front = far_end, far_end.front
         self._heard_s = self._looked_s = self._stepped_s = time.monotonic()
         try:
             while not isinstance(ready := self._receive(), Ready):
                 if self._is_closed:
                     raise MachineError("the engine is closed while it starts")
-                if ready is not None:
+                if isinstance(ready, Alive):
                     self._heard_s = time.monotonic()
                 self._check_alive()
                 self._front.wait(POLL_S)
@@ -351,11 +364,11 @@ class RemoteEngine:
             XgptError: the engine has failed.
         """
         while (message := self._receive()) is not None:
-            self._heard_s = time.monotonic()
             match message:
                 case Stepped():
-                    self._stepped_s = self._heard_s
-                    self.pool.room = message.room
+                    self._stepped_s = time.monotonic()
+                    if message.room is not None:
+                        self.pool.room = message.room
                     self.pool.note(message.records, message.tokens)
                     for record in message.records:
                         for listener in self._listeners:
@@ -366,7 +379,7 @@ class RemoteEngine:
                 case Rested():
                     self.pool.room = message.room
                 case Alive():
-                    self._uses = message.uses
+                    self._heard_s, self._uses = time.monotonic(), message.uses
                 case Followed():
                     if self._next:
                         self.pool.limits = self._limits_of(self._next[-1])

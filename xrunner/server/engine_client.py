@@ -23,6 +23,7 @@ from xrunner.server.lasting_engine import LastingEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
 from xrunner.server.observe.metrics import NO_BOUNDS, Metrics, RequestBounds
+from xrunner.server.observe.recent import Ended
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine, ServedPool
 
@@ -130,9 +131,8 @@ class EngineClient:
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
-        metrics = self.metrics
-        goodput = metrics.goodput, metrics.goodput_of_classes
-        self.live = None if watch is None else Live(engine, self._backlog, watch, *goodput, metrics.recent)
+        goodput = self.metrics.goodput, self.metrics.goodput_of_classes
+        self.live = None if watch is None else Live(engine, self._backlog, watch, *goodput)
         self._lasting = LastingEngine(
             engine,
             running=None if watch is None else lambda: watch.plan,
@@ -196,11 +196,6 @@ class EngineClient:
     def num_waiting(self) -> int:
         """Requests that no step has taken up yet."""
         return len(self._backlog)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the engine has requests."""
-        return bool(self._streams)
 
     def retry_after_s(self) -> int:
         """Seconds after which a request that was turned away should be sent again: half of those waiting have begun."""
@@ -313,10 +308,15 @@ class EngineClient:
         stream.inbox.put_nowait(error)
 
     def _end(self, stream: TokenStream) -> None:
+        """Note a request whose output has ended without being cut off."""
+        first_s, whole_s = stream.first_token_s - stream.submitted_s, stream.last_token_s - stream.submitted_s
+        gap_s = (whole_s - first_s) / max(stream.output_tokens - 1, 1)
+        is_kept = self.metrics.note_bounds(stream.account, RequestBounds(first_s, gap_s, whole_s), stream.bounds)
         if stream.promise is not None:
-            self._backlog.note_answer(*stream.promise, took_s=stream.last_token_s - stream.submitted_s)
+            self._backlog.note_answer(*stream.promise, took_s=whole_s)
         if self.watch is not None and stream.seen is not None:
-            self.watch.end(stream.seen, stream.started_s)
+            latency_s = time.perf_counter() - stream.started_s
+            self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
         """Requests start with the step that encodes the first piece of their prompts. The engine reads the clock before
@@ -359,11 +359,7 @@ class EngineClient:
             stream.unwritten_s = stream.unwritten_s or end_s
             if token.finish is not None:
                 del self._streams[token.id]
-                whole_s = end_s - stream.submitted_s
-                metrics.e2e_s.observe(whole_s)
-                gap_s = (end_s - stream.first_token_s) / max(stream.output_tokens - 1, 1)
-                took = RequestBounds(stream.first_token_s - stream.submitted_s, gap_s, whole_s)
-                metrics.note_bounds(stream.account, took, stream.bounds)
+                metrics.e2e_s.observe(end_s - stream.submitted_s)
                 metrics.requests.labels(token.finish).inc()
                 metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
                 self._note_deadline(stream, end_s)

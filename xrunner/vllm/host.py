@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from xrunner.channel.messages import Cancel
-from xrunner.vllm.channel import WARM_UP, Down, HostSide, VllmAlive, VllmFailed, VllmReady, VllmSubmit
+from xgpt.core.errors import cut
+from xrunner import generation
+from xrunner.channel import ALIVE_S
+from xrunner.channel.messages import Alive, Cancel, Down, Ready, Stepped, Submit
+from xrunner.generation import Generation, Token
+from xrunner.vllm.channel import WARM_UP, VllmEnd
 
 if TYPE_CHECKING:
     from xgpt.core.schema import LaneName
 
-HEALTH_S = 1.0
-"""Between two looks at whether the engine lives."""
-
-
-SAMPLED = VllmSubmit(
-    WARM_UP, (0, 0), 2, sampling={"temperature": 1.0, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 0, "logprobs": 1}
+SAMPLED = Submit(
+    Generation(
+        WARM_UP,
+        (0, 0),
+        2,
+        sampling=generation.SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, logprobs=1),
+    )
 )
 """A request that has vLLM compile what samples: otherwise the first one to ask for it holds up all others for 20 s."""
 
@@ -37,79 +44,106 @@ SAMPLED = VllmSubmit(
 class VllmHost:
     """One vLLM, and the requests that it has."""
 
-    def __init__(self, engine: AsyncLLM, front: HostSide) -> None:
+    def __init__(self, engine: AsyncLLM, front: VllmEnd) -> None:
         self._engine = engine
         self._front = front
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._has_come = asyncio.Event()
 
-    async def run(self, lane: LaneName) -> None:
+    async def run(self) -> None:
         """Until vLLM's engine has died.
 
         Raises:
             EngineDeadError: it has.
         """
         await self._generate(SAMPLED)
-        asyncio.get_running_loop().add_reader(self._front.fd, self._has_come.set)
-        self._front.send(VllmReady(lane))
+        asyncio.get_running_loop().add_reader(self._front.fileno(), self._has_come.set)
+        self._front.send(Ready(takes_seeds(), False, True))
+        alive_s = 0.0
         while True:
             await self._engine.check_health()
-            self._front.send(VllmAlive(lane))
+            if time.monotonic() >= alive_s + ALIVE_S:
+                alive_s = time.monotonic()
+                self._front.send(Alive([]))
             self._has_come.clear()
-            for message in self._front.requests():  # all: the descriptor tells of new ones alone
+            for message in self._front.received():  # all: the descriptor tells of new ones alone
                 self._take(message)
             try:
-                await asyncio.wait_for(self._has_come.wait(), HEALTH_S)
+                await asyncio.wait_for(self._has_come.wait(), ALIVE_S)
             except TimeoutError:
                 continue
 
     def _take(self, message: Down) -> None:
         match message:
-            case VllmSubmit():
-                task = self._tasks[message.id] = asyncio.create_task(self._generate(message))
-                task.add_done_callback(lambda _: self._tasks.pop(message.id))
+            case Submit():
+                id_ = message.generation.id
+                task = self._tasks[id_] = asyncio.create_task(self._generate(message))
+                task.add_done_callback(lambda _: self._tasks.pop(id_))
             case Cancel() if message.id in self._tasks:
                 self._tasks[message.id].cancel()  # vLLM aborts the request
 
-    async def _generate(self, request: VllmSubmit) -> None:
+    async def _generate(self, message: Submit) -> None:
+        request = message.generation
         try:
             # So no account finds, or learns from the time to its first token, what another one has asked.
             prompt = tokens_input(list(request.prompt), cache_salt=request.account.key or None)
-            async for _ in self._engine.generate(prompt, sampling_params(request), str(request.id)):
+            async for _ in self._engine.generate(prompt, sampling_params(message), str(request.id)):
                 pass
         except EngineDeadError:
             return  # `run` tells
         except Exception as error:
-            self._front.send(VllmFailed(request.id, f"{type(error).__name__}: {error}"))
+            reason = cut(f"{type(error).__name__}: {error}")
+            self._front.send(Stepped([Token(request.id, 0, "error", error=reason)], [], None))
 
 
-def sampling_params(request: VllmSubmit) -> SamplingParams:
+def takes_seeds() -> bool:
+    """Return whether vLLM can draw a request's tokens from a generator of its own.
+
+    Where a prompt is executed in pieces it sets the generator back, which torch cannot do on CPUs: its engine ends.
+    """
+    return not current_platform.is_cpu()
+
+
+def sampling_params(message: Submit) -> SamplingParams:
     """A request in vLLM's words: what ends it stands in its stop tokens, the rest is for the scheduler."""
+    request = message.generation
     fields = {
         "id": request.id,
         "deadline_ns": request.deadline_ns,
         "promised_output": request.promised_output,
         "account": list(request.account),
         "output_length": request.output_length,
-        "kv_transfer_params": request.transfer,
+        "kv_transfer_params": message.transfer,
     }
+    sampling = request.sampling
+    # Greedy is as greedy whatever else is said, so no generator is kept for it.
+    chosen: dict[str, Any] = {}
+    if sampling.temperature:
+        chosen = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        chosen |= {"seed": sampling.seed % 2**63} if takes_seeds() else {}
     return SamplingParams(
         max_tokens=request.max_output,
         ignore_eos=True,
-        stop_token_ids=list(request.stop_token_ids),
+        stop_token_ids=sorted(request.stop_token_ids),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={name: value for name, value in fields.items() if value is not None},
-        **request.sampling,
+        temperature=sampling.temperature,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        logprobs=sampling.logprobs,
+        **chosen,
     )
 
 
 async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
     """Start vLLM, and give it what comes."""
-    front = HostSide(directory, lane)
+    front = VllmEnd(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
-        await VllmHost(engine, front).run(lane)
+        await VllmHost(engine, front).run()
     finally:
         engine.shutdown()
         front.close()

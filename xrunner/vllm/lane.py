@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xgpt.core.errors import InputError
@@ -10,6 +11,7 @@ from xgpt.core.policies.build import queue_of
 from xgpt.core.policies.build import settings_of as lane_settings_of
 from xgpt.core.policies.lane_settings import LaneSettings
 from xgpt.core.schema import Plan, WaaSettings
+from xrunner.channel.messages import Followed, Refused, Room
 
 LEAST_KV = 0.95
 """Share of a plan's K/V memory that vLLM must have to run it: it sizes that memory itself."""
@@ -71,17 +73,45 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
     return OneLane(settings_of(plan), pool)
 
 
-def change_lane(lane: OneLane, plan: Plan, room: VllmRoom) -> OneLane:
-    """Follow another plan from the next step on; all running and waiting requests stay.
+class PlannedLane:
+    """The lane of the plan that runs, and of one that waits until no request is inside.
 
-    Returns:
-        The lane that the steps come from now: the same one, or where no request is in it, that of the new plan.
-
-    Raises:
-        InputError: the plan differs in what cannot change while requests run; nothing has changed then.
+    Args:
+        plan, room: as of `build_lane`.
+        send: tells the front.
     """
-    if lane.pool.is_idle:
-        return build_lane(plan, room)
-    if not lane.apply(build_lane(plan, room, lane.pool.kv_blocks)):
-        raise InputError("plan", plan.policy.kind, "other micro-batches or another promise of K/V take an empty engine")
-    return lane
+
+    def __init__(self, plan: Plan, room: VllmRoom, send: Callable[[Followed | Refused], None]) -> None:
+        self.lane = build_lane(plan, room)
+        self._room, self._send = room, send
+        self._next: OneLane | None = None
+
+    @property
+    def is_emptying(self) -> bool:
+        """Whether a plan waits: no further request is to be submitted to the lane."""
+        return self._next is not None
+
+    def go_over_to(self, plan: Plan) -> None:
+        """Follow another plan: from the next step on with all requests, or once those inside have ended."""
+        try:
+            lane = build_lane(plan, self._room)
+        except InputError as error:
+            self._send(Refused(str(error)))
+            return
+        self._next = lane
+        if not self.lane.pool.is_idle and self.lane.apply(build_lane(plan, self._room, self.lane.pool.kv_blocks)):
+            self._next = None
+            self._send(Followed())
+        self.go_on_if_empty()
+
+    def go_on_if_empty(self) -> None:
+        """Change to the lane that waits if no request is in the one that runs."""
+        if self._next is not None and self.lane.pool.is_idle:
+            self.lane, self._next = self._next, None
+            self._send(Followed())
+
+    @property
+    def taken(self) -> Room:
+        """What the requests inside have taken."""
+        pool = self.lane.pool
+        return Room(pool.reserved_blocks, pool.kept_blocks, pool.num_preemptions, self.is_emptying)

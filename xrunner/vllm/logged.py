@@ -16,8 +16,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, StepRecord
+from xrunner.channel.messages import Room, Stepped
+from xrunner.generation import FinishReason, Logprobs, Token
 from xrunner.vllm import TESTED_VERSION, installed_version
-from xrunner.vllm.channel import CoreSide, VllmOutput, VllmStepped
+from xrunner.vllm.channel import VllmEnd
 from xrunner.vllm.mirror import chain_of
 
 logger = logging.getLogger("vllm.xgpt")
@@ -38,9 +40,9 @@ class LoggedScheduler(Scheduler):
         self.config: dict[str, Any] = dict(self.vllm_config.additional_config.get("xgpt", {}))
         log = self.config.get("step_log")
         self._log = None if log is None else StepLogWriter(Path(log))
-        self._front: CoreSide | None = None
+        self._front: VllmEnd | None = None
         if "front" in self.config:
-            self._front = CoreSide(self.config["front"], self.config["lane"], follows_plans="plan" in self.config)
+            self._front = VllmEnd(self.config["front"], self.config["lane"], plans="plan" in self.config)
         self._settled: list[StepRecord] = []
         """Steps that are still to be told of."""
         self._number: dict[str, int] = {}
@@ -74,40 +76,33 @@ class LoggedScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        tokens = [] if self._front is None else self._outputs(outputs)
+        tokens, transfers = ([], {}) if self._front is None else self._told(outputs)
         # A request aborted meanwhile has no number any more, and is on record as cancelled.
         gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
         finished = tuple(self._number[id_] for id_ in gone)
         for id_ in gone:
             self._forget(id_)
         self._settle(self._under_way.popleft()._replace(end_ns=time.perf_counter_ns(), finished=finished))
-        self._tell(tokens)
+        if self._front is not None and (tokens or self._settled):
+            self._front.send(Stepped(tokens, self._settled, self._room_taken(), transfers))
+            self._settled = []
         return outputs
 
-    def _outputs(self, outputs: dict[int, Any]) -> list[VllmOutput]:
-        """What the step has added to each request that is still wanted."""
-        return [
-            VllmOutput(
-                self._number[out.request_id],
-                list(out.new_token_ids),
-                None if out.finish_reason is None else str(out.finish_reason),
-                None if out.new_logprobs is None else _logprobs(out.new_logprobs),
-                out.kv_transfer_params,
-            )
-            for of_client in outputs.values()
-            for out in of_client.outputs
-            if out.request_id in self._number
-        ]
+    def _told(self, outputs: dict[int, Any]) -> tuple[list[Token], dict[int, dict[str, Any]]]:
+        """Return what the step has added to each request that is still wanted: tokens, and where its K/V is."""
+        tokens: list[Token] = []
+        transfers: dict[int, dict[str, Any]] = {}
+        for of_client in outputs.values():
+            for out in of_client.outputs:
+                if (number := self._number.get(out.request_id)) is not None:
+                    tokens += tokens_of(number, out)
+                    if out.kv_transfer_params is not None:
+                        transfers[number] = out.kv_transfer_params
+        return tokens, transfers
 
-    def _tell(self, outputs: list[VllmOutput]) -> None:
-        if self._front is not None and (outputs or self._settled):
-            lane = self.config["lane"]
-            self._front.send(VllmStepped(lane, self._front.core, outputs, self._settled, *self._room_taken()))
-            self._settled = []
-
-    def _room_taken(self) -> tuple[int, int, int]:
-        """K/V blocks set aside, requests that have lost theirs, and blocks kept for later ones."""
-        return 0, 0, 0
+    def _room_taken(self) -> Room | None:
+        """Return how the schedule stands; None: there is none of ours."""
+        return None
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
@@ -215,9 +210,21 @@ def arrival_of(number: int, request: Request) -> Arrival:
     return Arrival(number, *size, time.perf_counter_ns(), deadline_ns, promised, account, chain_of(request))
 
 
-def _logprobs(given: Any) -> list[tuple[float, list[tuple[int, float]]]]:
-    """vLLM's table of a request: a row for each token, the token itself before the most probable ones."""
-    logprobs = []
-    for tokens, values in zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True):
-        logprobs.append((values[0], list(zip(tokens[1:], values[1:], strict=True))))
-    return logprobs
+def tokens_of(number: int, output: Any) -> list[Token]:
+    """Return what a step has added to a request, an EngineCoreOutput, token by token; the last says how it ended."""
+    finish: FinishReason | None = None
+    if output.finish_reason is not None:
+        reason = str(output.finish_reason)
+        finish = "stop" if reason == "stop" else "length" if reason == "length" else "error"
+        if finish == "error" or not output.new_token_ids:
+            return [Token(number, 0, "error")]
+    tokens = [Token(number, token, None) for token in output.new_token_ids]
+    if output.new_logprobs is not None:
+        given = output.new_logprobs
+        # A row for each token, the token itself before the most probable ones.
+        rows = zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True)
+        scores = [Logprobs(row[0], tuple(zip(ids[1:], row[1:], strict=True))) for ids, row in rows]
+        tokens = [token._replace(logprobs=score) for token, score in zip(tokens, scores, strict=True)]
+    if tokens:
+        tokens[-1] = tokens[-1]._replace(finish=finish)
+    return tokens

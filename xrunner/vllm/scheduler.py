@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +25,11 @@ from vllm.v1.request import Request, RequestStatus
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.io import load_json
-from xgpt.core.policies import BlockTable, Step
+from xgpt.core.policies import BlockTable, OneLane, Step
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
-from xrunner.channel.messages import Began
-from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
+from xrunner.channel.messages import Began, Followed, Refused, Rested, Room
+from xrunner.vllm.lane import PlannedLane, VllmRoom
 from xrunner.vllm.logged import LoggedScheduler, arrival_of, logger
 from xrunner.vllm.mirror import Mirror, chain_of
 
@@ -70,8 +70,8 @@ class XgptScheduler(LoggedScheduler):
         self._refuse_what_breaks_the_rule()
         plan = load_json(Path(self.config["plan"]), Plan, "plan")
         num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # vLLM keeps one for itself
-        self._room = VllmRoom(num_blocks, self.block_size, self.max_num_running_reqs)
-        self._lane = build_lane(plan, self._room)
+        room = VllmRoom(num_blocks, self.block_size, self.max_num_running_reqs)
+        self._planned = PlannedLane(plan, room, self._tell_front)
         capacity = self._lane.pool.kv_blocks * self.block_size
         if self.max_model_len > capacity:
             raise InputError("--max-model-len", self.max_model_len, f"the plan's K/V memory holds {capacity} tokens")
@@ -81,7 +81,7 @@ class XgptScheduler(LoggedScheduler):
         self._ended: dict[int, Chain] = {}
         """Keys of the blocks of requests that have ended in a step that is not settled."""
         self._untold: list[Request] = []
-        """Requests that the rule has not been told of yet."""
+        """Requests that the rule has not been told of yet: those that come while a plan waits among them."""
         self._name: dict[int, str] = {}
         """vLLM's name of each request that has a number."""
         self._expired: set[int] = set()
@@ -94,6 +94,10 @@ class XgptScheduler(LoggedScheduler):
         self._pieces: deque[_Execution | None] = deque()
         """Which execution each step of vLLM's under way belongs to; None: to none."""
 
+    @property
+    def _lane(self) -> OneLane:
+        return self._planned.lane
+
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
         super().add_request(request)
@@ -104,7 +108,8 @@ class XgptScheduler(LoggedScheduler):
     # Schedule ------------------------------------------------------------------------------------------------
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
-        self._take_plan()
+        for plan in () if self._front is None else self._front.plans():
+            self._planned.go_over_to(plan)
         self._tell_the_rule()
         self._expired = set(self._lane.expire(self._now_ns))
         if self._expired:  # `xgpt serve` answers them at their deadline, and takes them back from vLLM
@@ -135,8 +140,8 @@ class XgptScheduler(LoggedScheduler):
         missing |= {chunk.id: chunk.start + chunk.length for chunk in step.encode}
         execution = _Execution(step, missing, self._num_begun, self._num_settled)
         self._num_begun += 1
-        if self._front is not None and step.encode:
-            self._front.send(Began([chunk.id for chunk in step.encode]))
+        if step.encode:
+            self._tell_front(Began([chunk.id for chunk in step.encode]))
         return execution
 
     @contextmanager
@@ -185,7 +190,7 @@ class XgptScheduler(LoggedScheduler):
 
     def _tell_the_rule(self) -> None:
         """Submit the requests that are ready: one with a grammar is not before that has been compiled."""
-        if not self._untold:
+        if not self._untold or self._planned.is_emptying:
             return
         still_untold = []
         for request in self._untold:
@@ -228,6 +233,7 @@ class XgptScheduler(LoggedScheduler):
         self._lane.settle(execution.step, record.finished, outputs)
         for request in ended:
             del self._name[request.id]
+        self._planned.go_on_if_empty()
 
     def _cancel(self, number: int) -> None:
         del self._name[number]
@@ -241,21 +247,18 @@ class XgptScheduler(LoggedScheduler):
                 self._open = None
                 self._settle_execution(execution)
 
-    # Plans at run time ---------------------------------------------------------------------------------------
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        ended = super().finish_requests(request_ids, finished_status)
+        self._planned.go_on_if_empty()
+        self._tell_front(Rested(self._planned.taken))  # no step may follow that would tell
+        return ended
 
-    def _take_plan(self) -> None:
+    def _tell_front(self, message: Began | Followed | Refused | Rested) -> None:
         if self._front is not None:
-            for plan in self._front.plans():
-                try:
-                    self._lane = change_lane(self._lane, plan, self._room)
-                except InputError as error:
-                    self._front.refuse(plan, str(error))
-                else:
-                    self._front.accept(plan)
+            self._front.send(message)
 
-    def _room_taken(self) -> tuple[int, int, int]:
-        pool = self._lane.pool
-        return pool.reserved_blocks, pool.num_preemptions, pool.kept_blocks
+    def _room_taken(self) -> Room:
+        return self._planned.taken
 
     def _refuse_what_breaks_the_rule(self) -> None:
         """Options of vLLM's under which a step is not what the rule decided.

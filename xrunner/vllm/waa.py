@@ -1,4 +1,4 @@
-"""WAA on two vLLMs as the engine of our endpoint: each request moves from the encode lane's to the decode lane's.
+"""WAA on two vLLMs: each request moves from the encode lane's to the decode lane's.
 
 Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all of them fit under
 the decode lane's cap. A request's K/V moves by vLLM's connector: the encode lane leaves it there when it ends the
@@ -7,30 +7,24 @@ prompt, and says where, unless the decode lane finds it by the prompt alone.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from msgspec import structs
-
 from xgpt.core import policies
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Request, Step
 from xgpt.core.schema import LaneName, Plan
-from xrunner.executor import Use
+from xrunner.channel.messages import Began, Cancel, Down, Follow, Refused, Rested, Room, Stepped, Submit, Up
 from xrunner.generation import Generation, Token
-from xrunner.vllm.channel import Up, VllmFailed, VllmOutput, VllmStepped, VllmSubmit
+from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
-from xrunner.vllm.engine import InsideVllm, OnStep, repeats, request_of, resumes, takes_seeds, tokens_of
-from xrunner.vllm.instance import Instances
-
-logger = logging.getLogger(__name__)
 
 NIXL = {"kv_connector": "NixlConnector"}
 """From GPU to GPU; the address of the encode lane is told with each request."""
@@ -49,7 +43,7 @@ class _Inside:
         transfer: what the encode lane's connector says of its K/V, for that of the decode lane; None: nothing.
     """
 
-    request: VllmSubmit
+    request: Generation
     arrived_s: float
     lane: LaneName | None = None
     transfer: dict[str, Any] | None = None
@@ -89,7 +83,7 @@ def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
     return {"kv_connector": "ExampleConnector", "kv_connector_extra_config": at}
 
 
-def launches(plan: Plan, directory: Path) -> list[Launch]:
+def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
     """How to start both lanes."""
     commands = []
     for lane in LANES:
@@ -106,138 +100,79 @@ def _free_port() -> int:
         return port
 
 
-class WaaEngine:
-    """A WAA plan in two vLLMs.
+class WaaLanes(Lanes):
+    """The front's end of the channel to two vLLMs, over which requests move from lane to lane.
 
-    Raises:
-        InputError: vLLM cannot run the plan.
-        MachineError: vLLM is not here, or does not start.
+    Args:
+        directory, has_ended: as of `Lanes`.
     """
 
-    is_emptying = is_changing = scores_prompts = False
-
-    def __init__(self, plan: Plan, *, on_step: OnStep | None = None) -> None:
-        check_waa(plan)
-        self.takes_seeds = takes_seeds(plan)
-        self._listeners = [] if on_step is None else [on_step]
-        self.on_refused: Callable[[str], None] = lambda reason: None
-        self._start(plan)
-
-    def _start(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, directory: str, has_ended: Callable[[], bool]) -> None:
+        super().__init__(directory, LANES, 0, has_ended)
         self._schedule = policies.build(plan)
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
-        self._broken: list[int] = []
-        """Requests that a lane has given up, and that are to be told so."""
-        self._vllm = Instances(lambda directory: launches(plan, directory))
-        self._files = self._vllm.directory / FILES
+        self._untold: deque[Up] = deque()
+        """Messages of our own for the front."""
+        self._files = Path(directory) / FILES
         self._pruned_s = 0.0
-        self.pool = InsideVllm(self._schedule.pool.kv_blocks, self._schedule.pool.block_size)
 
-    def listen(self, on_step: OnStep) -> None:
-        self._listeners.append(on_step)
+    def send(self, message: Down, lane: LaneName = "both") -> None:
+        """Take a request in or out; no other plan is taken."""
+        if lane != "both":
+            super().send(message, lane)
+            return
+        match message:
+            case Submit():
+                self._submit(message.generation)
+            case Cancel():
+                self._take_out(message.id)
+                self._untold.append(Rested(self._room_taken))  # no step may follow that would tell
+            case Follow():
+                self._untold.append(Refused("vLLM keeps a plan for several devices as it is"))
+        self._advance()
 
-    def resumes(self, generation: Generation) -> bool:
-        return resumes(generation, seeded=self.takes_seeds)
+    @property
+    def _room_taken(self) -> Room:
+        pool = self._schedule.pool
+        return Room(pool.reserved_blocks, 0, pool.num_preemptions)
 
-    def repeats(self, generation: Generation) -> bool:
-        return repeats(generation, seeded=self.takes_seeds)
+    def receive(self) -> Up | None:
+        """Return the next message for the front; None: there is none."""
+        return self._untold.popleft() if self._untold else super().receive()
 
-    def submit(self, generation: Generation) -> None:
-        request = request_of(generation, seeded=self.takes_seeds)
+    def _submit(self, request: Generation) -> None:
         now_ns = time.perf_counter_ns()
         # Memory is set aside for all that may come: what the decode lane does with it this rule does not see.
         size = len(request.prompt), request.max_output
         known = Request(request.id, *size, now_ns, request.deadline_ns, account=request.account)
-        if not self._schedule.pool.can_ever_fit(known):
-            self._broken.append(request.id)  # the encode lane's memory is too small for the prompt
+        if not self._schedule.pool.can_ever_fit(known):  # the encode lane's memory is too small for the prompt
+            self._untold.append(Stepped([Token(request.id, 0, "error")], [], None))
             return
         self._inside[request.id] = _Inside(request, now_ns / 1e9)
-        self.pool.waiting[request.id] = None
         self._schedule.submit(known)
-        self._advance()
 
-    def cancel(self, id_: int) -> None:
-        self._leave(id_)
-        self._advance()
-
-    def go_over_to(self, plan: Plan) -> None:
-        """Refuses: vLLM keeps a plan for several devices as it is."""
-        raise InputError("plan", plan.policy.kind, "vLLM keeps a plan for several devices as it is")
-
-    def fileno(self) -> int:
-        return self._vllm.fileno()
-
-    def wait(self, timeout_s: float) -> None:
-        self._vllm.wait(timeout_s)
-
-    def step(self) -> list[Token] | None:
-        """Return the tokens of the decode lane's next step that has ended; None: none has since the last call.
-
-        Raises:
-            EngineLost: a vLLM has ended, or hangs.
-        """
-        while True:
-            message = self._vllm.receive(is_busy=bool(self.pool.num_running or self.pool.num_waiting))
-            if (tokens := self._take(message)) is not None or message is None:
-                return tokens
-
-    def _take(self, message: Up | None) -> list[Token] | None:
-        """Note what a vLLM tells; return the tokens of a step, and the ends of requests."""
-        broken, self._broken = self._broken, []
-        tokens = [Token(id_, 0, "error") for id_ in broken]
-        match message:
-            case VllmStepped():
-                tokens += self._settle(message)
-            case VllmFailed():
-                logger.error("vLLM has given up request %d: %s", message.id, message.reason)
-                tokens += self._break(message.id)
-            case _ if not tokens:
-                return None
-        self._advance()
-        if isinstance(message, VllmStepped):
-            for record in message.records:
-                # A request arrives and ends once, though both lanes see it come and go.
-                is_first = record.lane == "encode"
-                part = record._replace(finished=()) if is_first else record._replace(arrivals=())
-                for listener in self._listeners:
-                    listener(part)
-        return tokens
-
-    def uses(self) -> list[Use]:
-        return []
-
-    def restart(self, plan: Plan) -> None:
-        """End what is left of both vLLMs, and start them anew without requests. Raises MachineError."""
-        self._vllm.close()
-        self._start(plan)
-
-    def close(self) -> None:
-        self._vllm.close()
-
-    def _settle(self, stepped: VllmStepped) -> list[Token]:
+    def stepped(self, lane: LaneName, message: Stepped) -> Stepped:
+        """Return what a lane's step tells the front: tokens of the decode lane, and ends of requests."""
         tokens: list[Token] = []
-        for output in stepped.outputs:
-            if stepped.lane == "encode":
-                tokens += self._encoded(output)
-            elif (inside := self._inside.get(output.id)) is not None:
-                inside.has_token = True
-                tokens += tokens_of(output)
-                if output.finish is not None:
-                    inside.lane = None
-                    self._leave(output.id)
-        return tokens
-
-    def _encoded(self, output: VllmOutput) -> list[Token]:
-        """The encode lane has ended a prompt; its token is not used, as the decode lane makes it once more."""
-        if output.finish is None or (inside := self._inside.get(output.id)) is None:
-            return []
-        inside.lane = None
-        if output.finish != "length":
-            return self._break(output.id)
-        inside.transfer = output.transfer
-        self._has_been_encoded(output.id)
-        return []
+        for token in message.tokens:
+            if (inside := self._inside.get(token.id)) is None:
+                continue
+            if lane == "encode" and token.finish == "length":
+                # Its token is not used: the decode lane makes it once more.
+                inside.lane, inside.transfer = None, message.transfers.get(token.id)
+                self._has_been_encoded(token.id)
+                continue
+            inside.has_token = True
+            if token.finish is not None or lane == "encode":
+                inside.lane = None
+                self._take_out(token.id)
+            tokens.append(token if lane == "decode" else Token(token.id, 0, "error", error=token.error))
+        # A request arrives and ends once, though both lanes see it come and go.
+        once: dict[str, Any] = {"finished": ()} if lane == "encode" else {"arrivals": ()}
+        records = [record._replace(**once) for record in message.records]
+        self._advance()
+        return Stepped(tokens, records, self._room_taken)
 
     def _has_been_encoded(self, id_: int) -> None:
         for batch in list(self._batches):
@@ -246,21 +181,13 @@ class WaaEngine:
                 self._batches.remove(batch)
                 self._schedule.settle(batch.step, ())
 
-    def _break(self, id_: int) -> list[Token]:
-        if id_ not in self._inside:
-            return []
-        self._inside[id_].lane = None
-        self._leave(id_)
-        return [Token(id_, 0, "error")]
-
-    def _leave(self, id_: int) -> None:
+    def _take_out(self, id_: int) -> None:
         """A request has ended, or is taken out."""
         inside = self._inside.pop(id_, None)
         if inside is None:
             return
         if inside.lane is not None:
-            self._vllm.cancel(inside.lane, id_)
-        self.pool.leave(id_)
+            self.send(Cancel(id_), inside.lane)
         self._schedule.cancel(id_)
         self._has_been_encoded(id_)
 
@@ -269,24 +196,22 @@ class WaaEngine:
         schedule = self._schedule
         for id_ in schedule.expire(time.perf_counter_ns()):
             del self._inside[id_]
-            self.pool.leave(id_)
         while (step := schedule.next_step("transfer")) is not None:
             schedule.settle(step, ())
             for id_ in step.transfer:
                 if (inside := self._inside.get(id_)) is not None:
                     inside.lane = "decode"
                     # Where its K/V is, is not the client's to say.
-                    self._vllm.submit("decode", structs.replace(inside.request, transfer=inside.transfer))
+                    self.send(Submit(inside.request, inside.transfer), "decode")
         while (step := schedule.next_step("encode")) is not None:
-            self._batches.append(_Batch(step, {chunk.id for chunk in step.encode}))
-            for chunk in step.encode:
-                inside = self._inside[chunk.id]
+            ids = [chunk.id for chunk in step.encode]
+            self._batches.append(_Batch(step, set(ids)))
+            self._untold.append(Began(ids))
+            for id_ in ids:
+                inside = self._inside[id_]
                 inside.lane = "encode"
-                self.pool.begin([chunk.id])
                 # NixlConnector keeps no other K/V.
-                params = {"do_remote_decode": True}
-                self._vllm.submit("encode", VllmSubmit(chunk.id, inside.request.prompt, 1, transfer=params))
-        self.pool.take(0, schedule.pool.reserved_blocks, schedule.pool.num_preemptions)
+                self.send(Submit(Generation(id_, inside.request.prompt, 1), {"do_remote_decode": True}), "encode")
         self._prune()
 
     def _prune(self) -> None:

@@ -16,14 +16,13 @@ from msgspec import Meta
 
 from xrunner.server.api.errors import ApiError, anthropic_error, refuse
 from xrunner.server.api.protocol import (
-    MAX_DEADLINE_S,
-    MAX_INT,
     MAX_TOOLS,
     ChatMessage,
     ChatRequest,
     Count,
     JsonSchema,
     JsonSchemaFormat,
+    Sampled,
     Stop,
     TextPart,
 )
@@ -35,10 +34,6 @@ if TYPE_CHECKING:
     from xrunner.server.api.choices import Choice
 
 NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config"}
-
-
-SHARED = ("stream", "temperature", "top_p", "top_k", "min_p", "seed", "deadline_s", "max_tokens")
-"""Fields that a chat has by the same name."""
 
 
 class ContentBlock(msgspec.Struct):
@@ -91,10 +86,9 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens."""
+class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens; what only concerns the answer changes nothing."""
 
-    model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
     tools: Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -122,11 +116,11 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             messages += _messages(message)
         is_begun = messages[-1].role == "assistant" and not messages[-1].tool_calls
         chat = ChatRequest(
-            model=self.model,
             messages=messages,
             continue_final_message=is_begun or None,
             tools=[_tool(tool) for tool in self.tools or ()] or None,
             tool_choice=None if self.tool_choice is None else _choice(self.tool_choice),
+            **self.common(Sampled),
             **fields,
         )
         if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use:
@@ -142,19 +136,10 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages; `min_p`, `seed` and `deadline_s` as in chats."""
+    """The body of POST /v1/messages."""
 
     max_tokens: Count
     stop_sequences: Annotated[list[Stop], Meta(max_length=16)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
     speed: str | None = None
     inference_geo: str | None = None
     container: Any = None
@@ -167,7 +152,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
 
     def translated(self) -> Translated:
         """Return the chat that is asked for, and what writes its answer. Raises ApiError (400)."""
-        chat = self.chat(stop=self.stop_sequences or None, **{name: getattr(self, name) for name in SHARED})
+        chat = self.chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens)
         return Translated(chat, MessagesWriter(self.model), NAMES)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -15,6 +17,7 @@ from xrunner.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    GenerationRequest,
     TokenizeRequest,
 )
 from xrunner.server.api.responses import ResponsesRequest
@@ -36,81 +39,73 @@ LOOK_BYTES = 64 << 10
 """Size of a body from which on the sizes of its fields are looked at before anything is decoded."""
 
 
-class _Free(msgspec.Struct):
-    """The fields whose form is the client's, or which hold text that nothing here reads, undecoded."""
-
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-    tool_choice: msgspec.Raw = msgspec.Raw()
-    response_format: msgspec.Raw = msgspec.Raw()
-    logit_bias: msgspec.Raw = msgspec.Raw()
-    stop: msgspec.Raw = msgspec.Raw()
-    model: msgspec.Raw = msgspec.Raw()
-    user: msgspec.Raw = msgspec.Raw()
-    metadata: msgspec.Raw = msgspec.Raw()
-    prediction: msgspec.Raw = msgspec.Raw()
-    audio: msgspec.Raw = msgspec.Raw()
-    web_search_options: msgspec.Raw = msgspec.Raw()
-    functions: msgspec.Raw = msgspec.Raw()
-    function_call: msgspec.Raw = msgspec.Raw()
-    text: msgspec.Raw = msgspec.Raw()
-    output_config: msgspec.Raw = msgspec.Raw()
-    context_management: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    instructions: msgspec.Raw = msgspec.Raw()
-    system: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    tokens: msgspec.Raw = msgspec.Raw()
-
-
-_decode_free = msgspec.json.Decoder(_Free).decode
+FREE_FIELDS = (
+    *("chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias", "stop", "model", "user"),
+    *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
+    "context_management",
+)
+"""Fields whose form is the client's, or which hold text that nothing here reads."""
+_Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
+_look = msgspec.json.Decoder(_Looked).decode
+"""Decodes none of the fields whose sizes are looked at."""
 
 _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
 """The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
 
-_decode_completion = msgspec.json.Decoder(CompletionRequest).decode
-_decode_chat = msgspec.json.Decoder(ChatRequest).decode
-_decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
-_decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
-_decode_responses = msgspec.json.Decoder(ResponsesRequest).decode
-_decode_messages = msgspec.json.Decoder(MessagesRequest).decode
-_decode_count = msgspec.json.Decoder(CountRequest).decode
+Body = bytes | bytearray
+P = TypeVar("P", bound=GenerationRequest | ResponsesRequest | CountRequest | TokenizeRequest | DetokenizeRequest)
 
 
-def parse_completion(body: bytes | bytearray) -> CompletionRequest:
-    """Return the request in a body, with all that can be checked without the model. Raises ApiError (400)."""
-    return _parse(body, _decode_completion)
+def _parser(kind: type[P]) -> Callable[[Body], P]:
+    """Return what makes a request of a body, with all checks that need no model; it raises ApiError (400, 413)."""
+    return partial(_parse, msgspec.json.Decoder(kind))
 
 
-def parse_chat(body: bytes | bytearray) -> ChatRequest:
-    """Return the request in a body, with all that can be checked without the model. Raises ApiError (400)."""
-    return _parse(body, _decode_chat)
+def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
+    # Counting commas takes a hundredth of the time of decoding; text has some, too, but hardly one in 16 characters.
+    if body.count(b",") > MAX_ITEMS + len(body) // 16 or _has_many_strings(body):
+        raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
+    try:
+        if len(body) > LOOK_BYTES:
+            _check_sizes(_look(body), len(body))
+        try:
+            request = decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "got `float`" not in str(error):
+                raise
+            request = _with_whole_numbers(body, decoder.type)
+    except msgspec.ValidationError as error:
+        found = (pattern.search(str(error)) for pattern in _FIELDS)
+        param = next((match[1] for match in found if match), None)
+        raise ApiError(400, str(error), param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    request.check()
+    return request
 
 
-def parse_tokenize(body: bytes | bytearray) -> TokenizeRequest:
-    """Return the request in a body. Raises ApiError (400)."""
-    return _parse(body, _decode_tokenize)
+parse_completion, parse_chat = _parser(CompletionRequest), _parser(ChatRequest)
+parse_tokenize, parse_detokenize = _parser(TokenizeRequest), _parser(DetokenizeRequest)
+_parse_response, _parse_message, _parse_count = (
+    _parser(ResponsesRequest),
+    _parser(MessagesRequest),
+    _parser(CountRequest),
+)
 
 
-def parse_detokenize(body: bytes | bytearray) -> DetokenizeRequest:
-    """Return the request in a body. Raises ApiError (400)."""
-    return _parse(body, _decode_detokenize)
-
-
-def parse_responses(body: bytes | bytearray) -> Translated:
+def parse_responses(body: Body) -> Translated:
     """Return the chat that a response is asked of, checked as a chat's body is. Raises ApiError (400)."""
-    return _checked(_parse(body, _decode_responses).translated())
+    return _checked(_parse_response(body).translated())
 
 
-def parse_messages(body: bytes | bytearray) -> Translated:
+def parse_messages(body: Body) -> Translated:
     """Return the chat that a message of Anthropic's is asked of. Raises ApiError (400)."""
-    return _checked(_parse(body, _decode_messages).translated())
+    return _checked(_parse_message(body).translated())
 
 
-def parse_count(body: bytes | bytearray) -> Translated:
+def parse_count(body: Body) -> Translated:
     """Return the chat whose tokens are to be counted. Raises ApiError (400)."""
-    request: CountRequest = _parse(body, _decode_count)
+    request = _parse_count(body)
     return _checked(Translated(request.chat(), MessagesWriter(request.model), NAMES))
 
 
@@ -135,37 +130,14 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
     return header_s if field_s is None else min(header_s, field_s)
 
 
-def _parse(body: bytes | bytearray, decode: Any) -> Any:
-    # Counting commas takes a hundredth of the time of decoding; text has some, too, but hardly one in 16 characters.
-    if body.count(b",") > MAX_ITEMS + len(body) // 16 or _has_many_strings(body):
-        raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
-    try:
-        if len(body) > LOOK_BYTES:
-            _check_sizes(_decode_free(body), len(body))
-        try:
-            request = decode(body)
-        except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
-                raise
-            request = _with_whole_numbers(body, decode.__self__.type)
-    except msgspec.ValidationError as error:
-        found = (pattern.search(str(error)) for pattern in _FIELDS)
-        param = next((match[1] for match in found if match), None)
-        raise ApiError(400, str(error), param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    request.check()
-    return request
-
-
-def _has_many_strings(body: bytes | bytearray) -> bool:
+def _has_many_strings(body: Body) -> bool:
     """Return whether a body has more than MAX_ITEMS strings, names of fields among them."""
     num_quotes = body.count(b'"')
     # Quotes within a string are escaped. To count those takes three times as long, and few bodies need it.
     return num_quotes > 2 * MAX_ITEMS and num_quotes - body.count(b'\\"') > 2 * MAX_ITEMS
 
 
-def _with_whole_numbers(body: bytes | bytearray, kind: Any) -> Any:
+def _with_whole_numbers(body: Body, kind: Any) -> Any:
     """Return the request in a body that writes counts with a point (4.0), as some clients do."""
     found = msgspec.json.decode(body)
     if isinstance(found, dict):
@@ -173,20 +145,20 @@ def _with_whole_numbers(body: bytes | bytearray, kind: Any) -> Any:
     return msgspec.convert(found, kind)
 
 
-def _check_sizes(free: _Free, size: int) -> None:
+def _check_sizes(looked: Any, size: int) -> None:
     """Refuse a long field of any form before it is decoded: millions of small objects take seconds, and much memory.
 
     Of a field that comes several times the last one is looked at here, and each is decoded later. So the others count,
     with all white space, as what lies beside the texts.
     """
-    beside = size - sum(len(getattr(free, name)) for name in LONG_FIELDS)
+    beside = size - sum(len(getattr(looked, name)) for name in LONG_FIELDS)
     if beside > MAX_BESIDE_BYTES:
         longest = ", ".join(LONG_FIELDS)
         raise ApiError(413, f"the body has {beside} bytes beside {longest}; {MAX_BESIDE_BYTES} are accepted")
-    for name in free.__struct_fields__:
-        if (size := len(getattr(free, name))) > MAX_FREE_BYTES and name not in LONG_FIELDS:
+    for name in FREE_FIELDS:
+        if (size := len(getattr(looked, name))) > MAX_FREE_BYTES:
             refuse(name, f"{size} bytes are more than {MAX_FREE_BYTES}")
-    prompt = bytes(free.prompt)
+    prompt = bytes(looked.prompt)
     if prompt.startswith(b"["):
         # In a list of texts, brackets may be theirs.
         most = MAX_ITEMS if b'"' in prompt else MAX_PROMPTS

@@ -76,8 +76,39 @@ COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 }
 
 
-class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of both kinds of request; null stands for a field's default."""
+class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields of requests in the form of any API; null stands for a field's default."""
+
+    model: str
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+    def common(self, form: type[Sampled]) -> dict[str, Any]:
+        """Return the values of the fields that all requests of a form have."""
+        return {name: getattr(self, name) for name in form.__struct_fields__}
+
+
+class OpenAiFields(Sampled, forbid_unknown_fields=True, kw_only=True):
+    """The fields of requests in all forms of OpenAI's."""
+
+    stream_options: StreamOptions | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
+    """The fields of completions and chats."""
 
     PROMPT_FIELD: ClassVar[str]
     DEFAULT_OUTPUT: ClassVar[int | None] = None
@@ -85,38 +116,21 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]]
     """Fields that are accepted only with the value that changes nothing, and why."""
 
-    model: str
     max_tokens: Count | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     output_length: Count | None = None
-    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASES)] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     @property
     def num_choices(self) -> int:
@@ -593,6 +607,11 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     model: str | None = None
     tokens: list[TokenId]
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Return the memory of its tokens."""
+        return TOKEN_BYTES * len(self.tokens)
 
     def check(self) -> None:
         """Nothing more."""

@@ -15,8 +15,6 @@ from msgspec import Meta
 
 from xrunner.server.api.errors import ApiError, refuse
 from xrunner.server.api.protocol import (
-    MAX_DEADLINE_S,
-    MAX_INT,
     MAX_LOGPROBS,
     MAX_TOOLS,
     ChatMessage,
@@ -25,7 +23,7 @@ from xrunner.server.api.protocol import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
-    StreamOptions,
+    OpenAiFields,
     TextFormat,
     TextPart,
 )
@@ -53,20 +51,6 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
 }
-SHARED = (
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-    "parallel_tool_calls",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "deadline_s",
-    "chat_template_kwargs",
-)
-"""Fields that a chat has by the same name."""
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 """Types of parts that are text."""
 WITH_LOGPROBS = "message.output_text.logprobs"
@@ -129,8 +113,8 @@ class Reasoning(msgspec.Struct):
     summary: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/responses; `top_k` and those after it as in chats."""
+class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/responses."""
 
     WITHOUT_EFFECT: ClassVar[dict[str, str]] = {
         "previous_response_id": "answers are not kept here; send the items before in input",
@@ -140,14 +124,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         "moderation": "nothing is moderated here; leave it out",
     }
 
-    model: str
     input: str | list[Item]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
@@ -155,27 +134,15 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     max_tool_calls: Count | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    metadata: dict[str, Any] | None = None
     include: list[str] | None = None
-    store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     context_management: Any = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_options: Any = None
-    prompt_cache_retention: str | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
     moderation: Any = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    deadline_s: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_S)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
@@ -192,7 +159,6 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         instructions = [ChatMessage("system", self.instructions)] if self.instructions else []
         is_scored = WITH_LOGPROBS in (self.include or ())
         chat = ChatRequest(
-            model=self.model,
             messages=[*instructions, *_messages(self.input)] or refuse("input", "it is empty"),
             max_tokens=self.max_output_tokens,
             logprobs=is_scored or None,
@@ -201,7 +167,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             tool_choice=_choice(self.tool_choice),
             response_format=_format(self.text),
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            **{name: getattr(self, name) for name in SHARED},
+            parallel_tool_calls=self.parallel_tool_calls,
+            chat_template_kwargs=self.chat_template_kwargs,
+            **self.common(OpenAiFields),
         )
         return Translated(chat, ResponsesWriter(self), NAMES)
 

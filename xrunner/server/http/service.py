@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from sys import getsizeof
@@ -31,7 +32,9 @@ from xrunner.server.api.protocol import (
     TOKEN_BYTES,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
+    TokenizeRequest,
 )
 from xrunner.server.api.tools import must_call
 from xrunner.server.api.translated import Translated
@@ -45,6 +48,7 @@ from xrunner.server.http.prompting import Prompts
 from xrunner.server.request_info import RequestInfo
 
 R = TypeVar("R", CompletionRequest, ChatRequest, Translated)
+P = TypeVar("P", TokenizeRequest, DetokenizeRequest, Translated)
 
 MAX_OUTPUTS = 1024
 """Largest number of outputs, prompts times choices, of one request."""
@@ -99,6 +103,17 @@ class Service:
         except BaseException:
             memory.free()
             raise
+
+    @asynccontextmanager
+    async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
+        """Count and read a request that is answered at once; its memory counts until the end of the block."""
+        info, memory = self._begin(http), self._bodies.memory(http)
+        try:
+            request = parse(await self._bodies.read(http, memory))
+            memory.set(request.num_text_bytes)
+            yield info, request
+        finally:
+            memory.free()
 
     def _begin(self, http: Request) -> RequestInfo:
         """Count a request against its key's limits; raise ApiError (429) beyond them."""
@@ -167,27 +182,17 @@ class Service:
 
     async def count(self, http: Request) -> Response:
         """Return how many tokens the prompt of a message of Anthropic's has."""
-        info = self._begin(http)
-        memory = self._bodies.memory(http)
-        try:
-            request = parse_count(await self._bodies.read(http, memory))
-            memory.set(request.num_text_bytes)
+        async with self._read(http, parse_count) as (info, request):
             try:
                 self._check(request.chat)
                 _, tokens = await self._render(info, request.chat)
             except ApiError as error:
                 request.refuse_as_named(error)
-        finally:
-            memory.free()
         return _json({"input_tokens": len(tokens)})
 
     async def tokenize(self, http: Request) -> Response:
         """Return the token ids of a text or a chat."""
-        info = self._begin(http)
-        memory = self._bodies.memory(http)
-        try:
-            request = parse_tokenize(await self._bodies.read(http, memory))
-            memory.set(request.num_text_bytes)
+        async with self._read(http, parse_tokenize) as (info, request):
             if request.messages is not None:
                 _, tokens = await self._prompts.render(
                     info,
@@ -199,8 +204,6 @@ class Service:
             else:
                 text = request.prompt or ""
                 tokens = await self._prompts.encode(info, text, "prompt", add_special_tokens=request.add_special_tokens)
-        finally:
-            memory.free()
         answer = {"count": len(tokens), "max_model_len": self._spec.max_context, "tokens": tokens}
         if request.return_token_strs and self._codec is not None:
             answer["token_strs"] = [self._codec.tokenizer.id_to_token(token) for token in tokens]
@@ -208,12 +211,8 @@ class Service:
 
     async def detokenize(self, http: Request) -> Response:
         """Return the text of token ids."""
-        self._begin(http)
-        memory = self._bodies.memory(http)
-        try:
-            tokens = parse_detokenize(await self._bodies.read(http, memory)).tokens
-        finally:
-            memory.free()
+        async with self._read(http, parse_detokenize) as (_, request):
+            tokens = request.tokens
         if self._codec is None:
             refuse("tokens", "this model has no tokenizer")
         if len(tokens) > self._spec.max_context or any(token >= self._spec.vocab_size for token in tokens):

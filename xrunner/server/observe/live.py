@@ -12,7 +12,6 @@ import numpy as np
 
 from xgpt.core.schema import Histogram
 from xrunner.server.observe.backlog import Backlog
-from xrunner.server.observe.recent import RecentTimes
 from xrunner.server.observe.watch import MAX_HISTORY, Watch
 from xrunner.server.served import ServedEngine
 
@@ -33,11 +32,9 @@ class Live:
         watch: Watch,
         goodput: Callable[[], dict[str, dict[str, int]]] = dict,
         goodput_of_classes: Callable[[], dict[str, dict[str, int]]] = dict,
-        recent: RecentTimes | None = None,
     ) -> None:
         self._engine = engine
         self._goodput, self._goodput_of_classes = goodput, goodput_of_classes
-        self._recent = recent or RecentTimes()
         self._backlog = backlog
         self._watch = watch
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -106,13 +103,8 @@ class Live:
 
     def _figures(self) -> dict[str, float | None]:
         pool = self._engine.pool
-        seconds, latencies, tokens = self._watch.recent.figures()
         return {
-            "throughput_rps": self._watch.recent.rate_per_s(),
-            "output_tokens_per_s": tokens / seconds if seconds else None,
-            "latency_p50_s": float(np.quantile(latencies, 0.5)) if latencies else None,
-            "latency_p99_s": float(np.quantile(latencies, 0.99)) if latencies else None,
-            **self._recent.figures(),
+            **self._watch.recent.figures(),
             "running": pool.num_running,
             "waiting": len(self._backlog),
             "kv_share": pool.reserved_blocks / pool.kv_blocks,

@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from xgpt.core.schema import Account, Decision
-from xrunner.server.observe.recent import RecentTimes
 from xrunner.server.observe.watch import Watch
 from xrunner.server.served import ServedEngine
 
@@ -77,7 +76,6 @@ class Metrics:
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
         self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
         self._registry.register(_Processes(engine))
-        self.recent = RecentTimes()
         self._watch = watch
         if watch is not None:
             self._observe(watch)
@@ -134,8 +132,8 @@ class Metrics:
                 tokens.labels(name, "prompt").inc(prompt_tokens)
                 tokens.labels(name, "output").inc(output_tokens)
 
-    def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> None:
-        """Count a complete request by whether it kept its key's bounds.
+    def note_bounds(self, account: Account, took: RequestBounds, bounds: RequestBounds) -> bool | None:
+        """Count a complete request by whether it kept its key's bounds, and return that; None: it has none.
 
         For a key without bounds, the plan's count; a request of a class without bounds always keeps them.
         """
@@ -143,18 +141,15 @@ class Metrics:
             constraint = self._watch.plan.constraint
             bounds = RequestBounds(constraint.ttft_s, constraint.tpot_s, constraint.latency_bound_s)
         if bounds == NO_BOUNDS and not account.of_class:
-            self.recent.end(took.ttft_s or 0.0, took.whole_s or 0.0, is_kept=None)
-            return
+            return None
         pairs = zip(took, bounds, strict=True)
         is_kept = all(seconds is None or bound is None or seconds <= bound for seconds, bound in pairs)
-        self.recent.end(took.ttft_s or 0.0, took.whole_s or 0.0, is_kept=is_kept)
         self._bounds.labels(account.key, "yes" if is_kept else "no").inc()
         _count(self._kept, account.key, is_kept=is_kept)
         if account.of_class:
             self._class_bounds.labels(account.of_class, "yes" if is_kept else "no").inc()
             _count(self._kept_of_class, account.of_class, is_kept=is_kept)
-        if self._watch is not None:
-            self._watch.note_bounds(is_kept=is_kept)
+        return is_kept
 
     def goodput(self) -> dict[str, dict[str, int]]:
         """Return for each key the numbers of requests that kept its bounds and that did not."""

@@ -1,44 +1,72 @@
-"""What clients of the last half minute met: times from arrival, and the share of requests that kept their bounds."""
+"""What clients of the last half minute met: rates, times, and the share of requests that kept their bounds."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from xrunner.server.observe.watch import RECENT_S
+RECENT_S = 30.0
+"""Time over which recent rates and latencies are computed."""
 
 
-class RecentTimes:
-    """Times of the requests that ended in the last `RECENT_S` seconds, waiting included."""
+class Ended(NamedTuple):
+    """A request whose output has ended without being cut off.
+
+    Attributes:
+        latency_s: from its admission to its last token.
+        first_s, whole_s: from its arrival to its first token, and to its last.
+        is_kept: whether it kept its bounds; None: it has none.
+    """
+
+    num_tokens: int
+    latency_s: float
+    first_s: float
+    whole_s: float
+    is_kept: bool | None
+
+
+class Recent:
+    """The requests that ended in the last `RECENT_S` seconds."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[float, float, float, bool | None]] = deque(maxlen=8192)
+        self._ended: deque[tuple[float, Ended]] = deque(maxlen=8192)
 
-    def end(self, first_s: float, whole_s: float, *, is_kept: bool | None) -> None:
-        """Note a request that has ended.
+    def end(self, request: Ended) -> None:
+        """Note a request that has ended now."""
+        self._ended.append((time.perf_counter(), request))
 
-        Args:
-            first_s, whole_s: from its arrival to its first token, and to its last.
-            is_kept: whether it kept its bounds; None: it has none.
-        """
-        self._ended.append((time.perf_counter(), first_s, whole_s, is_kept))
+    def rate_per_s(self) -> float | None:
+        """Return the requests that end a second; None: too few have ended."""
+        seconds = self._forget()
+        return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return the 99th percentiles of both times, s, and the share of requests that kept their bounds; None if no
-        request of the last seconds tells."""
-        since_s = time.perf_counter() - RECENT_S
-        while self._ended and self._ended[0][0] < since_s:
-            self._ended.popleft()
-        kept = [is_kept for *_, is_kept in self._ended if is_kept is not None]
+        """Return what the live page shows of them; None if no request of the last seconds tells."""
+        seconds = self._forget()
+        ended = [request for _, request in self._ended]
+        kept = [request.is_kept for request in ended if request.is_kept is not None]
         return {
-            "first_p99_s": _p99([first_s for _, first_s, _, _ in self._ended]),
-            "whole_p99_s": _p99([whole_s for _, _, whole_s, _ in self._ended]),
+            "throughput_rps": self.rate_per_s(),
+            "output_tokens_per_s": sum(request.num_tokens for request in ended) / seconds if seconds else None,
+            "latency_p50_s": _quantile((request.latency_s for request in ended), 0.5),
+            "latency_p99_s": _quantile((request.latency_s for request in ended), 0.99),
+            "first_p99_s": _quantile((request.first_s for request in ended), 0.99),
+            "whole_p99_s": _quantile((request.whole_s for request in ended), 0.99),
             "share_kept": sum(kept) / len(kept) if kept else None,
         }
 
+    def _forget(self) -> float:
+        """Drop requests that ended more than `RECENT_S` ago; return the seconds that the others span."""
+        now_s = time.perf_counter()
+        while self._ended and self._ended[0][0] < now_s - RECENT_S:
+            self._ended.popleft()
+        return min(RECENT_S, now_s - self._ended[0][0]) if self._ended else RECENT_S
 
-def _p99(seconds: Sequence[float]) -> float | None:
-    return float(np.quantile(seconds, 0.99)) if seconds else None
+
+def _quantile(seconds: Iterable[float], quantile: float) -> float | None:
+    values = list(seconds)
+    return float(np.quantile(values, quantile)) if values else None

@@ -17,12 +17,11 @@ from xgpt.core.schema import Decision, Observation, Plan, Planner
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.observation.observer import Observer, Snapshot
 from xgpt.observation.windows import Seen
+from xrunner.server.observe.recent import Ended, Recent
 
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 256
-RECENT_S = 30.0
-"""Time over which recent rates and latencies are computed."""
 
 
 class Watch:
@@ -84,15 +83,12 @@ class Watch:
         if self._planner is not None:
             self._observer.reuse.note(record)
 
-    def note_bounds(self, *, is_kept: bool) -> None:
-        """Note whether a complete request has kept its bounds."""
-        self._observer.goodput.note(is_kept=is_kept)
-
-    def end(self, seen: Seen, started_s: float) -> None:
+    def end(self, seen: Seen, request: Ended) -> None:
         """Note that a request's output has ended without being cut off."""
-        now_s = time.perf_counter()
         self._observer.end(seen)
-        self.recent.end(now_s, now_s - started_s, seen.generated)
+        if request.is_kept is not None:
+            self._observer.goodput.note(is_kept=request.is_kept)
+        self.recent.end(request)
         self._look()
 
     def wants_step(self, record: StepRecord) -> bool:
@@ -203,31 +199,3 @@ class Watch:
         self._apply(plan)
         self._before = self.plan
         self.go_over_to(plan)
-
-
-class Recent:
-    """Ended requests of the last seconds."""
-
-    def __init__(self) -> None:
-        self._ended: deque[tuple[float, float, int]] = deque(maxlen=8192)
-
-    def end(self, now_s: float, latency_s: float, num_tokens: int) -> None:
-        """Note an ended request; `latency_s`: from admission to the last token."""
-        self._ended.append((now_s, latency_s, num_tokens))
-
-    def figures(self) -> tuple[float, list[float], int]:
-        """Return (seconds observed, latencies of the requests that ended in them, their tokens)."""
-        seconds = self._forget()
-        return seconds, [latency_s for _, latency_s, _ in self._ended], sum(tokens for *_, tokens in self._ended)
-
-    def rate_per_s(self) -> float | None:
-        """Return the requests that end a second; None: too few have ended."""
-        seconds = self._forget()
-        return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
-
-    def _forget(self) -> float:
-        """Drop requests that ended more than `RECENT_S` ago; return the seconds that the others span."""
-        now_s = time.perf_counter()
-        while self._ended and self._ended[0][0] < now_s - RECENT_S:
-            self._ended.popleft()
-        return min(RECENT_S, now_s - self._ended[0][0]) if self._ended else RECENT_S

@@ -23,12 +23,12 @@ from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, StaticSettings
 from xgpt.core.schema.step_log import StepRecord
+from xrunner.channel import remote
 from xrunner.generation import Generation, Token
 from xrunner.server import Watch
 from xrunner.vllm import instance
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.process import PYTHON_VARIABLE
-from xrunner.vllm.waa import WaaEngine
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,18 +36,17 @@ ORCA = exportable(here(plan_with(OrcaSettings(max_batch=8))), "/weights")
 WAA = exportable(here(waa_plan()), "/weights")
 PROMPTS = [(number,) * 8 for number in range(20, 40)]
 
-Engine = VllmEngine | WaaEngine
-Start = Callable[..., Engine]
+Start = Callable[..., VllmEngine]
 
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts the engine of a plan, and ends it with the test."""
     monkeypatch.setenv(PYTHON_VARIABLE, str(fake_vllm.program(tmp_path)))
-    started: list[Engine] = []
+    started: list[VllmEngine] = []
 
-    def engine_of(plan: Plan, **options: Any) -> Engine:
-        engine = (WaaEngine if plan.policy.kind == "waa" else VllmEngine)(plan, **options)
+    def engine_of(plan: Plan, **options: Any) -> VllmEngine:
+        engine = VllmEngine(plan, **options)
         started.append(engine)
         return engine
 
@@ -56,12 +55,12 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         engine.close()
 
 
-def submit(engine: Engine, prompts: list[tuple[int, ...]], max_output: int = 6, **fields: Any) -> None:
+def submit(engine: VllmEngine, prompts: list[tuple[int, ...]], max_output: int = 6, **fields: Any) -> None:
     for id_, prompt in enumerate(prompts):
         engine.submit(Generation(id_, prompt, max_output, **fields))
 
 
-def run(engine: Engine, num_requests: int, within_s: float = 30.0) -> dict[int, list[Token]]:
+def run(engine: VllmEngine, num_requests: int, within_s: float = 30.0) -> dict[int, list[Token]]:
     """Return the tokens that come until `num_requests` requests have ended."""
     got: dict[int, list[Token]] = {}
     until_s = time.monotonic() + within_s
@@ -112,9 +111,11 @@ def test_cancelled_requests_make_room_for_others(plan: Plan, start: Start) -> No
     assert all(ids(got[id_]) == expected_tokens((5, 6), 3) for id_ in range(100, 110))
 
 
-def children(engine: Engine, number: int = 0) -> list[int]:
+def children(engine: VllmEngine, number: int = 0) -> list[int]:
     """Of the process that supervises a vLLM."""
-    parent = engine._vllm._readers[number].process.pid
+    far_end = engine._far_end
+    assert isinstance(far_end, instance.Instances)
+    parent = far_end._readers[number].process.pid
     return [int(child) for child in subprocess.check_output(["pgrep", "-P", str(parent)], text=True).split()]
 
 
@@ -141,13 +142,13 @@ def test_a_vllm_that_ends_or_hangs_is_started_anew_and_no_request_is_lost(
     with running(fake_app(engine, Watch(plan))) as url:
         asked = answers(url, PROMPTS[:8], 60)
         assert eventually(lambda: engine.pool.num_running == 8)
-        vllm, lost = engine._vllm, children(engine, number)
+        vllm, lost = engine._far_end, children(engine, number)
         for child in lost:
             os.kill(child, sent)
-        monkeypatch.setattr(instance, "ALIVE_S", 8.0)
+        monkeypatch.setattr(remote, "SILENCE_S", 8.0)
         tokens = [one.result().json()["choices"][0]["token_ids"] for one in asked]
         assert tokens == [expected_tokens(prompt, 60) for prompt in PROMPTS[:8]]
-        assert engine._vllm is not vllm and children(engine, number)
+        assert engine._far_end is not vllm and children(engine, number)
         assert not any(Path(f"/proc/{child}/cmdline").exists() for child in lost)
 
 
@@ -167,12 +168,12 @@ def test_a_request_that_ends_every_vllm_is_found_and_ended(start: Start) -> None
 @pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
 def test_a_vllm_that_makes_no_step_is_noticed(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(plan)
-    monkeypatch.setattr(instance, "SILENCE_S", 0.5)
+    monkeypatch.setattr(remote, "STEP_S", 0.5)
     engine.wait(0.6)  # idle, it has nothing to tell
     submit(engine, PROMPTS[:1])
     assert len(run(engine, 1)) == 1
     submit(engine, [(fake_vllm.HANGS, 1)])
-    with pytest.raises(MachineError, match="it hangs"):
+    with pytest.raises(MachineError, match="it has requests, and has ended no step for"):
         run(engine, 1)
 
 
@@ -227,7 +228,6 @@ def test_deadlines_reach_the_rule(start: Start) -> None:
 
 def test_a_plan_changes_between_two_steps(start: Start) -> None:
     engine = start(ORCA)
-    assert isinstance(engine, VllmEngine)
     submit(engine, PROMPTS, max_output=100)
     log: list[StepRecord] = []
     engine.listen(log.append)
@@ -267,7 +267,6 @@ def test_a_directory_too_deep_for_sockets_is_said_to_be(
 
 def test_a_plan_of_another_memory_waits_until_no_request_runs(start: Start) -> None:
     engine = start(ORCA)
-    assert isinstance(engine, VllmEngine)
     submit(engine, PROMPTS[:8], max_output=50)
     while len(engine.pool.running) < 8:
         engine.step()
@@ -278,7 +277,7 @@ def test_a_plan_of_another_memory_waits_until_no_request_runs(start: Start) -> N
     for id_ in range(100, 104):
         engine.submit(Generation(id_, (5, 6), 3))
     engine.cancel(103)
-    assert not any(id_ in engine.pool.waiting for id_ in range(100, 104))
+    assert not any(id_ in engine.pool.running for id_ in range(100, 104))
     got = run(engine, 11)
     assert not engine.is_emptying
     assert [len(got[id_]) for id_ in range(100, 103)] == [3, 3, 3] and 103 not in got
@@ -313,14 +312,14 @@ def test_a_vllm_that_is_stopped_is_noticed(is_busy: bool, start: Start, monkeypa
     while time.monotonic() < run_for_s:
         assert engine.step() is None
         engine.wait(0.1)
-    monkeypatch.setattr(instance, "ALIVE_S", 3.0)
+    monkeypatch.setattr(remote, "SILENCE_S", 3.0)
     if is_busy:
         submit(engine, PROMPTS[:1], max_output=100_000)
     try:
         stopped = children(engine)
         for child in stopped:
             os.kill(child, signal.SIGSTOP)
-        with pytest.raises(MachineError, match="reported nothing for 3 s: it hangs"):
+        with pytest.raises(MachineError, match="its process has reported nothing for 3 s"):
             while True:
                 engine.step()
                 engine.wait(0.1)

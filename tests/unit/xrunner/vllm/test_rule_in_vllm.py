@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from tests.vllm.plans import exportable, here, plan_with
 from xgpt.cli import cli
 from xgpt.core.errors import InputError, MachineError
-from xgpt.core.io import dump_json, sha256
+from xgpt.core.io import dump_json
 from xgpt.core.policies import Request
 from xgpt.core.schema import (
     Account,
@@ -30,21 +30,24 @@ from xgpt.core.schema import (
     WaaSettings,
 )
 from xgpt.resolve import load_cluster, load_model
-from xrunner.vllm.channel import (
-    Accepted,
+from xrunner.channel.messages import (
+    Alive,
     Cancel,
-    CoreSide,
     Down,
-    FrontSide,
-    HostSide,
+    Follow,
+    Followed,
+    Ready,
+    Refused,
+    Rested,
+    Room,
+    Stepped,
+    Submit,
     Up,
-    VllmOutput,
-    VllmRefused,
-    VllmStepped,
-    VllmSubmit,
 )
+from xrunner.generation import Generation, Logprobs, SamplingParams, Token
+from xrunner.vllm.channel import Lanes, VllmEnd
 from xrunner.vllm.command import CPU_BLOCK_SIZE, launch, launch_lane, variables
-from xrunner.vllm.lane import VllmRoom, build_lane, change_lane
+from xrunner.vllm.lane import PlannedLane, VllmRoom, build_lane
 from xrunner.vllm.process import PYTHON_VARIABLE, package_path, python
 from xsimulator.memory import LaneMemory
 from xsimulator.stages import lane_of
@@ -158,25 +161,35 @@ def test_a_lane_needs_the_memory_that_the_plan_counts_on() -> None:
 
 
 def test_a_lane_goes_on_by_another_plan_with_all_requests_in_it() -> None:
-    lane = build_lane(CHUNKED, ROOM)
+    told: list[Followed | Refused] = []
+    planned = PlannedLane(CHUNKED, ROOM, told.append)
+    lane = planned.lane
     for number in range(3):
         lane.submit(Request(number, input_length=40, max_output=4))
     step = lane.next_step()
     assert step is not None
     assert [(chunk.id, chunk.length) for chunk in step.encode] == [(0, 40), (1, 8)]
     lane.settle(step, ())
-    assert change_lane(lane, RRA, ROOM) is lane
+    planned.go_over_to(RRA)
+    assert planned.lane is lane and not planned.is_emptying and told == [Followed()]
     step = lane.next_step()
     assert step is not None
     assert [(chunk.id, chunk.start, chunk.length) for chunk in step.encode] == [(1, 8, 32), (2, 0, 40)]
     assert not step.decode
-    with pytest.raises(InputError, match="take an empty engine"):
-        change_lane(lane, plan_with(OrcaSettings(max_batch=8), kv="quantile"), ROOM)
 
 
-def test_an_empty_lane_changes_in_all_respects() -> None:
-    lane = change_lane(build_lane(CHUNKED, ROOM), plan_with(OrcaSettings(max_batch=8), kv="quantile"), ROOM)
-    assert lane.pool.kv == "quantile"
+def test_a_plan_with_another_promise_waits_until_no_request_is_inside() -> None:
+    told: list[Followed | Refused] = []
+    planned = PlannedLane(CHUNKED, ROOM, told.append)
+    planned.lane.submit(Request(0, input_length=40, max_output=4))
+    planned.go_over_to(plan_with(OrcaSettings(max_batch=8), kv="quantile"))
+    planned.go_on_if_empty()
+    assert planned.is_emptying and planned.taken.is_emptying and not told
+    planned.lane.cancel(0)
+    planned.go_on_if_empty()
+    assert planned.lane.pool.kv == "quantile" and not planned.is_emptying and told == [Followed()]
+    planned.go_over_to(plan_with(OrcaSettings(max_batch=8), kv_tokens=12800 * 32))
+    assert isinstance(told[-1], Refused) and "vLLM has 400 of 32 tokens" in told[-1].reason
 
 
 def test_an_order_by_deadlines_has_them_and_its_row() -> None:
@@ -189,8 +202,8 @@ def test_an_order_by_deadlines_has_them_and_its_row() -> None:
 
 
 def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
-    front = FrontSide(str(tmp_path))
-    core, host = CoreSide(str(tmp_path), "both", follows_plans=True), HostSide(str(tmp_path), "both")
+    front = Lanes(str(tmp_path), ["both"], 1)
+    core, host = VllmEnd(str(tmp_path), "both", plans=True), VllmEnd(str(tmp_path), "both")
 
     def told() -> Up:
         front.wait(5)
@@ -199,31 +212,56 @@ def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
         return message
 
     try:
-        while not front.reaches(["both"], 1):
+        host.send(Ready(takes_seeds=True, scores_prompts=False, resumes=True))
+        while isinstance(ready := told(), Alive):
             pass
-        front.send_plan(CHUNKED)
+        assert ready == Ready(takes_seeds=True, scores_prompts=False, resumes=True)
+        front.send(Follow(dump_json(CHUNKED)))
         plans: list[Plan] = []
         while not plans:
             plans += core.plans()
         assert plans == [CHUNKED]
-        core.accept(CHUNKED)
-        assert told() == Accepted(core.core, sha256(CHUNKED))
-        core.refuse(CHUNKED, "no")
-        assert told() == VllmRefused(core.core, sha256(CHUNKED), "no")
+        for message in (Followed(), Refused("no")):
+            core.send(message)
+            assert told() == message
         record = StepRecord(1, 2, ((7, 0, 3),), (), (7,), (Arrival(7, 3, 1, 0, account=Account("a", 2.0, 1)),), ())
-        stepped = VllmStepped("both", core.core, [VllmOutput(7, [5], "length", [(-1.0, [(5, -1.0)])])], [record], 3, 1)
+        tokens = [Token(7, 5, "length", Logprobs(-1.0, ((5, -1.0),)))]
+        stepped = Stepped(tokens, [record], Room(3, 0, 1), {7: {"at": 1}})
         core.send(stepped)
         assert told() == stepped
-        request = VllmSubmit(7, (1, 2, 3), 1, sampling={"seed": 2**63 - 1, "temperature": 0.5}, account=Account("a"))
-        front.send("both", request)
-        front.send("both", Cancel(7))
+        sampling = SamplingParams(seed=2**63 - 1, temperature=0.5)
+        request = Submit(Generation(7, (1, 2, 3), 1, sampling=sampling, account=Account("a")), {"at": 1})
+        front.send(request)
+        front.send(Cancel(7))
         requests: list[Down] = []
         while len(requests) < 2:
-            requests += host.requests()
+            requests += host.received()
         assert requests == [request, Cancel(7)]
         assert front.receive() is None
     finally:
         for end in (core, host, front):
+            end.close()
+
+
+def test_what_several_cores_tell_is_that_of_one_engine(tmp_path: Path) -> None:
+    front = Lanes(str(tmp_path), [], 2)
+    cores = [VllmEnd(str(tmp_path), "both", plans=True) for _ in range(2)]
+    try:
+        while isinstance(message := front.receive(), Alive):
+            pass
+        assert isinstance(message, Ready)
+        front.send(Follow(dump_json(CHUNKED)))
+        for core in cores:
+            core.send(Followed())
+            core.send(Rested(Room(2, 1, 3, core is cores[0])))
+        seen: list[Up] = []
+        while len(seen) < 3:
+            front.wait(5)
+            seen += filter(None, [front.receive()])
+        assert seen.count(Followed()) == 1
+        assert seen[-1] in (Rested(Room(4, 2, 6, True)), Followed()) and Rested(Room(4, 2, 6, True)) in seen
+    finally:
+        for end in (*cores, front):
             end.close()
 
 
