@@ -1,11 +1,12 @@
 """Two hosts serve one plan: what goes over the wire between them, and whether tokens are those of one host.
 
-    python -m benchmarks.two_hosts [--requests 60] [--plan "PP 2"] [--json two_hosts.json]
+    python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill] [--json two_hosts.json]
 
 The hosts are network namespaces of this machine, each with a host name of its own, joined by a pair of virtual
 interfaces; they meet as `xgpt serve --nnodes 2` does on real machines. Each has one device.
-Bytes are counted twice: by the processes, which know control messages from tensors, and by the interface. Network
-namespaces take root; without, this says what is missing and runs nothing.
+Bytes are counted twice: by xgpt's own processes, which know control messages from tensors, and by the interface.
+`--kill` ends each kind of process of either host while requests run. Listening sockets are listed. Network namespaces
+take root; without, this says what is missing and runs nothing.
 """
 
 from __future__ import annotations
@@ -14,34 +15,42 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.served_plans import SPEC, parser, report, served
+from xgpt.checkpoints.files import read_spec
 from xgpt.client import ClientRequest, replay
 from xgpt.core.errors import MachineError
 from xgpt.core.io import dump_json
-from xgpt.core.schema import Plan
+from xgpt.core.schema import OrcaSettings, Plan
 
 HOSTS = ("xgpt-host-0", "xgpt-host-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACE = "xgpt-link"
 """Its name in both namespaces; each end is made under a name of its own, as both begin in the same namespace."""
-RENDEZVOUS_PORT = 29400
 SECRET = "of two namespaces alone"
+KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.host", "vllm.entrypoints", "xrunner.vllm.supervised",
+         "xrunner.cluster.launcher", "xgpt.serving.engine_process", "xgpt serve")  # fmt: skip
+"""What command lines of the processes contain, the most telling first."""
+FRONT = "xgpt serve"
 CONCURRENCY = 16
-START_S = 180
+KILL_REQUESTS, KILL_AFTER_S = 40, 1.5
+PROGRAM = r'"(.*?)"'
+"""The names of programs in the output of `ss`."""
 
 
 @dataclass
@@ -67,6 +76,8 @@ class Row:
     tensor_bytes: dict[str, int]
     wire_bytes: int
     exit_codes: list[int | None]
+    listening: list[list[str]] = field(default_factory=list)
+    kills: list[dict[str, object]] = field(default_factory=list)
 
     def __str__(self) -> str:
         control, tensors = sum(self.control_bytes.values()), sum(self.tensor_bytes.values())
@@ -74,7 +85,8 @@ class Row:
             f"{self.plan}: {self.lost} of {self.requests} requests lost, {self.changed} changed, started in "
             f"{self.start_s} s, {self.output_tokens} tokens in {self.seconds} s; bytes a token: "
             f"control {control / self.output_tokens:.0f}, tensors {tensors / self.output_tokens:.0f}, on the "
-            f"wire {self.wire_bytes / self.output_tokens:.0f}; exit codes {self.exit_codes}"
+            f"wire {self.wire_bytes / self.output_tokens:.0f}; exit codes {self.exit_codes}; listening "
+            f"{self.listening}" + "".join(f"; {kill}" for kill in self.kills)
         )
 
 
@@ -134,19 +146,13 @@ def wire_bytes() -> int:
 
 
 @contextmanager
-def serving(what: Plan, directory: Path) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
+def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, list[subprocess.Popen[str]]]]:
     """One plan on both hosts. Yields where the first answers, within its namespace, and both servers."""
     path = directory / "plan.json"
     path.write_text(dump_json(what))
     servers: list[subprocess.Popen[str]] = []
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XGPT_CLUSTER_SECRET": SECRET}
     try:
-        for number in range(2):
-            command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan"]
-            command += ["--nnodes", "2", "--node-rank", str(number)]
-            command += ["--rdzv-endpoint", f"{ADDRESSES[0]}:{RENDEZVOUS_PORT}"]
-            log = subprocess.PIPE if number == 0 else None
-            servers.append(subprocess.Popen(on_host(number, command), stderr=log, text=True, env=environment))
+        servers += [start(number, path, engine) for number in range(2)]
         yield _url(servers[0]), servers
     finally:
         servers[0].send_signal(signal.SIGTERM)
@@ -158,6 +164,34 @@ def serving(what: Plan, directory: Path) -> Iterator[tuple[str, list[subprocess.
                 server.wait()
         if servers[0].stderr is not None:
             servers[0].stderr.close()
+
+
+def start(number: int, path: Path, engine: str) -> subprocess.Popen[str]:
+    """Start a host's part of the plan in this file."""
+    command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", "--engine", engine]
+    command += ["--nnodes", "2", "--node-rank", str(number)]
+    meet = ["--master-addr", ADDRESSES[0]] if engine == "vllm" else ["--rdzv-endpoint", f"{ADDRESSES[0]}:29400"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XGPT_CLUSTER_SECRET": SECRET}
+    log = subprocess.PIPE if number == 0 else None
+    return subprocess.Popen(on_host(number, [*command, *meet]), stderr=log, text=True, env=environment)
+
+
+def processes(number: int) -> dict[str, int]:
+    """Return a process of each kind on a host; of several, the one started last."""
+    found = {}
+    for pid in map(int, ip("netns", "pids", HOSTS[number]).split()):
+        with suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            kind = next((kind for kind in KINDS if kind in line), None)
+            if kind is not None and not line.startswith(("sh ", "unshare", "ip ")):
+                found[kind] = pid
+    return found
+
+
+def listening(number: int) -> list[str]:
+    """Return the listening TCP sockets of a host, with the programs that hold them."""
+    lines = subprocess.check_output(on_host(number, ["ss", "-ltnpH"]), text=True).splitlines()
+    return sorted(f"{line.split()[3]} {', '.join(re.findall(PROGRAM, line))}" for line in lines)
 
 
 def _url(server: subprocess.Popen[str]) -> str:
@@ -206,17 +240,61 @@ def ask(url: str, count: int) -> dict[str, object]:
     }
 
 
-def measure(name: str, what: Plan, count: int) -> Row:
+def ask_on_first(url: str, count: int) -> subprocess.Popen[str]:
+    """Replay requests on the first host, in the background."""
+    command = [sys.executable, "-m", "benchmarks.two_hosts", "--ask", url, "--requests", str(count)]
+    return subprocess.Popen(on_host(0, command), stdout=subprocess.PIPE, text=True)
+
+
+def answered(asking: subprocess.Popen[str]) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(asking.communicate(timeout=600)[0])
+    return answer
+
+
+def kill_each(
+    url: str, servers: list[subprocess.Popen[str]], path: Path, engine: str, expected: list[list[int]]
+) -> Iterator[dict[str, object]]:
+    """Kill each kind of process but the front while 40 requests run, and yield what became of them."""
+    for number in range(2):
+        for kind in processes(number):
+            if (number, kind) == (0, FRONT):
+                continue
+            asking = ask_on_first(url, KILL_REQUESTS)
+            time.sleep(KILL_AFTER_S)
+            os.kill(processes(number)[kind], signal.SIGKILL)
+            if kind == FRONT:
+                servers[number].wait(60)
+                servers[number] = start(number, path, engine)
+            answer = answered(asking)
+            pairs = zip(answer["tokens"], expected[:KILL_REQUESTS], strict=True)
+            changed = sum(a != b for a, b in pairs)
+            yield {"host": number, "killed": kind, "lost": answer["lost"], "changed": changed, "s": answer["seconds"]}
+
+
+def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
+    count, engine = options.requests, options.engine
     with tempfile.TemporaryDirectory() as directory:
-        with served(what, Path(directory)) as alone:
+        alone_options: tuple[str, ...] = ()
+        alone_plan = what
+        if engine == "vllm":
+            what = in_vllm(what, Path(directory) / "weights")
+            stage = what.stages[0].model_copy(update={"decode_layers": (0, SPEC.num_layers), "tp": 1, "devices": (0,)})
+            alone_plan = what.model_copy(update={"stages": (stage,), "policy": OrcaSettings(max_batch=16)})
+            alone_options = ("--engine", "vllm")
+        with served(alone_plan, Path(directory), *alone_options) as alone:
             expected = [r.token_ids for r in asyncio.run(replay(alone.url, requests(count), concurrency=CONCURRENCY))]
         started = time.perf_counter()
-        with serving(what, Path(directory)) as (url, servers):
+        with serving(what, Path(directory), engine) as (url, servers):
             start_s = time.perf_counter() - started
             wire = wire_bytes()
-            command = [sys.executable, "-m", "benchmarks.two_hosts", "--ask", url, "--requests", str(count)]
-            answer = json.loads(subprocess.check_output(on_host(0, command), text=True))
+            answer = answered(ask_on_first(url, count))
             wire = wire_bytes() - wire
+            sockets = [listening(number) for number in range(2)]
+            path = Path(directory) / "plan.json"
+            kills = []
+            for kill in kill_each(url, servers, path, engine, expected) if options.kill else ():
+                print(kill, file=sys.stderr, flush=True)
+                kills.append(kill)
     return Row(
         name,
         count,
@@ -225,15 +303,36 @@ def measure(name: str, what: Plan, count: int) -> Row:
         round(start_s, 1),
         round(answer["seconds"], 2),
         sum(map(len, answer["tokens"])),
-        answer["control"],
-        answer["tensor"],
+        answer.get("control", {}),
+        answer.get("tensor", {}),
         wire,
         [server.returncode for server in servers],
+        sockets,
+        kills,
     )
+
+
+def in_vllm(what: Plan, directory: Path) -> Plan:
+    """Return the plan with seeded weights in a directory, on two machines as vLLM knows them."""
+    import torch
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=SPEC.vocab_size, hidden_size=SPEC.hidden_size, word_embed_proj_dim=SPEC.hidden_size,
+        num_hidden_layers=SPEC.num_layers, num_attention_heads=SPEC.num_heads, ffn_dim=SPEC.ffn_size,
+        max_position_embeddings=SPEC.max_context, tie_word_embeddings=False,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(directory)
+    cluster = what.cluster.model_copy(update={"name": "two hosts", "num_nodes": 2, "devices_per_node": 1})
+    model, policy = read_spec(directory), what.policy.model_copy(update={"microbatches": 1})
+    return what.model_copy(update={"checkpoint": str(directory), "cluster": cluster, "model": model, "policy": policy})
 
 
 def main() -> None:
     accepted = parser(__doc__ or "", 60)
+    accepted.add_argument("--engine", choices=("native", "vllm"), default="native")
+    accepted.add_argument("--kill", action="store_true", help="kill each kind of process while requests run")
     accepted.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)  # what runs on the first host
     options = accepted.parse_args()
     if options.ask:
@@ -241,7 +340,7 @@ def main() -> None:
         return
     try:
         with two_hosts():
-            report(lambda name, what: measure(name, what, options.requests), options.plan, options.json)
+            report(lambda name, what: measure(name, what, options), options.plan, options.json)
     except MachineError as error:
         print(error, file=sys.stderr)
         raise SystemExit(error.exit_code) from None

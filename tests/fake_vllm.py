@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -186,6 +187,8 @@ def main() -> None:
     if sys.argv[1] == "-c":  # which version is it
         print(TESTED_VERSION)
         return
+    if "--headless" in sys.argv:  # workers of another machine's engine
+        signal.pause()
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", dest="module")
     parser.add_argument("--additional-config", type=json.loads)

@@ -220,8 +220,10 @@ class ServeKeywords(TypedDict, total=False):
     """Number of machines that run the plan together."""
     node_rank: int | None
     """Rank of this machine among them."""
+    master_addr: str | PathLike[str] | None
+    """With `engine=vllm`: address of the first of the machines that hold this machine's replica. PORT, by default 29500, and the port after it must be free there."""
     rendezvous: str | PathLike[str] | None
-    """Address of machine 0."""
+    """With xgpt's own engine: address of machine 0."""
     dry_run: bool | None
     """Check devices, memory and checkpoint, and start nothing."""
     max_waiting: int | None

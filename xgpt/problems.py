@@ -49,10 +49,26 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
         constraint=constraint,
         kv=request.kv,
         fixed=request.fix,
+        even=_runs_in_vllm(request, spec, cluster, engine, profile),
         max_devices=most,
         speculation=speculation_of(request, spec),
         reused=_shared_prefix(request, spec, workload, 16 if engine is None else engine.block_size),
     )
+
+
+def _runs_in_vllm(
+    request: PlanRequest, spec: ModelSpec, cluster: ClusterSpec, engine: EngineSpec | None, profile: Profile
+) -> bool:
+    """Return whether vLLM is to run the plan: if it is named, or by default on several machines.
+
+    Raises:
+        InputError: vLLM is named and does not run the model, or a held variable.
+    """
+    named = profile.engine if engine is None else engine.framework
+    is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in request.fix
+    if named == "vllm" and spec.is_encoder_decoder:
+        raise InputError("engine", named, f"it does not run {spec.name}, an encoder-decoder: take engine=xgpt")
+    return named == "vllm" or (is_default and not spec.is_encoder_decoder)
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:

@@ -467,8 +467,11 @@ class Served(OfAPlan, EngineFields, Replanning):
     """Number of machines that run the plan together."""
     node_rank: NonNegativeInt = 0
     """Rank of this machine among them."""
+    master_addr: Annotated[str | None, Option("--master-addr", "HOST[:PORT]")] = None
+    """With `engine=vllm`: address of the first machine of those that hold this one's replica. PORT (29500 if left out)
+    and the next one must be free there."""
     rendezvous: Annotated[str | None, Option("--rdzv-endpoint", "HOST:PORT")] = None
-    """Address of machine 0."""
+    """With xgpt's own engine: address of machine 0."""
     dry_run: bool = False
     """Check devices, memory and checkpoint, and start nothing."""
 

@@ -58,6 +58,13 @@ class Planned:
         one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
         return self.problem.cluster.num_devices > 1 and not one_way
 
+    def best_uneven(self) -> Plan | None:
+        """Return the best plan with stages that vLLM does not run; None: they were not left out by default."""
+        problem = self.problem
+        if not problem.even or problem.engine is not None or problem.profile.engine is not None:
+            return None
+        return next(iter(_task(self.request, replace(problem, even=False)).settle().values()))
+
     def best_uniform(self) -> Plan | None:
         """Return the best plan of equal stages, without rra and waa; None: none keeps the bound."""
         if is_uniform(self.best):

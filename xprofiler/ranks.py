@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 from xgpt.core.errors import InputError, MachineError
+from xgpt.core.network import interface_of
 from xgpt.core.schema import Curve, ModelSpec
 from xprofiler.bench import BLOCK_SIZE, Progress, Timings, seconds_by_threads
 from xprofiler.encoder_decoder import bench_of
 from xrunner.build import WorkerSettings, build_worker
-from xrunner.cluster.sockets import interface_of
 from xrunner.cluster.tensors import RankGroup, Traffic
 from xrunner.cores import take_cores
 from xrunner.parallel import Part

@@ -132,7 +132,7 @@ class Candidates:
         for placement in self._placements.of(kind) if problem.placement is None else [problem.placement]:
             if problem.speculation is not None and len(placement.decode_lane) > 1:
                 continue
-            if problem.uniform and not placement.is_uniform:
+            if (problem.uniform and not placement.is_uniform) or (problem.even and not placement.is_even):
                 continue
             if problem.replicas not in (None, placement.replicas) or not placement.has(problem.fixed):
                 continue

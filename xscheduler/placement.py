@@ -89,9 +89,14 @@ class Placement:
         return int(fixed.get("microbatches") or fixed.get("decode_microbatches") or 1)
 
     @property
+    def is_even(self) -> bool:
+        """Whether the stages of each lane have one tensor-parallel degree."""
+        return all(layout.is_uniform for layout in self.layouts)
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all stages of the replicas are equal, as in other planners."""
-        return len(self.layouts) == 1 and self.layouts[0].is_uniform
+        return len(self.layouts) == 1 and self.is_even
 
     def has(self, fixed: Mapping[str, int]) -> bool:
         """Whether the placement has these values of variables in `PLACED`."""

@@ -30,6 +30,7 @@ class Problem:
         deployed: a running engine whose memory limits the plan, made for `max_batch` requests; None: `engine`.
         max_devices: largest number of the cluster's devices to use; None: all.
         uniform: only placements that are replicas of equal stages.
+        even: only placements that vLLM runs: in each lane all stages have one tensor-parallel degree.
         replicas: the only number of replicas to consider; None: any.
         fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even one that would not be listed; None: any.
@@ -48,6 +49,7 @@ class Problem:
     deployed: EngineSpec | None = None
     max_devices: int | None = None
     uniform: bool = False
+    even: bool = False
     replicas: int | None = None
     fixed: Mapping[str, int] = field(default_factory=dict)
     placement: Placement | None = None

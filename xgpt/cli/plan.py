@@ -67,6 +67,8 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.reuse_in_words(best)
     yield from plan_text.mixing_in_words(best)
     yield from plan_text.joint_in_words(best)
+    if (uneven := planned.best_uneven()) is not None:
+        yield plan_text.uneven_in_words(best, uneven)
     if planned.may_be_uneven:
         yield plan_text.uniform_in_words(best, planned.best_uniform())
     yield f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}"

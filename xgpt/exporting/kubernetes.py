@@ -1,7 +1,7 @@
 """Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet where a replica spans several nodes.
 
-Pods run `xgpt serve`: with vLLM where a replica fits on one node and its plan was not made for xgpt's own engine,
-otherwise with xgpt's own, whose processes on several nodes meet at the leader.
+Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. Pods on several nodes meet at the
+leader.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ RENDEZVOUS_PORT = 29400
 SECRET_VARIABLE = "XGPT_CLUSTER_SECRET"
 GROUP = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
 LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
+
+MEET = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)", "--master-addr", "$(LWS_LEADER_ADDRESS)"]
+"""How a pod of a group finds the others, in vLLM's words and ours."""
 
 TOLERANCE = 0.1
 """Relative distance from the target within which an autoscaler changes nothing; Kubernetes' default."""
@@ -78,7 +81,12 @@ def num_nodes(plan: Plan) -> int:
     Raises:
         InputError: the replica's devices do not divide evenly among them.
     """
-    devices, per_node = plan.devices_per_replica, plan.cluster.devices_per_node
+    return nodes_of(plan, plan.devices_per_replica)
+
+
+def nodes_of(plan: Plan, devices: int) -> int:
+    """Return the number of nodes that this many devices of a replica span, as `num_nodes` does."""
+    per_node = plan.cluster.devices_per_node
     nodes = -(-devices // per_node)
     if devices % nodes:
         says = f"a replica spans {nodes} nodes of {per_node}, and must take as many devices on each"
@@ -123,51 +131,60 @@ _OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for C
 
 def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
     """Return a LeaderWorkerSet with a group of pods for each replica: the leader answers requests, all compute."""
-    if plan.profile.engine == "vllm":
-        says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
-        raise InputError("plan.stages", plan.devices_per_replica, says)
-    check_engine(plan, "native")
+    in_vllm = plan.profile.engine != "native"
+    check_engine(plan, "vllm" if in_vllm else "native")
     nodes = num_nodes(plan)
     devices = plan.devices_per_replica // nodes
-    image = f"xgpt:{__version__}"
-    meet = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)"]
-    meet += ["--rdzv-endpoint", f"$(LWS_LEADER_ADDRESS):{RENDEZVOUS_PORT}"]
-    secret = of_secret(SECRET_VARIABLE, f"{names.name}-cluster", "secret")
+    image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}" if in_vllm else f"xgpt:{__version__}"
+    instructions = "# The cluster needs the LeaderWorkerSet controller.\n"
+    if in_vllm:
+        check_vllm_runs(plan.model_copy(update={"replicas": 1}))
+        if len(plan.policy.lanes) > 1:
+            accepted = "its lanes are groups of their own under `--to llm-d` and `--to dynamo`"
+            raise InputError("plan.policy", plan.policy.kind, accepted)
+        meet, env = ["--engine", "vllm", *MEET], list[Object]()
+    else:
+        meet = [*MEET[:4], "--rdzv-endpoint", f"$(LWS_LEADER_ADDRESS):{RENDEZVOUS_PORT}"]
+        env = [of_secret(SECRET_VARIABLE, f"{names.name}-cluster", "secret")]
+        instructions = (
+            f"# The pods of a group share a secret:\n#   kubectl create secret generic {names.name}-cluster"
+            f" --from-literal=secret=$(openssl rand -hex 32)\n{instructions}"
+        )
     leader = PodSpec(
         image,
         _serve(names, PORT, meet),
         devices,
         ports={"http": PORT},
         probed="http",
-        env=[of_pod("NAMESPACE", "metadata.namespace"), secret],
+        env=[of_pod("NAMESPACE", "metadata.namespace"), *env],
     )
-    follow = ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
-    worker = PodSpec(image, follow, devices, mounts_keys=False, env=[secret])
-    spec = {
-        "replicas": plan.replicas,
-        "leaderWorkerTemplate": {
-            "size": nodes,
-            "restartPolicy": "RecreateGroupOnPodRestart",
-            "leaderTemplate": _template(plan, names, leader),
-            "workerTemplate": _template(plan, names, worker),
-        },
-    }
+    worker = PodSpec(image, follower_command(meet), devices, mounts_keys=False, env=env)
     objects = [
         config_map(plan, names),
-        {**GROUP, "metadata": names.meta(), "spec": spec},
+        group_of_pods(plan, names, nodes, pod(plan, names, leader), pod(plan, names, worker), names.meta()),
         service(names, LEADER_LABELS),
         disruption_budget(names),
         network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
     ]
-    instructions = (
-        f"# The pods of a group share a secret:\n#   kubectl create secret generic {names.name}-cluster"
-        " --from-literal=secret=$(openssl rand -hex 32)\n# The cluster needs the LeaderWorkerSet controller.\n"
-    )
-    return _files(plan, names, objects, f"its own engine, a replica on {nodes} nodes", image, _OWN_IMAGE, instructions)
+    made = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
+    engine = f"{f'vLLM {TESTED_VERSION}' if in_vllm else 'its own engine'}, a replica on {nodes} nodes"
+    origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
+    return _files(plan, names, objects, engine, image, origin, instructions) | made
 
 
-def _template(plan: Plan, names: Names, work: PodSpec) -> Object:
-    return {"metadata": {"labels": names.meta()["labels"]}, "spec": pod(plan, names, work)}
+def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: Object, meta: Object) -> Object:
+    """Return a LeaderWorkerSet: for each replica of a plan a leader and its workers, which only run together.
+
+    Args:
+        meta: of the set and its leaders; workers only have the labels of all the plan's pods.
+    """
+    template = {
+        "size": size,
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": {"metadata": {"labels": meta["labels"]}, "spec": leader},
+        "workerTemplate": {"metadata": {"labels": names.meta()["labels"]}, "spec": worker},
+    }
+    return {**GROUP, "metadata": meta, "spec": {"replicas": plan.replicas, "leaderWorkerTemplate": template}}
 
 
 def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
@@ -179,9 +196,14 @@ def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
     return [*command, "--shutdown-delay", str(LEAVE_S), "--drain-timeout", str(DRAIN_S)]
 
 
-def serving_command(names: Names, port: int) -> list[str]:
+def serving_command(names: Names, port: int, meet: Sequence[str] = ()) -> list[str]:
     """Return the command of a pod with vLLM behind a gateway, which reaches it by address only."""
-    return _serve(names, port, ["--engine", "vllm"])
+    return _serve(names, port, ["--engine", "vllm", *meet])
+
+
+def follower_command(meet: Sequence[str]) -> list[str]:
+    """Return the command of a pod that computes for its group's leader."""
+    return ["python3", "-m", "xgpt", "serve", f"{ETC}/plan/plan.json", *meet]
 
 
 def weights_note(plan: Plan, names: Names) -> str:

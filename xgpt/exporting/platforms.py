@@ -8,14 +8,23 @@ encoded together is then up to vLLM's own scheduler, and the platform's router t
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from xgpt.checkpoints import hub
-from xgpt.core.errors import InputError
 from xgpt.core.schema import LaneName, Plan
 from xgpt.core.version import __version__
 from xgpt.exporting import pods
-from xgpt.exporting.kubernetes import check_deployable, kustomization, num_nodes, serving_command, weights_note
+from xgpt.exporting.kubernetes import (
+    MEET,
+    check_deployable,
+    follower_command,
+    group_of_pods,
+    kustomization,
+    nodes_of,
+    serving_command,
+    weights_note,
+)
 from xgpt.exporting.packages import vllm_dockerfile
 from xgpt.exporting.pods import ETC, MODEL_PATH, Names, Object, PodSpec, of_pod, of_secret
 from xgpt.reporting.engine_command import vllm_draft
@@ -32,6 +41,8 @@ ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
 NIXL_PORT, DECODE_PORT, FRONT_PORT = 5600, 8200, 8000
 """llm-d's proxy listens on the front's port, and looks for vLLM on the decode lane's."""
 API_SERVER: list[Object] = [{"protocol": "TCP", "port": port} for port in (443, 6443)]
+ANSWERS = {"llm-d.ai/inference-serving": "true"}
+"""The label of pods that answer requests."""
 SYSTEM_PORT = 9090
 """Port at which Dynamo's workers answer probes."""
 ROUTER_PORT = 8081
@@ -60,13 +71,14 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
     )
     components = [_component(plan, names, front, "Frontend", "frontend", 1)]
     for lane, type_ in _lanes(plan, "worker"):
+        nodes = nodes_of(plan, _devices(plan, lane))
         arguments = ["--model", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)]
         if lane != "both":
             arguments += ["--disaggregation-mode", type_, "--kv-transfer-config", json.dumps(_nixl("kv_both"))]
         worker = PodSpec(
             image,
             ["python3", "-m", "dynamo.vllm", *arguments],
-            _devices(plan, lane),
+            _devices(plan, lane) // nodes,
             ports={"system": SYSTEM_PORT},
             probed="system",
             alive="/live",
@@ -78,7 +90,9 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
             ],
             name="main",
         )
-        components.append(_component(plan, names, worker, type_.capitalize(), type_, plan.replicas))
+        component = _component(plan, names, worker, type_.capitalize(), type_, plan.replicas)
+        # The operator tells the nodes of a worker of each other, in vLLM's own flags.
+        components.append(component | ({"multinode": {"nodeCount": nodes}} if nodes > 1 else {}))
     graph = {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
@@ -114,28 +128,8 @@ def llmd_files(plan: Plan) -> dict[str, str]:
     names = _checked(plan, "llm-d")
     with_xgpt = len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
-    objects = [pods.config_map(plan, names)]
-    for lane, role in _lanes(plan, "both"):
-        if with_xgpt:
-            work = PodSpec(
-                image,
-                serving_command(names, FRONT_PORT),
-                _devices(plan, lane),
-                ports={"http": FRONT_PORT},
-                probed="http",
-                env=[of_pod("NAMESPACE", "metadata.namespace")],
-            )
-        else:
-            work = _llmd_lane(plan, names, image, lane)
-        spec = pods.pod(plan, names, work, fetches=with_xgpt)
-        if lane == "decode":
-            spec["initContainers"] = [_routing_proxy()]
-        labels = {"llm-d.ai/inference-serving": "true", "llm-d.ai/model": names.name, "llm-d.ai/role": role}
-        meta = names.meta("" if lane == "both" else f"-{role}", labels)
-        chosen = names.selector | ({} if lane == "both" else {"llm-d.ai/role": role})
-        template = {"metadata": {"labels": meta["labels"]}, "spec": spec}
-        deployed = {"replicas": plan.replicas, "selector": {"matchLabels": chosen}, "template": template}
-        objects.append({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployed})
+    objects = [pods.config_map(plan, names), *(_llmd_lane(plan, names, image, *of) for of in _lanes(plan, "both"))]
+    spans = any(item["kind"] == "LeaderWorkerSet" for item in objects)
     objects += [
         pods.disruption_budget(names),
         pods.network_policy(plan, names, [{"protocol": "TCP", "port": FRONT_PORT}], among=True),
@@ -149,6 +143,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
         f"# {weights_note(plan, names)}; clients' keys from a secret:\n"
         f"#   kubectl create secret generic {names.name}-keys {keys}\n"
         f"# Start: kubectl apply -k .{_lanes_note(plan)}\n"
+        f"{'# The cluster needs the LeaderWorkerSet controller.' * spans}\n"
     )
     return {
         "llm-d.yaml": pods.to_yaml(objects, comment),
@@ -161,9 +156,6 @@ def llmd_files(plan: Plan) -> dict[str, str]:
 def _checked(plan: Plan, target: str) -> Names:
     check_deployable(plan, target)
     check_engine(plan, "vllm")
-    if num_nodes(plan) > 1:
-        says = f"vLLM runs a replica on one node, of {plan.cluster.devices_per_node}; plan for fewer devices a replica"
-        raise InputError("plan.stages", plan.devices_per_replica, says)
     one = plan.model_copy(update={"replicas": 1})
     if runs_by_itself(plan):
         own_arguments(one)
@@ -222,8 +214,41 @@ def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, r
     }
 
 
-def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> PodSpec:
-    """vLLM's own server as the worker of a lane; in front of the decode lane's is llm-d's proxy."""
+def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName, role: str) -> Object:
+    """Return the pods of a lane: a Deployment, or a LeaderWorkerSet if a replica's lane spans nodes."""
+    with_xgpt = len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
+    nodes = nodes_of(plan, _devices(plan, lane))
+    write = _with_xgpt if with_xgpt else _vllm_itself
+    answers = write(plan, names, image, lane, nodes)
+    spec = pods.pod(plan, names, answers, fetches=with_xgpt)
+    if lane == "decode":
+        spec["initContainers"] = [_routing_proxy()]
+    labels = {**ANSWERS, "llm-d.ai/model": names.name, "llm-d.ai/role": role}
+    meta = names.meta("" if lane == "both" else f"-{role}", labels)
+    if nodes > 1:
+        follows = follower_command(["--engine", "vllm", *MEET]) if with_xgpt else [*_engine(answers), "--headless"]
+        worker = replace(answers, command=follows, ports={}, probed=None, mounts_keys=False)
+        return group_of_pods(plan, names, nodes, spec, pods.pod(plan, names, worker, fetches=with_xgpt), meta)
+    chosen = names.selector | ({} if lane == "both" else {"llm-d.ai/role": role})
+    template = {"metadata": {"labels": meta["labels"]}, "spec": spec}
+    deployed = {"replicas": plan.replicas, "selector": {"matchLabels": chosen}, "template": template}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": deployed}
+
+
+def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
+    """Return `xgpt serve` with vLLM as the worker of a lane."""
+    return PodSpec(
+        image,
+        serving_command(names, FRONT_PORT, MEET if nodes > 1 else ()),
+        _devices(plan, lane) // nodes,
+        ports={"http": FRONT_PORT},
+        probed="http",
+        env=[of_pod("NAMESPACE", "metadata.namespace")],
+    )
+
+
+def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
+    """Return vLLM's own server as the worker of a lane; in front of the decode lane's is llm-d's proxy."""
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
     transfer = [] if role is None else ["--kv-transfer-config", json.dumps(_nixl(role))]
@@ -232,19 +257,26 @@ def _llmd_lane(plan: Plan, names: Names, image: str, lane: LaneName) -> PodSpec:
         image,
         [
             *("vllm", "serve", _model(plan), "--served-model-name", plan.model.name, *_arguments(plan, lane)),
-            *(*transfer, "--port", str(port)),
+            *(*transfer, *(MEET if nodes > 1 else ()), "--port", str(port)),
             *("--shutdown-timeout", str(pods.DRAIN_S)),
         ],
-        _devices(plan, lane),
+        _devices(plan, lane) // nodes,
         ports={"http" if lane == "both" else "engine": port, **nixl},
         probed="http" if lane == "both" else "engine",
         ready="/health",
         mounts_keys=False,
         env=[
             of_secret("VLLM_API_KEY", f"{names.name}-keys", "key"),
+            of_pod("VLLM_HOST_IP", "status.podIP"),
             *([] if role is None else [of_pod("VLLM_NIXL_SIDE_CHANNEL_HOST", "status.podIP")]),
         ],
     )
+
+
+def _engine(answers: PodSpec) -> list[str]:
+    """Return the command of vLLM's server less the options of what answers requests."""
+    command = list(answers.command)
+    return command[: command.index("--port")]
 
 
 def _routing_proxy() -> Object:
@@ -289,7 +321,7 @@ def _router(names: Names, *, is_split: bool) -> Object:
             "pluginsConfigFile": "xgpt.yaml",
             "pluginsCustomConfig": {"xgpt.yaml": pods.to_yaml([config])},
         },
-        "modelServers": {"matchLabels": names.selector},
+        "modelServers": {"matchLabels": names.selector | ANSWERS},
     }
 
 

@@ -265,6 +265,16 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
     return f"best uniform plan: {what}; the chosen one serves {than}"
 
 
+def uneven_in_words(best: Plan, uneven: Plan) -> str:
+    """Return a line on what a plan for several machines would gain beyond what vLLM runs."""
+    gain = maximised(uneven) / maximised(best) - 1
+    left_out = "on several machines plans are for vLLM, whose stages have equal tensor-parallel degrees"
+    if gain <= 0:
+        return f"{left_out}; others would gain nothing"
+    what = f"{uneven.policy.kind}, {settings_text(uneven)}"
+    return f"{left_out}; others ({what}) would serve {100 * gain:.1f}% more, under xgpt's own engine (--engine xgpt)"
+
+
 def _shape(plan: Plan) -> str:
     """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]".
 

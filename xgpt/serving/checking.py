@@ -179,8 +179,11 @@ def check_own_schedule(plan: Plan) -> None:
         raise InputError("plan.speculation", plan.speculation.method, accepted)
 
 
-def check_plan_for_vllm(plan: Plan) -> str:
+def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
     """Refuse a plan that vLLM cannot serve here.
+
+    Args:
+        num_nodes: machines that the plan's replicas span.
 
     Returns:
         vLLM's version.
@@ -189,7 +192,7 @@ def check_plan_for_vllm(plan: Plan) -> str:
         InputError: the plan is for another engine, vLLM cannot run its policy, or there are no weights.
         MachineError: vLLM, devices or memory are missing.
     """
-    check_runs(plan, engine="vllm")
+    check_runs(plan, num_nodes, engine="vllm")
     check_vllm_runs(plan)
     with package_path() as packages:
         found = version_of(python(), packages)

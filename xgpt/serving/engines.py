@@ -9,6 +9,7 @@ from pathlib import Path
 
 from xgpt.core import policies
 from xgpt.core.errors import MachineError
+from xgpt.core.network import address_towards
 from xgpt.core.policies import Schedule
 from xgpt.core.policies.build import row_tokens
 from xgpt.core.policies.routing import ReplicaRouter
@@ -22,7 +23,7 @@ from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.launching import LauncherSettings
 from xrunner.cluster.nodes import Node
-from xrunner.cluster.sockets import Secret, address_towards
+from xrunner.cluster.sockets import Secret
 from xrunner.cluster.workers import Workers
 from xrunner.engine import Engine
 from xrunner.executor import Deployer, Executor, WorkerLost

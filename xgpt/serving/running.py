@@ -23,6 +23,7 @@ from xrunner.grammar import grammars_of
 from xrunner.server import EngineClient, ServedModel
 from xrunner.server.served import ServedEngine
 from xrunner.vllm.engine import VllmEngine
+from xrunner.vllm.machines import Machines
 from xscheduler.replanning.replanner import BackgroundPlanner
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def running(
-    plan: Plan, request: ServeRequest, nodes: Nodes | None = None, *, with_text: bool = True
+    plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None, *, with_text: bool = True
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
     """Start the engine of a plan in a process of its own, its planner and its step log; end them with the context.
 
@@ -84,7 +85,7 @@ def running(
         )
 
 
-def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | None = None) -> ServedEngine:
+def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None) -> ServedEngine:
     """Return the engine of a plan, ready to take requests: ours in a process of its own, or vLLM.
 
     Raises:
@@ -92,7 +93,9 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | None = None) 
         MachineError: the engine does not start.
     """
     if request.engine == "vllm":
-        return VllmEngine(plan, reuse=request.reuse)
+        assert not isinstance(nodes, Nodes)
+        return VllmEngine(plan, reuse=request.reuse, machines=nodes)
+    assert not isinstance(nodes, Machines)
     check_engine(plan, "native")
 
     def launch(plan: Plan) -> EngineProcess:

@@ -21,6 +21,7 @@ from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
 from xgpt.serving.gateway import check_gateway, serve_behind_gateway
+from xgpt.serving.machines import follow_first, share_of
 from xgpt.serving.order import Nodes
 from xgpt.serving.running import running
 from xrunner import server
@@ -29,6 +30,7 @@ from xrunner.server.http.tls import KEY, server_context
 
 if TYPE_CHECKING:
     from xrunner.server.observe.traces import Tracer
+    from xrunner.vllm.machines import Machines
 
 
 class ServeRequest(ServeFields):
@@ -116,13 +118,9 @@ class ServeRequest(ServeFields):
         """Return the machines that run the plan together; None: this one is alone.
 
         Raises:
-            InputError: something is missing, or vLLM is to run on several.
+            InputError: something is missing.
         """
-        nodes = Nodes.of(self.nnodes, self.node_rank, self.rendezvous)
-        if nodes is not None and self.engine == "vllm":
-            accepted = "vLLM runs on this machine only: leave out `nnodes` or `engine=vllm`"
-            raise InputError("nnodes", self.nnodes, accepted)
-        return nodes
+        return Nodes.of(self.nnodes, self.node_rank, self.rendezvous)
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
@@ -145,14 +143,19 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     request.tls()
     request.check_batching(plan)
     request.check_reuse(plan)
-    nodes, limits = request.nodes(), request.limits()
+    limits, nodes, machines = request.limits(), None, None
+    if request.engine == "vllm":
+        plan, machines = share_of(plan, request)
+    else:
+        nodes = request.nodes()
     if request.front == "smg":
         check_gateway(plan, request)
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
         accepted = "the plan predicts no throughput: plan again, or leave it out"
         raise InputError("answer_within_s", request.answer_within_s or str(request.answer_within_of), accepted)
     if request.engine == "vllm":
-        on_note(f"vLLM {check_plan_for_vllm(plan)}{'' if request.dry_run else ': starting'}")
+        span = 1 if machines is None else machines.count
+        on_note(f"vLLM {check_plan_for_vllm(plan, span)}{'' if request.dry_run else ': starting'}")
     elif request.dry_run:
         check_plan(plan, request.nnodes)
     if request.dry_run:
@@ -166,10 +169,12 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
             from xgpt.serving.engines import join_nodes  # it loads torch
 
             join_nodes(plan, nodes)
+        elif machines is not None and machines.rank:
+            follow_first(plan, machines)
         elif request.front == "smg":
             serve_behind_gateway(plan, request)
         else:
-            _serve(plan, request, limits, nodes)
+            _serve(plan, request, limits, machines or nodes)
 
 
 @contextmanager
@@ -185,9 +190,9 @@ def _no_end_by_hangup() -> Iterator[None]:
         signal.signal(signal.SIGHUP, previous)
 
 
-def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | None) -> None:
+def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Machines | None) -> None:
     keys, tls = request.keys(plan), request.tls()
-    check_runs(plan, request.nnodes, request.engine)
+    check_runs(plan, 1 if nodes is None else nodes.count, request.engine)
     if limits.default_max_tokens is None and plan.checkpoint is not None:
         named = default_output(Path(plan.checkpoint))
         most = named if named is None else min(named, limits.max_max_tokens or named)

@@ -12,7 +12,7 @@ import msgspec
 
 from xgpt.core import processes
 from xgpt.core.errors import MachineError
-from xrunner.cluster.sockets import interface_of
+from xgpt.core.network import interface_of
 
 ALIVE_S = 0.5
 """Interval at which a launcher reports that it is running."""

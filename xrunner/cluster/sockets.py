@@ -7,16 +7,11 @@ and later, a message beyond a limit ends its connection.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import ipaddress
 import os
 import secrets
-import socket
-import struct
 import sys
-import time
 from dataclasses import dataclass
 
 import zmq
@@ -24,15 +19,12 @@ from zmq.utils import z85
 
 from xgpt.core.errors import MachineError
 
-NAMED_WITHIN_S = 30.0
 CONTROL_BYTES = 1 << 20
 """Largest message that a listener accepts from workers and machines that report."""
 DATA_BYTES = 256 << 20
 """Largest message with a step's requests, or its tokens and their log probabilities."""
 HANDSHAKE_S = 10
 """Time in which a peer must have proved that it has the secret."""
-SIOCGIFADDR = 0x8915
-"""Linux's ioctl for an interface's address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,34 +116,3 @@ class Sockets:
         opened.curve_publickey, opened.curve_secretkey = self._secret.public, self._secret.private
         self._opened.append(opened)
         return opened
-
-
-def interface_of(host: str) -> str | None:
-    """Return the name of the interface that has this IPv4 address; None if none has."""
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened, contextlib.suppress(OSError):
-            answer = fcntl.ioctl(opened, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            if socket.inet_ntoa(answer[20:24]) == host:
-                return name
-    return None
-
-
-def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:
-    """Return this machine's address on the route to another.
-
-    Args:
-        named_within_s: seconds for which `host` may not resolve yet, as the name of a starting pod.
-
-    Raises:
-        MachineError: there is no route.
-    """
-    until = time.monotonic() + named_within_s
-    while True:
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-                opened.connect((host, 1))
-                return str(opened.getsockname()[0])
-        except OSError as error:
-            if not isinstance(error, socket.gaierror) or time.monotonic() > until:
-                raise MachineError(f"there is no route to {host}: {error}") from None
-            time.sleep(0.5)

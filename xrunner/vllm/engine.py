@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from xrunner.generation import Generation
 from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import Launch, launch
 from xrunner.vllm.instance import Instances
+from xrunner.vllm.machines import Followers, Machines
 from xrunner.vllm.waa import WaaLanes, check_waa, waa_launches
 
 
@@ -37,18 +40,26 @@ class VllmEngine(RemoteEngine):
 
     Args:
         reuse: requests of the same API key share the K/V of what their prompts have in common.
+        machines: those that the plan's only replica spans, this one their first; None: this one only.
 
     Raises:
         InputError: vLLM cannot run the plan.
         MachineError: vLLM is not here, or does not start.
     """
 
-    def __init__(self, plan: Plan, *, on_step: OnStep | None = None, reuse: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, *, on_step: OnStep | None = None, reuse: bool = True, machines: Machines | None = None
+    ) -> None:
         limits = limits_of(plan)
-        start = partial(start_vllm, reuse=reuse)
+        self._is_over = threading.Event()
+        start = partial(start_vllm, reuse=reuse, machines=machines, is_over=self._is_over.is_set)
         super().__init__(start(plan), limits, start, limits_of)
         if on_step is not None:
             self.listen(on_step)
+
+    def close(self) -> None:
+        self._is_over.set()
+        super().close()
 
     def resumes(self, generation: Generation) -> bool:
         """Return whether vLLM goes on as before if the output so far is encoded with the prompt.
@@ -73,8 +84,17 @@ def limits_of(plan: Plan) -> KvLimits:
     return Memory(planned.kv_blocks, planned.block_size)
 
 
-def start_vllm(plan: Plan, *, reuse: bool) -> Instances:
-    """Start what runs a plan; it takes requests once it says so. Raises MachineError: vLLM is not here."""
+def start_vllm(
+    plan: Plan, *, reuse: bool, machines: Machines | None = None, is_over: Callable[[], bool] = lambda: False
+) -> Instances:
+    """Start what runs a plan; it takes requests once it says so.
+
+    Args:
+        is_over: ends the wait for other machines.
+
+    Raises:
+        MachineError: vLLM is not here, or a machine does not come.
+    """
     if len(plan.policy.lanes) > 1:
         return Instances(partial(waa_launches, plan), partial(WaaLanes, plan))
 
@@ -82,6 +102,10 @@ def start_vllm(plan: Plan, *, reuse: bool) -> Instances:
         path = directory / "plan.json"
         path.write_text(dump_json(plan), encoding="utf-8")
         config = {"front": str(directory), "lane": "both"}
-        return [launch(plan, plan_path=str(path), config=config, reuse=reuse)]
+        launched = launch(plan, plan_path=str(path), config=config, reuse=reuse)
+        return [launched if machines is None else machines.spread(launched)]
 
-    return Instances(launches, lambda directory, has_ended: Lanes(directory, ("both",), plan.replicas, has_ended))
+    followers = None if machines is None else Followers(machines, plan, is_over)
+    return Instances(
+        launches, lambda directory, has_ended: Lanes(directory, ("both",), plan.replicas, has_ended), followers
+    )

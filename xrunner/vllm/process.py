@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +21,10 @@ from pathlib import Path
 from xgpt.core.errors import MachineError
 from xrunner.vllm import TESTED_VERSION
 
+TAIL = 200
+"""Lines of what a vLLM says that are kept, to tell why it ended."""
+TAIL_S = 0.2
+"""For its last lines to arrive."""
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
 _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
 
@@ -114,3 +120,28 @@ def last_error(lines: Sequence[str]) -> str:
     """The line of vLLM's output that says best why it ended."""
     errors = [line for line in lines if "Error" in line or "error:" in line]
     return (errors or list(lines) or ["it said nothing"])[-1].strip()
+
+
+class Reader:
+    """Reads what a vLLM says: errors go on to our own standard error, the last lines are kept."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._tail: deque[str] = deque(maxlen=TAIL)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def last_error(self) -> str:
+        """Why it has ended."""
+        self._thread.join(TAIL_S)  # its last lines may still be on their way
+        return last_error(list(self._tail))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self._tail.append(line)
+                # What it says once it is to end, its engine gone under it, is no news.
+                is_to_end = self.process.stdin is None or self.process.stdin.closed
+                if not is_to_end and any(level in line for level in ("ERROR", "CRITICAL")):
+                    print(line.rstrip(), file=sys.stderr, flush=True)

@@ -28,7 +28,10 @@ from xgpt.core.schema.model_blocks import Block, Recurrent
 from xgpt.exporting.export import Target, export
 from xgpt.exporting.pods import to_yaml
 from xgpt.resolve import load_cluster
+from xgpt.serving.machines import share_of
+from xgpt.serving.serve import ServeRequest
 from xrunner.vllm import TESTED_VERSION
+from xrunner.vllm.machines import Machines
 
 RRA = plan_with(RraSettings(encode_batch=6, decode_iterations=5))
 CRDS = {
@@ -130,14 +133,14 @@ def objects_of(plan: Plan, target: Target = "k8s") -> dict[str, Any]:
     return {item["kind"]: item for item in all_objects(plan, target)}
 
 
-def over_two_nodes() -> Plan:
+def over_two_nodes(engine: str | None = None) -> Plan:
     """A replica on twice eight devices, two of them."""
     cluster = load_cluster("h200x8").model_copy(update={"num_nodes": 4})
     stages = tuple(
         Stage(devices=tuple(range(8 * i, 8 * i + 8)), tp=8, decode_layers=(6 * i, 6 * i + 6), kv_blocks=800)
         for i in range(2)
     )
-    profile = RRA.profile.model_copy(update={"engine": None})
+    profile = RRA.profile.model_copy(update={"engine": engine})
     update = {"cluster": cluster, "stages": stages, "replicas": 2, "profile": profile}
     return fitting(RRA).model_copy(update=update)
 
@@ -257,9 +260,13 @@ def test_no_requirement_is_a_strangers_package_of_our_name() -> None:
             assert name == "plan.json" or not any("xgpt==" in line for line in lines)
 
 
-def test_a_script_for_one_node_takes_no_more_devices_than_it_has() -> None:
+def test_a_script_for_several_nodes_asks_for_their_rank_and_the_first_ones_address(tmp_path: Path) -> None:
+    script = export(over_two_nodes(), "vllm")["serve.sh"]
+    words = run_script(script, tmp_path, env={"NODE_RANK": "1", "HEAD": "h"})
+    given = serve.make_context("serve", words[1:]).params
+    assert (given["engine"], given["nnodes"], given["node_rank"], given["master_addr"]) == ("vllm", 4, 1, "h")
     plan = fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 9})
-    with pytest.raises(InputError, match="takes 9 devices; the script is for one node, of 8"):
+    with pytest.raises(InputError, match="as many on each"):
         export(plan, "vllm")
 
 
@@ -291,6 +298,9 @@ PLANS: dict[str, tuple[Plan, Target]] = {
     "one node": (fitting(RRA).model_copy(update={"cluster": load_cluster("h200x8"), "replicas": 3}), "k8s"),
     "waa on one node": (waa(), "k8s"),
     "two nodes": (over_two_nodes(), "k8s"),
+    "two nodes, own engine": (over_two_nodes("native"), "k8s"),
+    "two nodes, dynamo": (over_two_nodes(), "dynamo"),
+    "two nodes, llm-d": (over_two_nodes(), "llm-d"),
     "dynamo": (fitting(RRA), "dynamo"),
     "dynamo, waa": (waa(), "dynamo"),
     "llm-d": (fitting(RRA), "llm-d"),
@@ -329,12 +339,57 @@ def test_every_pod_is_held_to_what_serving_takes(case: str) -> None:
             for mount in container.get("volumeMounts", ()):
                 assert mount.get("readOnly") or mount["name"] in scratch
         (worker,) = pod["containers"]
-        follows = case == "two nodes" and "ports" not in worker  # it ends when the leader does
+        follows = case.startswith("two nodes") and "ports" not in worker  # it ends when the leader does
         assert follows or {"startupProbe", "readinessProbe", "livenessProbe"} <= worker.keys()
 
 
-def test_several_nodes_are_a_group_whose_leader_answers() -> None:
-    objects = objects_of(over_two_nodes())
+VALUES = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "a-0.a.ns", "NAMESPACE": "ns"}
+"""What the controller of LeaderWorkerSets and the kubelet put into a worker's command."""
+
+
+@pytest.mark.parametrize("target", ["k8s", "llm-d"])
+def test_several_nodes_of_vllm_are_a_group_that_meets_at_its_leader(target: Target) -> None:
+    objects = objects_of(over_two_nodes(), target)
+    group = objects["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    assert (objects["LeaderWorkerSet"]["spec"]["replicas"], group["size"]) == (2, 2)
+    plan = Plan.model_validate_json(objects["ConfigMap"]["data"]["plan.json"])
+    for role, keys in (("leader", "/etc/xgpt/keys/keys"), ("worker", None)):
+        (container,) = group[f"{role}Template"]["spec"]["containers"]
+        given = serve.make_context("serve", filled(container["command"][4:], VALUES)).params
+        assert (given["engine"], given["api_key_file"]) == ("vllm", keys)
+        asked = ServeRequest(engine="vllm", **{name: given[name] for name in ("nnodes", "node_rank", "master_addr")})
+        assert share_of(plan, asked) == (plan, Machines(2, 1, "a-0.a.ns", 29500))
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_a_worker_of_dynamo_says_how_many_nodes_it_spans() -> None:
+    graph = objects_of(over_two_nodes(), "dynamo")["DynamoGraphDeployment"]
+    worker = next(c for c in graph["spec"]["components"] if c["type"] == "worker")
+    assert (worker["multinode"], worker["replicas"]) == ({"nodeCount": 2}, 2)
+    assert worker["podTemplate"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
+
+
+def test_under_llm_d_only_a_lane_that_spans_nodes_is_a_group() -> None:
+    """Its workers are vLLM's own, without an endpoint: the router must not choose them."""
+    plan = waa()
+    encode, decode = plan.stages
+    wide = decode.model_copy(update={"devices": tuple(range(1, 17)), "tp": 4})
+    half = {"devices": wide.devices[:8], "decode_layers": (0, 6), "tp": 8}
+    rest = {"devices": wide.devices[8:], "decode_layers": (6, 12), "tp": 8}
+    stages = (encode, wide.model_copy(update=half), wide.model_copy(update=rest))
+    cluster = load_cluster("h200x8").model_copy(update={"num_nodes": 3})
+    items = all_objects(plan.model_copy(update={"cluster": cluster, "stages": stages}), "llm-d")
+    by_kind = {item["kind"]: item for item in items}
+    assert by_kind["Deployment"]["metadata"]["labels"]["llm-d.ai/role"] == "prefill"
+    group = by_kind["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[f"{role}Template"] for role in ("leader", "worker"))
+    assert worker["spec"]["containers"][0]["command"][-1] == "--headless"
+    assert "llm-d.ai/inference-serving" in leader["metadata"]["labels"]
+    assert "llm-d.ai/inference-serving" not in worker["metadata"]["labels"]
+
+
+def test_several_nodes_of_our_own_engine_are_a_group_whose_leader_answers() -> None:
+    objects = objects_of(over_two_nodes("native"))
     spec = objects["LeaderWorkerSet"]["spec"]
     group = spec["leaderWorkerTemplate"]
     assert (spec["replicas"], group["size"], group["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
@@ -342,8 +397,7 @@ def test_several_nodes_are_a_group_whose_leader_answers() -> None:
     for role, keys in (("leader", "/etc/xgpt/keys/keys"), ("worker", None)):
         (container,) = group[f"{role}Template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-        values = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "a-0.a.ns", "NAMESPACE": "ns"}
-        given = serve.make_context("serve", filled(container["command"][4:], values)).params
+        given = serve.make_context("serve", filled(container["command"][4:], VALUES)).params
         assert (given["nnodes"], given["node_rank"], given["rendezvous"]) == (2, 1, "a-0.a.ns:29400")
         assert (given["api_key_file"], given["engine"]) == (keys, "native")
         assert {"XGPT_CLUSTER_SECRET"} <= {entry["name"] for entry in container["env"]}

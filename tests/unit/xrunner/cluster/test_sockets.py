@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+from xgpt.core import network
 from xgpt.core.errors import MachineError
 from xrunner.cluster import sockets
 
@@ -29,10 +30,10 @@ def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(socket, "socket", Opened)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    assert sockets.address_towards("leader-0.group.ns") == "127.0.0.1"
+    assert network.address_towards("leader-0.group.ns") == "127.0.0.1"
     unknown[:] = [socket.gaierror(socket.EAI_NONAME, "Name or service not known")]
     with pytest.raises(MachineError, match="there is no route to leader"):
-        sockets.address_towards("leader-0.group.ns", named_within_s=-1)
+        network.address_towards("leader-0.group.ns", named_within_s=-1)
 
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\x00CURVE" + b"\0" * 15 + b"\0" * 32

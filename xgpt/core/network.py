@@ -1,0 +1,46 @@
+"""Find this machine's addresses and network interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+import time
+
+from xgpt.core.errors import MachineError
+
+NAMED_WITHIN_S = 30.0
+SIOCGIFADDR = 0x8915
+"""Linux's ioctl for an interface's address."""
+
+
+def interface_of(host: str) -> str | None:
+    """Return the name of the interface that has this IPv4 address; None if none has."""
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened, contextlib.suppress(OSError):
+            answer = fcntl.ioctl(opened, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None
+
+
+def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:
+    """Return this machine's address on the route to another.
+
+    Args:
+        named_within_s: seconds for which `host` may not resolve yet, as the name of a starting pod.
+
+    Raises:
+        MachineError: there is no route.
+    """
+    until = time.monotonic() + named_within_s
+    while True:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+                opened.connect((host, 1))
+                return str(opened.getsockname()[0])
+        except OSError as error:
+            if not isinstance(error, socket.gaierror) or time.monotonic() > until:
+                raise MachineError(f"there is no route to {host}: {error}") from None
+            time.sleep(0.5)

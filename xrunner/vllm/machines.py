@@ -1,0 +1,260 @@
+"""Run one vLLM on several machines: the first has its engine, and each other one starts workers whenever it starts.
+
+vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) make its workers one group. vLLM does not restart itself,
+and its workers may wait forever for one that has gone. So each other machine keeps a connection to the first one and
+starts its workers when told to. If either end is lost, the other one notices, ends its vLLM, and connects again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import select
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from xgpt.core.errors import MachineError
+from xgpt.core.io import sha256
+from xgpt.core.network import address_towards, interface_of
+from xgpt.core.schema import Plan
+from xrunner.vllm.command import Launch
+from xrunner.vllm.process import Reader, package_path, preload, python, started
+
+logger = logging.getLogger(__name__)
+
+START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
+"""What the first machine sends: start the workers, end for good, and: another plan, or a rank that is taken."""
+GREETING_BYTES = 256
+GREET_S = 5.0
+"""Time in which a machine that has connected must have said which one it is."""
+MEET_S = 600.0
+"""Time in which all machines must have met, at first and after a loss."""
+RETRY_S, LOOK_S = 0.5, 0.5
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+"""A machine that the network has cut off counts as lost after 25 seconds."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines that run one vLLM, and which of them this one is.
+
+    Attributes:
+        count: their number.
+        rank: that of this one; the first one, 0, has the engine.
+        host, port: the first one's address, and the port at which the others connect; vLLM takes the next one.
+    """
+
+    count: int
+    rank: int
+    host: str
+    port: int
+
+    def spread(self, launch: Launch) -> Launch:
+        """Return how to start this machine's part of a vLLM.
+
+        Raises:
+            MachineError: there is no route to the first machine.
+        """
+        address = address_towards(self.host)
+        interface = interface_of(address) or ""
+        flags = ("--distributed-executor-backend", "mp", "--nnodes", str(self.count), "--node-rank", str(self.rank))
+        flags += ("--master-addr", self.host, "--master-port", str(self.port + 1))
+        variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        return replace(launch, arguments=launch.arguments + flags, variables=launch.variables | variables)
+
+
+class _Greeting(msgspec.Struct):
+    """What a machine says when it has connected."""
+
+    rank: int
+    plan_sha256: str
+
+
+class Followers:
+    """On the first machine: its connections to the others, for one start of the engine.
+
+    Args:
+        is_over: is asked while the others are waited for, and ends that.
+
+    Raises:
+        MachineError: this machine does not have the address, or the port is taken.
+    """
+
+    def __init__(self, machines: Machines, plan: Plan, is_over: Callable[[], bool] = lambda: False) -> None:
+        self._machines = machines
+        self._digest = _digest(plan)
+        self._is_over = is_over
+        self._connections: dict[int, socket.socket] = {}
+        try:
+            self._listener = socket.create_server((machines.host, machines.port))
+        except OSError as error:
+            raise MachineError(f"cannot listen on {machines.host}:{machines.port}: {error}") from None
+        self._listener.settimeout(RETRY_S)
+
+    def start(self) -> None:
+        """Wait for all machines, then have them start their workers.
+
+        Raises:
+            MachineError: one has not come within `MEET_S`, or it is over.
+        """
+        until_s = time.monotonic() + MEET_S
+        while missing := sorted(set(range(1, self._machines.count)) - self._connections.keys()):
+            if self._is_over() or time.monotonic() > until_s:
+                raise MachineError(f"machines {missing} have not connected to this one within {MEET_S:.0f} s")
+            with suppress(OSError):
+                self._greet(self._listener.accept()[0])
+            for rank in self._gone():
+                self._connections.pop(rank).close()
+        self._tell(START)
+
+    def why_ended(self) -> str | None:
+        """Return which machine has gone, or which one's workers have ended; None: all run."""
+        gone = self._gone()
+        return f"the workers of machine {gone[0]} have ended, or the network has cut it off" if gone else None
+
+    def close(self, *, for_good: bool) -> None:
+        """Have all other machines end their workers, and unless it is for good, connect again."""
+        if for_good:
+            self._tell(STOP)
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self._listener.close()
+
+    def _tell(self, what: bytes) -> None:
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.sendall(what)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Keep the connection of a machine that is expected, and close any other."""
+        connection.settimeout(GREET_S)
+        try:
+            greeting = msgspec.json.decode(_line(connection), type=_Greeting)
+        except (OSError, msgspec.MsgspecError):
+            connection.close()
+            return
+        is_expected = 0 < greeting.rank < self._machines.count and greeting.rank not in self._connections
+        if not is_expected or not hmac.compare_digest(greeting.plan_sha256, self._digest):
+            with suppress(OSError):
+                connection.sendall(REFUSED)
+            connection.close()
+            return
+        _keep_alive(connection)
+        self._connections[greeting.rank] = connection
+
+    def _gone(self) -> list[int]:
+        """Return the machines whose connection has ended; they send nothing after their greeting."""
+        if not self._connections:
+            return []
+        ready, _, _ = select.select(list(self._connections.values()), [], [], 0)
+        return sorted(rank for rank, connection in self._connections.items() if connection in ready)
+
+
+def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[], bool]) -> None:
+    """Start this machine's workers whenever the first machine starts the engine, until that stops for good.
+
+    Args:
+        is_over: is asked twice a second, and ends it.
+
+    Raises:
+        MachineError: the first machine has another plan, or cannot be reached.
+    """
+    greeting = msgspec.json.encode(_Greeting(machines.rank, _digest(plan))) + b"\n"
+    refused_s: float | None = None
+    while not is_over():
+        connection = _connected(machines, is_over)
+        if connection is None:
+            return
+        with connection:
+            connection.sendall(greeting)
+            match _next(connection, is_over):
+                case b"start\n":
+                    refused_s = None
+                    if not _run(launch, connection, is_over):
+                        return
+                case b"stop\n":
+                    return
+                case b"refused\n":  # it may not have noticed yet that this machine's last connection has gone
+                    refused_s = refused_s or time.monotonic()
+                    if time.monotonic() > refused_s + GREET_S:
+                        says = f"node rank {machines.rank} is taken or too high, or that machine has another plan"
+                        raise MachineError(f"{machines.host}:{machines.port} refuses this machine: {says}")
+        time.sleep(RETRY_S)
+
+
+def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket | None:
+    """Return a connection to the first machine; None: it is over. Raises MachineError if there is none in time."""
+    until_s = time.monotonic() + MEET_S
+    while not is_over():
+        try:
+            connection = socket.create_connection((machines.host, machines.port), timeout=GREET_S)
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise MachineError(f"cannot reach {machines.host}:{machines.port}: {error}") from None
+            time.sleep(RETRY_S)
+        else:
+            _keep_alive(connection)
+            return connection
+    return None
+
+
+def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool]) -> bool:
+    """Run this machine's workers until they end, the first machine ends them, or it is over.
+
+    Returns:
+        Whether to connect again.
+    """
+    vllm_python = python()
+    with ExitStack() as at_end:
+        directory = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="xgpt-run-")))
+        packages = at_end.enter_context(package_path(directory))
+        variables = {"VLLM_RPC_BASE_PATH": str(directory)} | launch.variables | preload(vllm_python)
+        reader = Reader(at_end.enter_context(started(launch.headless(vllm_python), packages, variables)))
+        while not is_over():
+            if reader.process.poll() is not None:
+                logger.error("this machine's workers have ended: %s", reader.last_error())
+                return True
+            if select.select([connection], [], [], LOOK_S)[0]:
+                return _next(connection, is_over) != STOP
+        return False
+
+
+def _next(connection: socket.socket, is_over: Callable[[], bool]) -> bytes:
+    """Return the first machine's next line; nothing if it has gone, or if it is over."""
+    while not is_over():
+        if select.select([connection], [], [], LOOK_S)[0]:
+            with suppress(OSError):
+                return _line(connection)
+            return b""
+    return b""
+
+
+def _line(connection: socket.socket) -> bytes:
+    """Return a line, byte by byte, so that nothing after it is taken. Raises OSError."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < GREETING_BYTES:
+        byte = connection.recv(1)
+        if not byte:
+            break
+        line += byte
+    return line
+
+
+def _digest(plan: Plan) -> str:
+    """Return what tells plans apart, wherever a machine has the weights."""
+    return sha256(plan.model_copy(update={"checkpoint": None}))
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.settimeout(GREET_S)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
