@@ -187,13 +187,14 @@ def main() -> None:
     if sys.argv[1] == "-c":  # which version is it
         print(TESTED_VERSION)
         return
-    if "--headless" in sys.argv:  # workers of another machine's engine
-        signal.pause()
     parser = argparse.ArgumentParser()
     parser.add_argument("-m", dest="module")
     parser.add_argument("--additional-config", type=json.loads)
     parser.add_argument("--enable-prefix-caching", action="store_true")
+    parser.add_argument("--node-rank", type=int, default=0)
     given, others = parser.parse_known_args()
+    if given.node_rank:  # workers of another machine's engine
+        signal.pause()
     FakeVllm(*others[-2:], given.additional_config["xgpt"], reuse=given.enable_prefix_caching).run()
 
 

@@ -221,7 +221,7 @@ class ServeKeywords(TypedDict, total=False):
     node_rank: int | None
     """Rank of this machine among them."""
     master_addr: str | PathLike[str] | None
-    """With `engine=vllm`: address of the first of the machines that hold this machine's replica. PORT, by default 29500, and the port after it must be free there."""
+    """With `engine=vllm`: address of the first machine of those that hold this one's replica. PORT (29500 if left out) and the next one must be free there."""
     rendezvous: str | PathLike[str] | None
     """With xgpt's own engine: address of machine 0."""
     dry_run: bool | None

@@ -49,10 +49,6 @@ class Launch:
         """Return the words that start it with the Python that has vLLM; requests come by a socket in the directory."""
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 
-    def headless(self, python: str) -> list[str]:
-        """Return the words that start its workers on a machine other than the first, whose engine they wait for."""
-        return [python, "-m", "vllm.entrypoints.cli.main", "serve", self.model, "--headless", *self.arguments]
-
 
 def block_size_of(cluster: ClusterSpec) -> int:
     """Tokens a K/V block in vLLM."""

@@ -1,6 +1,6 @@
 """Run vLLM's engine without a server: `python -m xrunner.vllm.host DIRECTORY LANE vLLM's flags ...`.
 
-Takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
+On a machine other than an engine's first one (`--node-rank`), runs its workers only. Otherwise takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
 engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`).
 """
 
@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from xgpt.core.errors import cut
 from xrunner import generation
@@ -149,6 +150,12 @@ async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> N
         front.close()
 
 
+def compute(arguments: AsyncEngineArgs) -> None:
+    """Run this machine's workers of an engine that another machine has, until one of them has ended."""
+    executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+
+
 def parser() -> FlexibleArgumentParser:
     """vLLM's own flags, and what is ours."""
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -160,8 +167,12 @@ def parser() -> FlexibleArgumentParser:
 def main() -> None:
     """Serve until vLLM has died, or `supervised` ends us."""
     given = parser().parse_args()
+    arguments = AsyncEngineArgs.from_cli_args(given)
+    if given.node_rank:
+        compute(arguments)
+        return
     try:
-        asyncio.run(serve(given.directory, given.lane, AsyncEngineArgs.from_cli_args(given)))
+        asyncio.run(serve(given.directory, given.lane, arguments))
     except EngineDeadError as error:
         sys.exit(f"EngineDeadError: {error}")
 

@@ -217,7 +217,7 @@ def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool])
         directory = Path(at_end.enter_context(tempfile.TemporaryDirectory(prefix="xgpt-run-")))
         packages = at_end.enter_context(package_path(directory))
         variables = {"VLLM_RPC_BASE_PATH": str(directory)} | launch.variables | preload(vllm_python)
-        reader = Reader(at_end.enter_context(started(launch.headless(vllm_python), packages, variables)))
+        reader = Reader(at_end.enter_context(started(launch.command(vllm_python, str(directory)), packages, variables)))
         while not is_over():
             if reader.process.poll() is not None:
                 logger.error("this machine's workers have ended: %s", reader.last_error())

@@ -16,7 +16,8 @@ BLOCKS_A_KEY = 4
 MOST_KEYS = 131_072
 SLACK = 0.5
 """Share of a replica's running requests by which it may exceed another replica and still get a request whose whole
-prompt it holds; for a request of which it holds a part, that part of the share."""
+prompt it holds. If it holds a part of the prompt, the square of that part counts: less is saved, and the requests that
+are waited for have as much to encode themselves (benchmarks.many_replicas)."""
 
 
 class ReplicaRouter:
@@ -44,7 +45,7 @@ class ReplicaRouter:
         least = min(load)
         found = next((count for count in range(len(chain), 0, -1) if chain[count - 1] in home), 0)
         number = home[chain[found - 1]] if found else load.index(least)
-        if found and load[number] - least > self._slack * found / len(chain):
+        if found and load[number] - least > self._slack * (found / len(chain)) ** 2:
             number = load.index(least)
         for key in chain:
             home[key] = number

@@ -54,7 +54,6 @@ def following(port: int, plan: Plan = ORCA) -> Iterator[Callable[[], bool]]:
 
 def test_each_machine_starts_its_part_of_one_vllm(port: int) -> None:
     first, second = (Machines(2, rank, "127.0.0.1", port).spread(launch(ORCA, plan_path="p")) for rank in (0, 1))
-    assert second.headless("python")[1:6] == ["-m", "vllm.entrypoints.cli.main", "serve", "/weights", "--headless"]
     at = first.arguments.index("--node-rank") + 1
     assert (first.arguments[at], second.arguments[at]) == ("0", "1")
     assert first.arguments[:at] == second.arguments[:at] and first.arguments[at + 1 :] == second.arguments[at + 1 :]
