@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xgpt.core.policies.routing import Router
+from xgpt.core.policies.routing import ReplicaRouter
 
 SLOT_S = 0.04
 STEP_S, DECODE_S, TOKEN_S, BUDGET, MOST = 7.5e-3, 55e-6, 33e-6, 512, 256
@@ -237,7 +237,7 @@ CASES: tuple[tuple[str, int, float], ...] = (
 
 def routing_cost(replicas: int, count: int = 20_000) -> float:
     """Return the seconds that `xgpt.core.policies.routing` takes for a request, with its prompt's ten keys."""
-    router = Router(replicas, 16.0)
+    router = ReplicaRouter(replicas, 16.0)
     chains = [tuple(f"{n % 500}.{key}".encode() for key in range(10)) for n in range(count)]
     inside: deque[int] = deque()
     started = time.process_time()

@@ -1,7 +1,8 @@
 """Run vLLM's engine without a server: `python -m xrunner.vllm.host DIRECTORY LANE vLLM's flags ...`.
 
-On a machine other than an engine's first one (`--node-rank`), runs its workers only. Otherwise takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
-engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`).
+Takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
+engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`). With a `--node-rank` above 0 it
+only runs workers, for the engine of another machine.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_a_machine_with_another_plan_is_refused(port: int, monkeypatch: pytest.M
     other, second = ORCA.model_copy(update={"seed": 7}), Machines(2, 1, "127.0.0.1", port)
     with pytest.raises(MachineError, match="has another plan"):
         follow(other, second, launch(other, plan_path="p"), lambda: False)
-    first.close()
+    first.close(for_good=True)
     waits.join()
 
 

@@ -30,7 +30,7 @@ def test_where_the_longest_beginning_lies_or_else_the_fewest_are() -> None:
 
 def test_of_half_a_prompt_a_quarter_of_the_slack_is_left() -> None:
     """The requests that are waited for have the other half to encode themselves."""
-    router = Router(2, slack=8)
+    router = ReplicaRouter(2, slack=8)
     assert [router.route((b"a1", b"a2"))] + [router.route((b"a1", b"%d" % n)) for n in range(3)] == [0, 0, 0, 1]
 
 
