@@ -64,8 +64,10 @@ class Machines:
         """
         address = address_towards(self.host)
         interface = interface_of(address) or ""
-        flags = ("--distributed-executor-backend", "mp", "--nnodes", str(self.count), "--node-rank", str(self.rank))
-        flags += ("--master-addr", self.host, "--master-port", str(self.port + 1))
+        flags = (
+            *("--distributed-executor-backend", "mp", "--nnodes", str(self.count), "--node-rank", str(self.rank)),
+            *("--master-addr", self.host, "--master-port", str(self.port + 1)),
+        )
         variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         return replace(launch, arguments=launch.arguments + flags, variables=launch.variables | variables)
 
