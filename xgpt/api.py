@@ -363,7 +363,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
         MachineError: the server does not answer, or has seen too few requests.
     """
     from xprofiler.store import profile_of
-    from xscheduler.replanning import Terms
+    from xscheduler.replanning.judge import Terms
     from xscheduler.replanning.replanner import Replanned, observe_source, propose
 
     request = request_of(ReplanRequest, {"lengths": lengths, **asked})

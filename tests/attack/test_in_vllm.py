@@ -25,7 +25,6 @@ from tests.attack import target as attack
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import PROBE, Target, attacked, children_of
 from tests.fakes import eventually, expected_tokens
-from tests.rings import few
 from xgpt.core.schema import ModelSpec, Plan
 from xrunner.vllm.process import PYTHON_VARIABLE
 
@@ -260,7 +259,8 @@ def ends_what_runs(target: Target) -> None:
 
 
 @pytest.mark.point(27)
-@pytest.mark.parametrize("number", few([signal.SIGKILL, signal.SIGSTOP]))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.long
 def test_where_vllm_dies_or_stops_another_takes_over_its_requests(number: signal.Signals, target: Target) -> None:
     """The server once ended, with what it had. A stop is noticed after 30 s."""
     with ThreadPoolExecutor(8) as pool:
@@ -277,6 +277,7 @@ def test_where_vllm_dies_or_stops_another_takes_over_its_requests(number: signal
         assert not Path(f"/proc/{youngest}/cmdline").exists()
 
 
+@pytest.mark.long
 @pytest.mark.point(17)
 def test_waa_on_two_vllms_is_the_same_endpoint_to_its_end(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     with attacked("waa", checkpoint, tmp_path, *ENGINE, "--max-waiting", "30") as target:

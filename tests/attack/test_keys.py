@@ -196,6 +196,7 @@ def test_outputs_without_an_end_do_not_hold_up_a_request_for_two_tokens(checkpoi
             assert (status, json.loads(body)["usage"]["total_tokens"]) == (200, 512)
 
 
+@pytest.mark.long
 def test_keys_change_while_the_server_runs(checkpoint: Path, tmp_path: Path) -> None:
     with attacked("one", checkpoint, tmp_path, keys=f"alice {ALICE} requests_per_minute=1\n") as target:
 

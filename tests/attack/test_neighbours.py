@@ -207,6 +207,7 @@ def test_names_of_others_stay_names(target: Target) -> None:
             json.loads(line)
 
 
+@pytest.mark.long
 def test_hang_ups_without_end(target: Target) -> None:
     """300 in a second, during requests; each reads the keys anew."""
     before = target.probe()

@@ -68,6 +68,7 @@ def certificate(directory: Path) -> tuple[Path, Path]:
 
 @pytest.mark.point(1, 20)
 @pytest.mark.parametrize("flavour", EVERYWHERE)
+@pytest.mark.long
 def test_every_option_takes_effect(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     moved = shutil.copytree(checkpoint, tmp_path / "moved" / "small")

@@ -35,10 +35,7 @@ def test_every_command_with_json_has_a_schema() -> None:
 
 def test_planning(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
     saturated = (*PROBLEM, *BOUND, "--objective", "saturated")
-    check(xgpt, "plan", *PROBLEM, *BOUND, "--policy", "orca", "-o", "orca.json")
-    for search in ("exhaustive", "optuna"):
-        check(xgpt, "plan", *saturated, "--policy", "orca", "--search", search, "-o", f"{search}.json")
-    check(xgpt, "compare", *saturated)
+    check(xgpt, "plan", *saturated, "--policy", "orca", "-o", "orca.json")
     check(xgpt, "compare", *saturated, "--current", CURRENT)
     check(xgpt, "simulate", str(plan), "--requests", "200")
     check(xgpt, "simulate", str(plan), "--requests", "200", "--arrival-rate", "2")
@@ -48,6 +45,15 @@ def test_planning(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
     check(xgpt, "doctor")
 
 
+@pytest.mark.long
+def test_other_searches(xgpt: Xgpt) -> None:
+    saturated = (*PROBLEM, *BOUND, "--objective", "saturated")
+    check(xgpt, "plan", *PROBLEM, *BOUND, "--policy", "orca", "-o", "orca.json")
+    for search in ("exhaustive", "optuna"):
+        check(xgpt, "plan", *saturated, "--policy", "orca", "--search", search, "-o", f"{search}.json")
+    check(xgpt, "compare", *saturated)
+
+
 def test_a_day(xgpt: Xgpt, tmp_path: Path) -> None:
     rows = "".join(f"{second},200,50\n" for second in range(600))
     (tmp_path / "day.csv").write_text(f"timestamp,input,output\n{rows}")
@@ -55,11 +61,15 @@ def test_a_day(xgpt: Xgpt, tmp_path: Path) -> None:
     check(xgpt, "fleet", *day, *PROBLEM[:4], *BOUND, "--policy", "orca")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
-def test_measuring(xgpt: Xgpt, tmp_path: Path) -> None:
+def test_measuring_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
     plan = planned(problem_of(save_checkpoint(tmp_path / "model"), 1), "orca")
     (tmp_path / "plan.json").write_text(dump_json(plan))
     check(xgpt, "bench", str(tmp_path / "plan.json"), "--requests", "8")
+
+
+def test_measuring_an_endpoint(xgpt: Xgpt, tmp_path: Path) -> None:
     with running(fake_app(fake_engine(FakeExecutor()))) as url:
         (tmp_path / "lengths.csv").write_text("input,output\n" + "4,6\n" * 8)
         check(xgpt, "bench", url, "--workload", str(tmp_path / "lengths.csv"), "--requests", "4")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.commands import PROBLEM
@@ -103,9 +103,7 @@ def check(text: str, *commands: tuple[str, ...]) -> None:
         assert code == 0 or (error.startswith("xgpt: ") and error.count("\n") == 1), error
 
 
-FEW = settings(
-    max_examples=examples(60, 6), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+FEW = settings(max_examples=examples(60, 6))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,7 +28,7 @@ for line in sys.argv[1:]:
 """
 
 
-PROBLEM = "--cluster h200x1 --model llama-3.1-8b --latency-bound 20 --policy orca"
+PROBLEM = "--cluster h200x1 --model llama-3.1-8b --latency-bound 20 --objective saturated --policy orca"
 
 
 def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install
         "simulate plan.json --requests 200",
         "report plan.json -o plan.html",
         "export plan.json --to script -o scripts",
-        f"compare {PROBLEM.partition(' --policy')[0]} --objective saturated",
+        f"compare {PROBLEM.partition(' --policy')[0]}",
     )
     refused = ("plan --latency-bound 9.8", "serve plan.json")
     command = [sys.executable, "-c", WITHOUT, *works, *refused]

@@ -147,7 +147,7 @@ def rate_of_some(plan: Plan, subject: Problem, num_requests: int) -> float:
     return search.rate
 
 
-@pytest.mark.parametrize("seed", few(range(6), 2))
+@pytest.mark.parametrize("seed", few((1, 0, *range(2, 6))))
 def test_no_setting_keeps_more_than_the_stated_rate(seed: int) -> None:
     nothing_keeps_more(seed)
 
@@ -158,7 +158,7 @@ def test_no_setting_of_many_problems_keeps_more(seed: int) -> None:
     nothing_keeps_more(seed)
 
 
-@pytest.mark.parametrize("kind", ["orca", "chunked"])
+@pytest.mark.parametrize("kind", few(["orca", "chunked"]))
 def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
     """Every batch of a small space is simulated."""
     subject = problem("llama-3.1-8b", "h200x1", "azure-conv").under(
@@ -181,11 +181,14 @@ def test_brute_force_finds_nothing_above_the_bound(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "cluster", "workload", "bound_s", "most"),
-    [
-        ("opt-13b", "a40x4", "summarization", 9.8, 0.05),
-        ("llama-3.1-8b", "h200x1", "azure-conv", 8.0, 0.05),
-        ("llama-3.1-70b", "h100x8", "azure-conv", 15.0, 0.17),
-    ],
+    few(
+        [
+            ("opt-13b", "a40x4", "summarization", 9.8, 0.05),
+            ("llama-3.1-8b", "h200x1", "azure-conv", 8.0, 0.05),
+            ("llama-3.1-70b", "h100x8", "azure-conv", 15.0, 0.17),
+        ],
+        2,
+    ),
 )
 def test_the_default_plan_is_found_and_proven_by_branch_and_bound(
     model: str, cluster: str, workload: str, bound_s: float, most: float
@@ -203,7 +206,7 @@ def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
         Constraint(latency_bound_s=8.0, objective="arrivals")
     )
     proven, sampled = (
-        next(iter(Task(subject, "auto", method).settle().values())) for method in ("branch-and-bound", "optuna")
+        next(iter(Task(subject, "orca", method).settle().values())) for method in ("branch-and-bound", "optuna")
     )
     assert (sampled.search.method, sampled.search.gap) == ("optuna", None)
     assert proven.search.gap is not None
@@ -212,12 +215,15 @@ def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
 
 @pytest.mark.parametrize(
     "bounds",
-    [
-        {"latency_bound_s": 0.3},
-        {"ttft_s": 0.006},
-        {"ttft_s": 0.5, "tpot_s": 0.004},
-        {"latency_bound_s": 1.0, "ttft_s": 0.006},
-    ],
+    few(
+        [
+            {"latency_bound_s": 1.0, "ttft_s": 0.006},
+            {"ttft_s": 0.5, "tpot_s": 0.004},
+            {"latency_bound_s": 0.3},
+            {"ttft_s": 0.006},
+        ],
+        2,
+    ),
 )
 def test_the_nearest_bound_is_kept_by_the_plan_made_for_it(bounds: dict[str, float]) -> None:
     subject = problem("llama-3.1-8b", "h200x1", "chat-short")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import random_profile
-from tests.contract.spaces import EVERY_KIND, FEW, SEEDS, Spaces, every_point
+from tests.contract.spaces import EVERY_KIND, FEW, KINDS, SEEDS, Spaces, every_point
+from tests.rings import few
 from xgpt.core.schema import Curve, RraSettings
 from xscheduler.box_bounds import box_bounds
 from xscheduler.lower_tables import lowered
@@ -124,8 +125,13 @@ def test_bounds_hold_where_they_once_did_not(kind: str, seed: int, monotone: boo
     test_bounds_that_hold_are_not_doubted(kind, seed, monotone)
 
 
-@EVERY_KIND
-@pytest.mark.parametrize(("swept", "method", "gap"), [(checked.SWEPT, "exhaustive", 0.0), (0, "optuna", None)])
+@pytest.mark.parametrize(
+    ("kind", "swept", "method", "gap"),
+    [
+        *((kind, checked.SWEPT, "exhaustive", 0.0) for kind in KINDS),
+        *few([(kind, 0, "optuna", None) for kind in KINDS]),
+    ],
+)
 def test_a_bound_that_is_none_is_caught(
     monkeypatch: pytest.MonkeyPatch, kind: str, swept: int, method: str, gap: float | None
 ) -> None:

@@ -12,10 +12,10 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.test_claims import Case, in_ci
+from tests.contract.test_claims import Case
 from tests.rings import examples
 from xgpt.core import policies
 from xgpt.core.errors import InfeasibleError
@@ -136,7 +136,7 @@ def one_by_one(plan: Plan, profile: Profile, requests: Stream) -> tuple[list[int
 AHEAD = load_engine("vllm-0.15")
 
 
-@in_ci(examples(100, 30))
+@settings(max_examples=examples(100, 15))
 @given(
     drawn(("orca", "chunked"), 2),
     st.booleans(),
@@ -161,7 +161,7 @@ def test_counts_run_ahead_as_the_engine_does(
         assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
-@in_ci(examples(200, 60))
+@settings(max_examples=examples(200, 20))
 @given(drawn(POLICIES, 4))
 # The encode lane's memory is full of prompts: it holds no place for the token that each of them makes.
 @example(Arrivals(Case(2818240210, 4, "waa", "length", monotone=False, quantile=0.99), load=0.9, together=80, room=5))

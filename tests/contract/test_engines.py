@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import one_lane, problem, simulate
+from tests.rings import few
 from xgpt.core.schema import ChunkedSettings, EngineSpec, OrcaSettings
 from xgpt.resolve import load_engine
 from xscheduler.box_bounds import breach
@@ -16,9 +17,9 @@ from xsimulator.forecast import estimate
 
 PROBLEM = ("llama-3.1-8b", "h200x1", "azure-conv")
 SETTINGS = (
-    OrcaSettings(max_batch=16),
-    OrcaSettings(max_batch=128),
     ChunkedSettings(token_budget=512, max_batch=24),
+    OrcaSettings(max_batch=128),
+    OrcaSettings(max_batch=16),
     ChunkedSettings(token_budget=2048, max_batch=128),
 )
 
@@ -29,8 +30,8 @@ def engine(*, ahead: bool = False, mixing: float = 0.0, **figures: object) -> En
     return engine_spec.model_copy(update=changed | {"sources": engine_spec.sources | dict.fromkeys(changed, "assumed")})
 
 
-@pytest.mark.parametrize(("ahead", "mixing"), [(True, 0.0), (True, 0.3)])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("ahead", "mixing"), [(True, 0.3), pytest.param(True, 0.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("settings", few(SETTINGS, 2, whole=True), ids=str)
 def test_closed_forms_follow_the_simulated_engine(
     settings: OrcaSettings | ChunkedSettings, ahead: bool, mixing: float
 ) -> None:
@@ -48,14 +49,16 @@ def follows(engine_spec: EngineSpec, settings: OrcaSettings | ChunkedSettings) -
     assert predicted["ttft"] == pytest.approx(measured.ttft_s, rel=0.2 if engine_spec.mixes else 0.3)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("ahead", few([True, False]))
+@pytest.mark.parametrize("settings", few(SETTINGS, 2, whole=True), ids=str)
 def test_so_they_do_where_prompts_go_first(settings: OrcaSettings | ChunkedSettings, ahead: bool) -> None:
     follows(engine(ahead=ahead, mixes=False), settings)
 
 
 @pytest.mark.parametrize(
-    "settings", [OrcaSettings(max_batch=128), ChunkedSettings(token_budget=8192, max_batch=128)], ids=str
+    "settings",
+    few([OrcaSettings(max_batch=128), ChunkedSettings(token_budget=8192, max_batch=128)], whole=True),
+    ids=str,
 )
 def test_so_they_do_where_prompts_are_whole(settings: OrcaSettings | ChunkedSettings) -> None:
     follows(engine(ahead=True, cuts_prompts=False, token_budget=8192), settings)

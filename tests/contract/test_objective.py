@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan
 from xscheduler.objectives.arrivals import SHARP
@@ -18,15 +19,19 @@ from xsimulator.capacity import PRECISION, Trial
 
 SCENARIOS = (
     ("llama-3.1-8b", "h200x1", "azure-code", 4.0),
-    ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),
     ("opt-13b", "a40x4", "summarization", 8.0),
+    ("llama-3.1-70b", "h100x8", "azure-conv", 15.0),
     ("t5-11b", "a40x8", "translation", 30.0),
 )
 
 
+EVERY_SCENARIO = pytest.mark.parametrize(
+    "scenario", few(SCENARIOS, 2, whole=True), ids=["-".join(scenario[:3]) for scenario in SCENARIOS]
+)
+
+
 def subject(model: str, cluster: str, workload: str) -> Problem:
-    asked = problem(model, cluster, workload)
-    return asked
+    return problem(model, cluster, workload)
 
 
 @functools.cache
@@ -34,7 +39,7 @@ def by_arrivals(scenario: tuple[str, str, str, float]) -> dict[str, Plan]:
     return plan_each(subject(*scenario[:3]).under(Constraint(latency_bound_s=scenario[3], objective="arrivals")))
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
+@EVERY_SCENARIO
 def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tuple[str, str, str, float]) -> None:
     asked = subject(*scenario[:3])
     best = next(iter(by_arrivals(scenario).values()))
@@ -43,7 +48,7 @@ def test_no_plan_of_the_other_objective_keeps_a_higher_arrival_rate(scenario: tu
     assert max(map(rate_of, by_arrivals(scenario).values())) == rate_of(best)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: "-".join(map(str, scenario[:3])))
+@EVERY_SCENARIO
 def test_each_stated_rate_is_confirmed_request_by_request(scenario: tuple[str, str, str, float]) -> None:
     asked = subject(*scenario[:3])
     for plan in by_arrivals(scenario).values():
@@ -105,7 +110,7 @@ def test_bounds_with_quantiles_of_their_own_are_each_kept() -> None:
         assert np.mean(times.tpot_s <= 0.012 / slack) >= 0.99
         assert times.goodput(plan.constraint) == pytest.approx(found.share_kept)
     best = next(iter(plans.values()))
-    assert rate_of(best) >= rate_of(next(iter(plan_each(asked.under(together)).values())))
+    assert rate_of(best) >= rate_of(next(iter(plan_each(asked.under(together), best.policy.kind).values())))
     above = Trial(best, asked.profile).at((1 + 1.5 * PRECISION) * rate_of(best))
     assert above is not None
     tight = best.constraint.model_copy(

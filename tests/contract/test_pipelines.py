@@ -10,6 +10,7 @@ import pytest
 from benchmarks.agreement import KINDS, errors, random_case, simulate
 from benchmarks.rounds import draw
 from tests.contract.scenarios import problem
+from tests.rings import examples, few
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.policies import OneLane, Pool, lane_settings
 from xgpt.core.schema import Constant, Curve, Histogram, Precision, Profile, RraSettings, Workload
@@ -24,7 +25,7 @@ from xsimulator.memory import LaneMemory
 from xsimulator.run import simulate as simulate_plan
 from xsimulator.stages import degrees, lane, spread, whole
 
-NUM_CASES = 4
+NUM_CASES = examples(4, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +59,7 @@ def test_cores_that_move_keys_and_values_do_nothing_else_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("model", "cluster"), [("t5-11b", "a40x8"), ("opt-13b", "a40x4")])
+@pytest.mark.parametrize(("model", "cluster"), few([("t5-11b", "a40x8"), ("opt-13b", "a40x4")]))
 def test_plans_do_in_simulation_what_they_claim(model: str, cluster: str, kind: str) -> None:
     """On the stages, blocks and settings that the plan itself names, with K/V memory as it binds."""
     subject = problem(model, cluster, "translation", 12.0)
@@ -107,7 +108,7 @@ def _one(value: int) -> Histogram:
     return Histogram(lengths=(value,), probabilities=(1.0,))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", few(range(20), 5))
 def test_layers_are_spread_so_that_the_slowest_stage_is_as_fast_as_can_be(seed: int) -> None:
     rng = np.random.default_rng(seed)
     stages, layers = int(rng.integers(1, 5)), int(rng.integers(5, 12))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 
 from tests.contract.test_counts import Arrivals, drawn
 from xgpt.core.workload import TraceLengths
@@ -17,7 +17,7 @@ from xsimulator.request_law import SeenSteps, request_law
 from xsimulator.run import run_requests
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=60)
 @given(drawn(POLICIES, 4, sla="request", loads=(1.0,), together=(1,), room=(0,)))
 def test_both_logs_say_the_same(arrivals: Arrivals) -> None:
     plan = arrivals.plan()

@@ -234,56 +234,29 @@ def steps(log: list[StepRecord]) -> list[tuple[object, ...]]:
 
 
 @CASES
-@settings(max_examples=examples(30, 10), deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
-def test_the_log_replays(kind: str, kv: KvPromise, seed: int, spare_blocks: int) -> None:
-    lane, blocks = LANES[kind], LARGEST + spare_blocks
-    log = run_engine(lane, kv, blocks, np.random.default_rng(seed))
-    if log:
-        assert steps(replay(schedule_for(lane, kv, blocks), log)) == steps(log)
-
-
-@CASES
-@pytest.mark.parametrize("order", ["sjf", "lpt", "edf", "das"])
-@settings(max_examples=examples(15, 5), deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
-def test_the_log_replays_in_every_order(
-    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int
-) -> None:
-    """With deadlines that some requests miss."""
-    lane, blocks = LANES[kind], LARGEST + spare_blocks
-    log = run_engine(lane, kv, blocks, np.random.default_rng(seed), order)
-    assert steps(replay(schedule_for(lane, kv, blocks, order), log)) == steps(log)
-
-
-@CASES
-@pytest.mark.parametrize("order", ["fcfs", "sjf", "edf", "das"])
-@settings(max_examples=examples(15, 5), deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 2**32), spare_blocks=st.sampled_from([0, 3, 10, 1000]))
-def test_the_log_replays_with_shares_priorities_patience_and_promises(
-    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int
-) -> None:
-    lane, blocks = LANES[kind], LARGEST + spare_blocks
-    log = run_engine(lane, kv, blocks, np.random.default_rng(seed), order, has_accounts=True)
-    assert steps(replay(schedule_for(lane, kv, blocks, order, PATIENCE_NS), log)) == steps(log)
-
-
-@CASES
-@pytest.mark.parametrize("order", ["fcfs", "das"])
-@settings(max_examples=examples(30, 10), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(150, 10))
 @given(
     seed=st.integers(0, 2**32),
     spare_blocks=st.sampled_from([0, 3, 10, 1000]),
+    order=st.sampled_from(["fcfs", "sjf", "lpt", "edf", "das"]),
     has_accounts=st.booleans(),
+    reuse=st.booleans(),
     failures=st.sampled_from([0.0, 0.1]),
 )
-def test_the_log_replays_where_prompts_share_blocks(
-    kind: str, kv: KvPromise, order: AdmissionOrder, seed: int, spare_blocks: int, has_accounts: bool, failures: float
+def test_the_log_replays(
+    kind: str,
+    kv: KvPromise,
+    seed: int,
+    spare_blocks: int,
+    order: AdmissionOrder,
+    has_accounts: bool,
+    reuse: bool,
+    failures: float,
 ) -> None:
-    """Also where some requests fail: what they have computed is shared no more."""
-    lane, blocks = LANES[kind], LARGEST + spare_blocks
-    rng = np.random.default_rng(seed)
-    log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=True, failures=failures)
+    """In every order, with deadlines that some requests miss, with and without shares, priorities, patience, promises,
+    and shared blocks; and if some requests fail, whose blocks are shared no more."""
+    lane, blocks, rng = LANES[kind], LARGEST + spare_blocks, np.random.default_rng(seed)
+    log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=reuse, failures=failures)
     patience_ns = PATIENCE_NS if has_accounts else None
     assert steps(replay(schedule_for(lane, kv, blocks, order, patience_ns), log)) == steps(log)
 

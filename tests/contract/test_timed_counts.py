@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.test_counts import Arrivals, drawn, simulated
+from tests.rings import examples
 from xgpt.core import policies
 from xgpt.core.policies import MicroBatch
 from xgpt.core.policies.slack import LaneForecast, Slack
@@ -74,7 +75,7 @@ class CheckedForecast(LaneForecast):
         return found
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=examples(40, 12))
 @given(
     st.builds(
         Timed,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.numerics.steps import run_again
@@ -84,12 +84,7 @@ def check_blocks(worker, pool):
             assert rows.tables[rows[id_], :count].tolist() == pool.running[id_].table.blocks[:count]
 
 
-@settings(
-    deadline=None,
-    max_examples=examples(25, 5),
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=examples(25, 5))
 @given(data=st.data())
 @pytest.mark.parametrize(("kind", "reuse"), [("plain", False), ("ahead", False), ("plain", True), ("ahead", True)])
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from xsimulator.costs.step_cost import lanes_of
 from xsimulator.executed import executed
 
 
-@pytest.mark.parametrize("name", [pytest.param("opt-tied", marks=pytest.mark.long), "t5-gated-untied"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["opt-tied", "t5-gated-untied"])
 def test_workers_of_a_served_pipeline_tell_what_they_computed_and_not_what_they_waited(checkpoint, name):
     """With one micro-batch one worker waits while the other computes, so that both together compute for as long as
     steps are under way at most."""

@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.numerics.checkpoints import load_checkpoint
+from tests.rings import few
 from xgpt.checkpoints.files import read_spec, sampling_defaults
 from xgpt.core.errors import InputError
 from xprofiler import measure
@@ -370,7 +371,7 @@ def test_seeded_weights_depend_on_the_seed_alone(small_opt):
 
 
 @pytest.mark.parametrize("name", ["gpt2-tied", "llama-grouped", "opt-tied", "qwen2-grouped", "qwen3-grouped"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16", "float16"]))
 def test_seeded_logits_have_unit_deviation(checkpoint, name, dtype):
     model = seeded(read_spec(checkpoint(name)[0]), dtype, 0)
     hidden = torch.randn(50, model.spec.hidden_size, dtype=model.final_norm.weight.dtype)

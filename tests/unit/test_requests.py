@@ -60,8 +60,9 @@ def declarations() -> dict[tuple[str, str], set[str]]:
     found = defaultdict(set)
     for kind in vars(requests).values():
         if inspect.isclass(kind) and issubclass(kind, RequestBase):
+            texts = descriptions(kind)
             for name in inspect.get_annotations(kind).keys() & kind.model_fields.keys():
-                found[name, descriptions(kind)[name]].add(kind.__name__)
+                found[name, texts[name]].add(kind.__name__)
     return found
 
 

@@ -27,13 +27,15 @@ from xgpt.core.io import parse, sha256
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.traces import read_lengths
+from xgpt.observation.observer import slowdown_to_plan_with
 from xgpt.observation.reuse import most_kept, told_of
+from xgpt.observation.windows import observe_lengths
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
 from xsimulator.stages import whole
 
 if TYPE_CHECKING:
-    from xscheduler.replanning import Terms
+    from xscheduler.replanning.judge import Terms
 
 NICENESS = 10
 """Niceness of the planning process: serving goes first."""
@@ -64,7 +66,6 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
     Raises:
         InputError: the profile is not that of the plan's devices.
     """
-    from xgpt.observation.observer import slowdown_to_plan_with
     from xscheduler.replanning.verdicts import judged
 
     started = time.perf_counter()
@@ -102,8 +103,6 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         MachineError: the server does not answer, or has seen too few requests.
     """
     if not source.startswith(("http://", "https://")):
-        from xgpt.observation.windows import observe_lengths
-
         lengths = read_lengths(Path(source), "lengths")
         observation = observe_lengths(lengths.input, lengths.output, plan.workload)
         if lengths.prefixes is not None:

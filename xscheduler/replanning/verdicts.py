@@ -14,7 +14,10 @@ from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
 from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
-from xscheduler.replanning import Judge, SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, replaced
+from xscheduler.replanning.decide import Verdict, decide
+from xscheduler.replanning.judge import Judge, SaturatedJudge, Terms, replaced
+from xscheduler.replanning.reestimate import reestimate
+from xscheduler.replanning.situation import Situation
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import PRECISION, capacity
 from xsimulator.costs.step_times import with_step_times

@@ -122,7 +122,7 @@ def test_batches_that_end_together_can_be_measured(count: int) -> None:
     assert read_log(plan, plan.workload, log, count, saturated=True).num_requests >= count
 
 
-@pytest.mark.parametrize("kind", few(["chunked", "static", "orca", "rra"], 2))
+@pytest.mark.parametrize("kind", few(["chunked", "static", "orca", "rra"]))
 def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     load = Load(300, arrivals=ArrivalProcess.at([(2.0, 40.0), (5.0, None)]))
     report = benched(kind, load, monkeypatch)
@@ -143,7 +143,7 @@ def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: p
     assert report.figure("whole_mean_s").error_at_pace == pytest.approx(0.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("arrivals", [None, ArrivalProcess.at(5.0)])
+@pytest.mark.parametrize("arrivals", few([ArrivalProcess.at(5.0), None]))
 def test_what_others_took_of_the_cores_is_told_apart(
     monkeypatch: pytest.MonkeyPatch, arrivals: ArrivalProcess | None
 ) -> None:
@@ -180,7 +180,7 @@ def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch
     assert benched("chunked", Load(60), monkeypatch).core_waits is None
 
 
-@pytest.mark.parametrize("kind", ["chunked", "rra"])
+@pytest.mark.parametrize("kind", few(["chunked", "rra"]))
 def test_saturated_the_drawn_requests_are_no_error_of_the_model(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Few requests draw other lengths than a long run has, which is neither the plan's fault nor the machine's."""
     report = benched(kind, Load(60), monkeypatch)
@@ -197,7 +197,8 @@ def test_saturated_the_prediction_is_what_the_plan_states(monkeypatch: pytest.Mo
     assert throughput.error == pytest.approx(PACE - 1, abs=0.06)
 
 
-@pytest.mark.parametrize("kind", few(["rra", "orca"]))
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["rra", "orca"])
 def test_two_replicas_are_measured_as_one_is(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Twice the throughput, and the latencies of one: their steps, mixed in one log, are not those of one engine."""
     one = benched(kind, Load(800), monkeypatch)

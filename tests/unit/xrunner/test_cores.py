@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks.lib.served_plans import PLANS, one_lane, plan, served
-from tests.rings import few
 from xgpt.core.schema import Plan
 from xrunner.cores import own_cores, take_cores
 
@@ -85,7 +84,8 @@ def test_a_server_of_one_device_has_a_core_for_each_thread(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(len(HERE) != 2, reason="two workers of a thread each do not fill the cores")
-@pytest.mark.parametrize("name", few(PLANS, whole=True))
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLANS)
 def test_a_server_of_two_devices_has_a_core_for_each_worker(name: str, tmp_path: Path) -> None:
     with served(PLANS[name](), tmp_path) as server:
         assert [kept_to(worker)[:1] for worker in server.pids] == [[core] for core in HERE]

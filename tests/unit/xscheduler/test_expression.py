@@ -30,7 +30,7 @@ def expressions() -> st.SearchStrategy[str]:
 
 
 @given(expressions(), st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
-@settings(max_examples=examples(200, 20), deadline=None)
+@settings(max_examples=examples(200, 20))
 def test_an_expression_is_worth_what_python_makes_of_it(text: str, values: list[float]) -> None:
     figures = dict(zip(("throughput", "latency", "ttft"), values, strict=True))
     assert names_in(text) <= figures.keys()

@@ -81,7 +81,7 @@ def test_code_that_was_cut_short_is_compiled_anew(tmp_path: Path) -> None:
     assert len(files) == 2
     wholes = [file.read_bytes() for file in files]
     cuts = [lambda content: content[: len(content) // 2], lambda content: b"", lambda content: b"no pickle"]
-    for i, cut in enumerate(cuts if ALL else cuts[:2]):
+    for i, cut in enumerate(cuts if ALL else cuts[:1]):
         for file, whole in list(zip(files, wholes, strict=True))[slice(None) if ALL else slice(i, i + 1)]:
             file.write_bytes(cut(whole))
             answer, said = run(tmp_path, cache)

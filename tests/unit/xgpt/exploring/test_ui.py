@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.browser import CHROMIUM, browser
+from tests.rings import few
 from xgpt.core.errors import InputError
 from xgpt.exploring.explore import Explorer
 from xgpt.exploring.ui import MOST_BYTES, AnswerProcess
@@ -72,6 +73,7 @@ def test_an_answer_comes_part_by_part_and_settles_on_what_plan_writes() -> None:
     assert json.loads(settled["plan"])["policy"] == mine.policy.model_dump(mode="json")
 
 
+@pytest.mark.long
 def test_what_is_drawn_is_what_is_settled_on() -> None:
     """Simulation may choose another policy than closed forms do."""
     asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "workload": "azure-conv", "latency_bound_s": 15}
@@ -81,7 +83,7 @@ def test_what_is_drawn_is_what_is_settled_on() -> None:
     assert len(drawn[-1]) == len(plan["stages"])
 
 
-@pytest.mark.parametrize(("asked", "within_s"), [(ONE, 0.3), (MANY, 1.5)])
+@pytest.mark.parametrize(("asked", "within_s"), few([(ONE, 0.3), (MANY, 1.5)]))
 def test_the_next_bound_is_answered_at_once(asked: dict[str, Any], within_s: float) -> None:
     explorer = Explorer()
     for part in explorer.answers(asked):
@@ -160,6 +162,7 @@ def test_a_trace_becomes_a_workload(url: str) -> None:
     assert wrong.status_code == 400 and "-4" in wrong.json()["error"] and "/tmp" not in wrong.json()["error"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_one_plans_in_a_browser(url: str, tmp_path: Path) -> None:
     with browser(tmp_path / "profile") as page:

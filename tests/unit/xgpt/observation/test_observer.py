@@ -18,7 +18,7 @@ from xgpt.observation.observer import (
     differs,
     slowdown_to_plan_with,
 )
-from xscheduler.replanning import reestimate
+from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.replanner import BackgroundPlanner, propose
 from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler

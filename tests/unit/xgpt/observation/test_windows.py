@@ -117,7 +117,7 @@ def test_counts_that_chance_explains_and_such_that_it_does_not() -> None:
     assert surprise(longer, 100, planned, known_to=10) == 0
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.integers(0, 1000))
 def test_chance_is_no_change(seed: int) -> None:
     planned, rng = workload(50, 30), np.random.default_rng(seed)

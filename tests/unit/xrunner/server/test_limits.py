@@ -78,7 +78,7 @@ def test_the_plan_promises_its_quantile_of_outputs() -> None:
 
 def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() -> None:
     """Before, eight of them reserved all memory, and the request waited for one of them to fill its context."""
-    engine = fake_engine(FakeExecutor(step_s=0.005), kv_blocks=64, max_batch=16)
+    engine = fake_engine(FakeExecutor(step_s=0.002), kv_blocks=64, max_batch=16)
     with running(fake_app(engine, Watch(fake_plan()), codec=byte_codec())) as url, ThreadPoolExecutor(8) as pool:
         chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
 
@@ -87,7 +87,7 @@ def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() ->
 
         chats = [pool.submit(ask) for _ in range(8)]
         assert eventually(lambda: engine.pool.num_running == 8)
-        time.sleep(1)  # they have outgrown their promise, and hold all there is
+        time.sleep(0.3)  # they have outgrown their promise, and hold all there is
         assert post(url, max_tokens=2).status_code == 200
         assert not any(one.done() for one in chats)
         usages = [future.result().json()["usage"] for future in chats]
@@ -176,7 +176,7 @@ def test_a_flood_leaves_the_other_key_its_share_of_the_waiting_room() -> None:
     engine = fake_engine(FakeExecutor(step_s=0.005), max_batch=1)
     app = fake_app(engine, keys=keys, limits=Limits(max_waiting=8))
     with running(app) as url, ThreadPoolExecutor(16) as pool:
-        flood = [pool.submit(post, url, ALICE, max_tokens=100) for _ in range(12)]
+        flood = [pool.submit(post, url, ALICE, max_tokens=40) for _ in range(12)]
         assert eventually(lambda: sum(one.done() for one in flood) >= 3)
         assert post(url, BOB, max_tokens=2).status_code == 200
         assert sum(not one.done() for one in flood) >= 5  # behind the one that ran, not behind the eight

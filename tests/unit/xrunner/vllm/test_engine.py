@@ -86,7 +86,7 @@ def test_every_request_has_its_own_tokens_and_leaves_nothing(plan: Plan, start: 
     assert (len(pool.waiting), pool.num_running, pool.reserved_blocks) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+@pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
 def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, start: Start) -> None:
     engine = start(plan)
     prompts = [*PROMPTS[:5], (fake_vllm.FAILS, 1, 2), *PROMPTS[5:10]]
@@ -165,7 +165,7 @@ def test_a_request_that_ends_every_vllm_is_found_and_ended(start: Start) -> None
         assert "lost 4 times within 10 minutes, the last time: " in says and "the device has gone" in says
 
 
-@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+@pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
 def test_a_vllm_that_makes_no_step_is_noticed(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(plan)
     monkeypatch.setattr(remote, "STEP_S", 0.5)
@@ -304,7 +304,7 @@ def test_a_prompt_that_the_encode_lane_cannot_hold_fails_alone(start: Start) -> 
     assert got[0][-1].finish == "error" and ids(got[1]) == expected_tokens((6,) * 20, 6)
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("is_busy", few([False, True]))
 def test_a_vllm_that_is_stopped_is_noticed(is_busy: bool, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle, it was never noticed; busy, after two minutes."""
     engine = start(ORCA)

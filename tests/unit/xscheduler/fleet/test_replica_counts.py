@@ -94,7 +94,7 @@ BOTH = pytest.mark.parametrize("most_states", [fleet.MOST_STATES, 0], ids=["path
 
 
 @BOTH
-@settings(max_examples=examples(60, 20), deadline=None)
+@settings(max_examples=examples(60, 20))
 @given(problem=problems(kinds=2, count=3, least_stay=3))
 def test_mixed_kinds_cost_what_the_best_of_all_fleets_costs(problem: FleetProblem, most_states: int) -> None:
     with patch.multiple(fleet, MOST_STATES=most_states, MOST_CONSTANT=most_states):
@@ -115,7 +115,7 @@ def _check_mixed(problem: FleetProblem) -> None:
 
 
 @BOTH
-@settings(max_examples=examples(40, 10), deadline=None)
+@settings(max_examples=examples(40, 10))
 @given(problem=problems(kinds=1, count=8, least_stay=1))
 def test_one_kind_costs_what_the_shortest_path_costs(problem: FleetProblem, most_states: int) -> None:
     with patch.object(fleet, "MOST_STATES", most_states):
@@ -132,7 +132,7 @@ def _check_one_kind(problem: FleetProblem) -> None:
 
 
 @BOTH
-@settings(max_examples=examples(40, 10), deadline=None)
+@settings(max_examples=examples(40, 10))
 @given(problem=problems(kinds=2, count=3, least_stay=1))
 def test_the_constant_fleet_is_the_cheapest_that_never_changes(problem: FleetProblem, most_states: int) -> None:
     with patch.object(fleet, "MOST_CONSTANT", most_states):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.rings import ALL, few
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schema import Constraint, Histogram, Plan
@@ -28,7 +29,7 @@ def subject(model: str, cluster: str, workload: str, price: float | None = None)
     return replace(asked, cluster=devices)
 
 
-BOUNDS = (2.0, 6.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 40.0)
+BOUNDS = (2.0, 6.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 40.0) if ALL else (2.0, 6.0, 12.0, 15.0, 40.0)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_the_nearest_bound_on_all_requests_can_be_asked_for(by_bound: dict[float
 
 
 @pytest.mark.parametrize(
-    ("kind", "bound_s"), [("rra", 9.0), ("chunked", 8.0), ("orca", 8.0), ("static", 9.0), ("waa", 5.0)]
+    ("kind", "bound_s"), few([("rra", 9.0), ("waa", 5.0), ("chunked", 8.0), ("orca", 8.0), ("static", 9.0)], 2)
 )
 def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyChoice, bound_s: float) -> None:
     """Lengths mixed over few admissions tell the same as many requests with lengths of their own."""
@@ -90,7 +91,7 @@ def test_the_latency_of_all_requests_is_what_single_requests_show(kind: PolicyCh
     assert measured.share_within(bound_s) >= 0.99
 
 
-@pytest.mark.parametrize("workload", ["azure-conv", "azure-code", "chat-short"])
+@pytest.mark.parametrize("workload", few(["azure-code", "azure-conv", "chat-short"]))
 @pytest.mark.parametrize(("kind", "error"), [("rra", 0.04), ("chunked", 0.07), ("orca", 0.04), ("static", 0.04)])
 def test_the_closed_form_of_all_requests_is_near_what_they_show(workload: str, kind: str, error: float) -> None:
     asked = problem("llama-3.1-8b", "h200x1", workload)

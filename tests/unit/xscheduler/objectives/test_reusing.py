@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import xgpt
+from tests.rings import examples, few
 from tools.structured import conversations, shared_prompts, write
 from xgpt.core.schema import ObservedReuse, Plan
 from xgpt.core.workload import TraceLengths
@@ -67,7 +68,7 @@ def test_no_division_of_memory_exceeds_the_bound(plan: Plan, path: Path) -> None
     problem = resolve(plan_request(**PROBLEM, workload=path, objective="saturated"))
     curve = ReuseCurve(read_lengths(path), plan.block_size)
     memory = plan.stages[0].kv_blocks * plan.block_size
-    for share in (0.2, 0.55, 0.72, 0.85, 0.93):
+    for share in (0.2, 0.55, 0.72, 0.85, 0.93)[: examples(5, 2)]:
         given = replace(problem, replicas=1, reused=reused_at(curve, share * memory))
         (other,) = plan_each(given, "chunked").values()
         assert other.estimate.throughput_rps <= most
@@ -98,7 +99,7 @@ def test_replicas_count_on_what_the_router_sends_them(path: Path) -> None:
     assert found.estimate.throughput_rps > 1.5 * (found.estimate.reuse.alone or 0)
 
 
-@pytest.mark.parametrize("options", [{}, {"think_s": 5.0}])
+@pytest.mark.parametrize("options", few([{"think_s": 5.0}, {}]))
 def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
     options: dict[str, float], tmp_path: Path
 ) -> None:

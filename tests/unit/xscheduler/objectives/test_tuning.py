@@ -48,6 +48,7 @@ def fixed() -> Plan:
     return planned(policy="chunked").best
 
 
+@pytest.mark.long
 def test_a_tuned_plan_keeps_a_higher_rate_and_its_log_replays(fixed: Plan) -> None:
     found = planned(policy="slack")
     plan = found.best

@@ -28,10 +28,12 @@ from xgpt.core.workload import histogram, sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.ladder import request_latency
 from xscheduler.placement import Placement
-from xscheduler.replanning import SaturatedJudge, Situation, Terms, Verdict, decide, reestimate, within_context
-from xscheduler.replanning.decide import loading_s
+from xscheduler.replanning.decide import Verdict, decide, loading_s
+from xscheduler.replanning.judge import SaturatedJudge, Terms
+from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.replacements import within_pins
 from xscheduler.replanning.replanner import propose
+from xscheduler.replanning.situation import Situation, within_context
 from xscheduler.replanning.verdicts import judged
 from xscheduler.schedule import Scheduler
 from xsimulator.forecast import CHOICES, FORECASTS

@@ -71,7 +71,7 @@ ACCOUNTS = (Account("a", 3.0), Account("b"), Account("c", 0.5, 1))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=examples(60, 20), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(60, 20))
 @given(data=st.data(), patience_ns=st.none() | st.integers(1, 60), accounts=st.sampled_from([ACCOUNTS[:1], ACCOUNTS]))
 def test_no_request_is_lost_or_served_twice(order, data, patience_ns, accounts):
     """Whatever comes, leaves, expires and returns: the queue is a set of requests, and the right ones expire."""
@@ -131,7 +131,7 @@ def algorithm_1(requests: list[Request], row_tokens: int, eta: float) -> list[in
     return row
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=25),
     row_tokens=st.integers(1, 80),
@@ -191,7 +191,7 @@ def test_das_against_the_best_schedule():
     assert 0.3 < worst < 1.0  # well above the bound, and the optimum is not out of reach of being better
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(
     puts=st.lists(st.tuples(st.integers(0, 40), st.none() | st.integers(0, 9)), max_size=60), limit=st.integers(0, 99)
 )

@@ -76,7 +76,7 @@ class Reference:
                 self.released[block] = self._clock
 
 
-@settings(max_examples=examples(200, 40), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(200, 40))
 @given(data=st.data())
 def test_no_block_is_lost_whatever_comes_and_goes(data: st.DataObject) -> None:
     blocks, reference = Blocks(NUM_BLOCKS), Reference()

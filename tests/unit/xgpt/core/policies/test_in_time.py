@@ -44,7 +44,7 @@ def ids(queue: Queue) -> list[int]:
     return [request.id for request in queue.ahead(len(queue))]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 80)), max_size=7))
 def test_no_other_choice_has_fewer_late(prompts: list[tuple[int, int]]) -> None:
     jobs = sorted(Job(due, i, i, tokens, 0.0) for i, (tokens, due) in enumerate(prompts))

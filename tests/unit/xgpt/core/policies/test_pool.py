@@ -22,7 +22,7 @@ def blocks_in_use(pool: Pool) -> int:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("kv", "hold"), [("reserve", False), ("reserve", True), ("quantile", False)])
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_never_over_commits(kv: KvPromise, hold: bool, microbatches: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=15))
