@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.workload import quantile
 from xscheduler.candidates import Candidates
 from xscheduler.engine_limits import why_not_divided
 
@@ -14,27 +15,7 @@ from xscheduler.engine_limits import why_not_divided
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     """Return an error that says what binds and what would be met: by the points of lowest excess."""
     constraint = candidates.problem.constraint
-    relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
-    headroom = 1 + relaxed.headroom
-    latency_alone = constraint.ttft_s is None and constraint.tpot_s is None
-    nearest: dict[str, float] = {}
-    for kind in kinds:
-        spaces = candidates.spaces(kind, relaxed)
-        least_s = headroom * candidates.least_latency(spaces)
-        for i in np.argsort(least_s, kind="stable"):
-            if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
-                break
-            space = spaces[i]
-            evaluation = space.evaluate(space.slowest_points())
-            if not evaluation.fits.any():
-                continue
-            for name, values in (
-                ("latency_bound_s", evaluation.performance.latency),
-                ("ttft_s", evaluation.performance.ttft),
-                ("tpot_s", evaluation.performance.tpot),
-            ):
-                least = float(values[evaluation.fits].min()) * headroom
-                nearest[name] = min(nearest.get(name, least), least)
+    nearest, reason = _nearest(candidates, kinds)
     if not any(candidates.has_placement(kind) for kind in kinds):
         num_devices = candidates.num_devices
         return InfeasibleError(
@@ -52,10 +33,54 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
     binding = broken[0]
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {given[binding]:g} s on "
-        f"{candidates.problem.cluster.name}; the nearest bound that one keeps is {round_up(nearest[binding])} s",
+        f"{candidates.problem.cluster.name}; the nearest bound that one keeps is {round_up(nearest[binding])} s"
+        + (reason if binding == "latency_bound_s" else ""),
         nearest_bound_s=nearest[binding],
         binding=binding,
     )
+
+
+def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
+    """Return what the latency of the longest outputs that count is made of, in the fastest schedule."""
+    return _nearest(candidates, kinds)[1]
+
+
+def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], str]:
+    """Return the least value of each bound that a schedule keeps, and `why_slow`; both empty if nothing fits."""
+    problem, constraint = candidates.problem, candidates.problem.constraint
+    relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
+    headroom = 1 + relaxed.headroom
+    latency_alone = constraint.ttft_s is None and constraint.tpot_s is None
+    nearest: dict[str, float] = {}
+    reason = ""
+    for kind in kinds:
+        spaces = candidates.spaces(kind, relaxed)
+        least_s = headroom * candidates.least_latency(spaces)
+        for i in np.argsort(least_s, kind="stable"):
+            if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
+                break
+            space = spaces[i]
+            evaluation = space.evaluate(space.slowest_points())
+            if not evaluation.fits.any():
+                continue
+            times = evaluation.performance
+            fastest = int(np.argmin(np.where(evaluation.fits, times.latency, np.inf)))
+            if headroom * float(times.latency[fastest]) < nearest.get("latency_bound_s", np.inf):
+                percent = 100 * (1 - constraint.quantile)
+                tokens = quantile(problem.workload.output, constraint.quantile)
+                first_s, each_ms = times.ttft[fastest], 1e3 * times.tpot[fastest]
+                reason = (
+                    f": {percent:.3g}% of the outputs have {tokens:,} tokens or more; in the fastest schedule, {kind}, "
+                    f"the first takes {first_s:.3g} s and each further one {each_ms:.3g} ms"
+                )
+            for name, values in (
+                ("latency_bound_s", times.latency),
+                ("ttft_s", times.ttft),
+                ("tpot_s", times.tpot),
+            ):
+                least = float(values[evaluation.fits].min()) * headroom
+                nearest[name] = min(nearest.get(name, least), least)
+    return nearest, reason
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
@@ -69,7 +94,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
         least = min(least, float(np.where(evaluation.fits, np.max(over, axis=0), np.inf).min()))
     kept = {name: float(round_up(slack * least * bound)) for name, bound in given.items()}
     binding = next(iter(given))
-    asked, nearest = (" and ".join(f"{name} {bound:g} s" for name, bound in bounds.items()) for bounds in (given, kept))
+    asked, nearest = (" and ".join(f"`{name}={bound:g}`" for name, bound in bounds.items()) for bounds in (given, kept))
     return InfeasibleError(
         f"{binding}: no schedule of {', '.join(kinds)} keeps {asked} together on "
         f"{candidates.problem.cluster.name}; the nearest bounds that one keeps are {nearest}",

@@ -75,12 +75,14 @@ def measure(
     num_requests: int,
     encode_emits: bool = True,
     has_encoder: bool = False,
+    may_end: bool = False,
 ) -> Measured:
     """Read a log after its first `skip_requests` endings, over about `num_requests` more.
 
     The window opens and closes at the start of a step that encodes, so that it holds whole cycles.
 
     Args:
+        may_end: read to the end of a log in which no more requests ended, instead of refusing it.
         encode_emits: the step that ends a prompt makes the first token (not so where WAA's encode lane is an encoder).
         has_encoder: a preempted request generates its tokens anew.
 
@@ -88,8 +90,9 @@ def measure(
         InputError: the log is too short for that.
     """
     steps = _Steps(log, encode_emits=encode_emits, has_encoder=has_encoder)
-    first, last = steps.window(skip_requests, num_requests)
-    window_s = (steps.start[last] - steps.start[first]) / 1e9
+    first, last = steps.window(skip_requests, num_requests, may_end=may_end)
+    closes_ns = steps.start[last] if last < len(log) else steps.end[-1]
+    window_s = float(closes_ns - steps.start[first]) / 1e9
     finished = [id_ for record in log[first:last] for id_ in record.finished]
     tokens = sum(steps.num_tokens[id_] for id_ in finished)
 
@@ -307,7 +310,7 @@ class _Steps:
         """Steps that left no request of their micro-batch in decode."""
         self._encode_emits = encode_emits
 
-    def window(self, skip: int, count: int) -> tuple[int, int]:
+    def window(self, skip: int, count: int, *, may_end: bool = False) -> tuple[int, int]:
         ended = np.cumsum([len(record.finished) for record in self.log])
         encodes = np.asarray([bool(record.encode) for record in self.log], dtype=bool)
         ended_before = np.concatenate([[0], ended])[:-1]
@@ -318,6 +321,8 @@ class _Steps:
             closes = np.flatnonzero(encodes & (ended_before >= before + count))
             if len(closes):
                 return first, int(closes[0])
+            if may_end:
+                return first, len(self.log)
         num_ended = int(ended[-1]) if len(ended) else 0
         raise InputError("requests", num_ended, f"the log needs over {skip + count} finished before its last prompt")
 

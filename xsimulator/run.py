@@ -368,17 +368,19 @@ def replay_trace(
     Args:
         workload: the trace's histograms.
 
+        num_requests: requests that are measured; all, if the trace has no more.
+
     Raises:
-        InputError: the trace has no times, or too few requests, or one that can never fit.
+        InputError: the trace has no times, or a request that can never fit.
     """
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
     trace = share_of_replica(trace if plan.shares_prompts else trace._replace(prefixes=None), plan)
     total = requests_to_send(plan, num_requests, saturated=False)
-    if len(trace.input) < total:
-        raise InputError("requests", num_requests, f"the trace has {len(trace.input)} requests, this takes {total}")
-    return run_replica(plan, profile, workload, trace.take(np.arange(total)), num_requests, on_span)
+    if total < len(trace.input):
+        trace = trace.take(np.arange(total))
+    return run_replica(plan, profile, workload, trace, num_requests, on_span)
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
@@ -496,7 +498,11 @@ def check_fits(plan: Plan, workload: Workload) -> None:
 
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
-    """Return the figures of a log of this plan, of as many replicas as wrote it, without a saturated run's warm-up."""
+    """Return the figures of a log of this plan, of as many replicas as wrote it, without a saturated run's warm-up.
+
+    A log of requests that arrived by themselves may end with the last of them; a saturated one must go on after the
+    measured ones, because a batch that runs empty is no steady state.
+    """
     return measure(
         log,
         quantile=plan.constraint.quantile,
@@ -505,6 +511,7 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
         num_requests=num_requests,
         encode_emits=encode_emits(plan),
         has_encoder=plan.model.is_encoder_decoder,
+        may_end=not saturated,
     )
 
 

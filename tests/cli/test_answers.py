@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -70,6 +71,10 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
     assert "note: the first 50 of 20000 requests were measured; --requests 20000 replays them all" in ran.err
+    Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
+    ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["num_requests"] == 60 // 8 + 1 and "were measured" not in ran.err
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +90,15 @@ def test_an_empty_trace_and_a_length_of_zero_are_refused(tmp_path: Path) -> None
 
 def test_what_nothing_can_keep_names_the_nearest(tmp_path: Path) -> None:
     subject = problem("opt-13b", "a40x4", "summarization", latency_bound_s=1e-6)
-    with pytest.raises(InfeasibleError, match="the nearest bound that one keeps is"):
+    with pytest.raises(InfeasibleError, match="the nearest bound that one keeps is") as refused:
         Scheduler(subject).best(["rra"])
+    reason = re.search(
+        r"1% of the outputs have (\d+) tokens .* takes ([\d.]+) s .* one ([\d.]+) ms", str(refused.value)
+    )
+    assert reason is not None and refused.value.nearest_bound_s is not None
+    tokens, first_s, each_ms = map(float, reason.groups())
+    whole_s = (first_s + (tokens - 1) * each_ms / 1e3) * (1 + subject.constraint.headroom)
+    assert whole_s == pytest.approx(refused.value.nearest_bound_s, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint
 from xscheduler.objectives.base import BOUNDS, MOST_SECONDS
 from xscheduler.schedule import Scheduler
+from xscheduler.why_not import why_slow
 
 GROWTH = 1.5
 """Factor by which a bound is loosened until a plan keeps it."""
@@ -49,8 +50,9 @@ def never_kept(
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
     bound, one_keeps = ("bounds", "one keeps together are") if len(nearest) > 1 else ("bound", "one keeps is")
+    reason = why_slow(scheduler.candidates, kinds) if "latency_bound_s" in nearest else ""
     return InfeasibleError(
-        f"{binding}: {where}, at however low an arrival rate; the nearest {bound} that {one_keeps} {kept}",
+        f"{binding}: {where}, at however low an arrival rate; the nearest {bound} that {one_keeps} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
         binding=binding,
     )
@@ -91,4 +93,4 @@ def _times(bounds: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 def _named(bounds: Mapping[str, float]) -> list[str]:
-    return [f"{name} {bound:g} s" for name, bound in bounds.items()]
+    return [f"`{name}={bound:g}`" for name, bound in bounds.items()]

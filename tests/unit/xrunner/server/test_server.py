@@ -331,8 +331,8 @@ def test_an_engine_that_hangs_is_noticed(is_stopped: bool, monkeypatch: pytest.M
     if is_stopped:
         monkeypatch.setattr(remote, "SILENCE_S", 1.0)
         monkeypatch.setattr(remote, "POLL_S", 0.05)
-        monkeypatch.setattr(remote.Host, "read", lambda _: None)
-        monkeypatch.setattr(remote.Host, "run", lambda _: time.sleep(3))
+        monkeypatch.setattr(remote.EngineHost, "read", lambda _: None)
+        monkeypatch.setattr(remote.EngineHost, "run", lambda _: time.sleep(3))
         engine = fake_engine(FakeExecutor())
         far_end = remote.EngineThreads(engine)
         with pytest.raises(MachineError, match="does not start: its process has reported nothing for"):
