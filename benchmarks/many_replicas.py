@@ -36,6 +36,8 @@ STEP_S, DECODE_S, TOKEN_S, BUDGET, MOST = 7.5e-3, 55e-6, 33e-6, 512, 256
 PROMPT, SHARED, OUTPUT, LONGEST = 1000, 500, 160, 1024
 PREFIXES, KEPT = 2000, 300
 BOUND_S = 0.5
+AWAY = 1e6
+"""Load that gateways see of a replica that takes no requests."""
 EDGES = np.geomspace(1e-3, 100.0, 2001)
 """Edges of the histogram of times to first token, in seconds: 0.6% apart."""
 CACHE = "cache-"
@@ -53,26 +55,32 @@ class Row:
         kept: share of requests whose first token came within `BOUND_S`.
         hits: share of requests that found their shared beginning cached.
         busiest: requests in the fullest replica, as a multiple of the mean, averaged over time.
+        wave: share of the replicas that change to another plan together: they empty while the gateways avoid them.
+        replanned_s: time until all had changed; None: they had not, or did not change.
         seconds: that the simulation took, of processor time.
     """
 
     routing: str
     gateways: int
     stale_s: float
+    wave: float
     requests: int
     median_s: float
     p99_s: float
     kept: float
     hits: float
     busiest: float
+    replanned_s: float | None
     seconds: float
 
     def __str__(self) -> str:
+        changed = "never" if self.replanned_s is None else f"in {self.replanned_s:.0f} s"
+        waves = f"all re-planned {changed} by waves of {100 * self.wave:g}%; " if self.wave else ""
         return (
             f"{self.routing:>12} {self.gateways:3} gateways, {1000 * self.stale_s:5.0f} ms old: TTFT median "
             f"{1000 * self.median_s:7.1f} ms, p99 {1000 * self.p99_s:8.1f} ms, {100 * self.kept:6.2f}% within "
             f"{BOUND_S} s, {100 * self.hits:5.1f}% cached, fullest {self.busiest:5.2f} x mean; "
-            f"{self.requests / 1e6:.1f} M requests in {self.seconds:.1f} s"
+            f"{waves}{self.requests / 1e6:.1f} M requests in {self.seconds:.1f} s"
         )
 
 
@@ -93,6 +101,7 @@ class Fleet:
         """Value of `_came_in` when a prefix was last used."""
         self._rng = rng
         self._all = np.arange(count)
+        self.is_emptying = np.zeros(count, np.bool_)
 
     @property
     def load(self) -> Numbers:
@@ -125,7 +134,7 @@ class Fleet:
             self._ends[self._all, at] -= ended
         self._steps = then
         self._prompt_tokens -= np.minimum(self._prompt_tokens, chunk * steps)
-        enter = np.minimum(self.waiting, MOST - self.running)
+        enter = np.minimum(self.waiting, MOST - self.running) * ~self.is_emptying
         self.waiting -= enter
         self.running += enter
         replicas = np.repeat(self._all, enter)
@@ -181,14 +190,22 @@ class Gateway:
         before = np.empty(len(home), np.int64)  # of the same slot, to the same replica
         before[order] = np.arange(len(home)) - np.searchsorted(ordered, ordered)
         excess = self.seen[home] + before - self.seen.min()
-        is_full = (home < 0) | (excess > self._slack * self.seen.mean())
+        is_full = (home < 0) | (excess > self._slack * self.seen.mean(where=self.seen < AWAY))
         home[is_full] = self._least(int(is_full.sum()))
         self._home[prefixes] = home
         return home
 
 
 def simulate(
-    routing: str, gateways: int, stale_s: float, *, replicas: int, rate: float, seconds: float, seed: int = 0
+    routing: str,
+    gateways: int,
+    stale_s: float,
+    wave: float = 0.0,
+    *,
+    replicas: int,
+    rate: float,
+    seconds: float,
+    seed: int = 0,
 ) -> Row:
     """Return what a routing comes to."""
     started = time.process_time()
@@ -201,10 +218,18 @@ def simulate(
     slots, refresh = round(seconds / SLOT_S), max(1, round(stale_s / SLOT_S))
     latency = np.zeros(replicas)
     warm_up = min(slots // 5, round(60 / SLOT_S))
+    at_once, next_one, replanned_s = max(1, round(wave * replicas)), 0, None
     for slot in range(slots):
+        if wave and slot >= warm_up and replanned_s is None:
+            fleet.is_emptying &= fleet.running > 0
+            if not fleet.is_emptying.any():
+                fleet.is_emptying[next_one : next_one + at_once] = True
+                replanned_s = (slot - warm_up) * SLOT_S if next_one >= replicas else None
+                next_one += at_once
         if not slot % refresh:
             for front in fronts:
                 front.seen = latency.copy() if routing == "latency" else fleet.load.astype(np.float64)
+                front.seen[fleet.is_emptying] = AWAY
         for front in fronts:
             prefixes = np.searchsorted(steps, rng.random(rng.poisson(rate * SLOT_S / gateways)))
             chosen = front.route(prefixes)
@@ -222,16 +247,18 @@ def simulate(
     kept = float(share[np.searchsorted(EDGES, BOUND_S)])
     took_s = time.process_time() - started
     fullest = busiest / len(range(0, slots, 50))
-    return Row(routing, gateways, stale_s, total, at(0.5), at(0.99), kept, hits / total, fullest, took_s)
+    figures = at(0.5), at(0.99), kept, hits / total, fullest
+    return Row(routing, gateways, stale_s, wave, total, *figures, replanned_s, took_s)
 
 
-CASES: tuple[tuple[str, int, float], ...] = (
-    ("turns", 1, 0.0),
-    ("two", 1, 0.0),
-    ("least", 1, 0.0),
-    ("latency", 1, 1.0),
-    *((f"{CACHE}{slack}", 1, 0.0) for slack in (0.0625, 0.125, 0.25, 0.5, 1.0)),
-    *((routing, gateways, 1.0) for routing in ("two", "least", f"{CACHE}0.125") for gateways in (1, 4, 16)),
+CASES: tuple[tuple[str, int, float, float], ...] = (
+    ("turns", 1, 0.0, 0.0),
+    ("two", 1, 0.0, 0.0),
+    ("least", 1, 0.0, 0.0),
+    ("latency", 1, 1.0, 0.0),
+    *((f"{CACHE}{slack}", 1, 0.0, 0.0) for slack in (0.0625, 0.125, 0.25, 0.5, 1.0)),
+    *((routing, gateways, 1.0, 0.0) for routing in ("two", "least", f"{CACHE}0.125") for gateways in (1, 4, 16)),
+    *((f"{CACHE}0.125", 1, 0.0, wave) for wave in (0.001, 0.02, 0.05, 0.1, 0.25)),
 )
 
 

@@ -48,7 +48,7 @@ KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.host", "xrunner.vllm.
 """What command lines of the processes contain, the most telling first."""
 FRONT = "xgpt serve"
 CONCURRENCY = 16
-KILL_REQUESTS, KILL_AFTER_S = 40, 1.5
+KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 3.5, 30.0
 PROGRAM = r'"(.*?)"'
 """The names of programs in the output of `ss`."""
 
@@ -92,7 +92,7 @@ class Row:
 
 def requests(count: int) -> list[ClientRequest]:
     rng = np.random.default_rng(11)
-    lengths, outputs = rng.integers(8, 64, count).tolist(), rng.integers(8, 48, count).tolist()
+    lengths, outputs = rng.integers(8, 64, count).tolist(), rng.integers(64, 192, count).tolist()
     prompts = [rng.integers(3, SPEC.vocab_size, length).tolist() for length in lengths]
     return [ClientRequest(prompt, None, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
@@ -265,10 +265,20 @@ def kill_each(
             if kind == FRONT:
                 servers[number].wait(60)
                 servers[number] = start(number, path, engine)
-            answer = answered(asking)
-            pairs = zip(answer["tokens"], expected[:KILL_REQUESTS], strict=True)
-            changed = sum(a != b for a, b in pairs)
-            yield {"host": number, "killed": kind, "lost": answer["lost"], "changed": changed, "s": answer["seconds"]}
+            yield {"host": number, "killed": kind} | outcome(asking, expected)
+    asking = ask_on_first(url, KILL_REQUESTS)
+    time.sleep(KILL_AFTER_S)
+    ip("-n", HOSTS[1], "link", "set", INTERFACE, "down")
+    time.sleep(PARTITION_S)
+    ip("-n", HOSTS[1], "link", "set", INTERFACE, "up")
+    yield {"host": 1, "cut off for s": PARTITION_S} | outcome(asking, expected)
+
+
+def outcome(asking: subprocess.Popen[str], expected: list[list[int]]) -> dict[str, object]:
+    """Return how many requests were lost, how many have other tokens than expected, and what they took."""
+    answer = answered(asking)
+    pairs = zip(answer["tokens"], expected[:KILL_REQUESTS], strict=True)
+    return {"lost": answer["lost"], "changed": sum(a != b for a, b in pairs), "s": round(answer["seconds"], 1)}
 
 
 def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:

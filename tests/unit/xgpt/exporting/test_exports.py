@@ -319,7 +319,7 @@ def test_every_pod_is_held_to_what_serving_takes(case: str) -> None:
         next(item for item in items if item["kind"] == kind)["spec"]
         for kind in ("NetworkPolicy", "PodDisruptionBudget")
     )
-    assert budget["maxUnavailable"] == 1 and set(policy["policyTypes"]) == {"Ingress", "Egress"}
+    assert budget["maxUnavailable"] == "5%" and set(policy["policyTypes"]) == {"Ingress", "Egress"}
     templates = [template for item in items if "spec" in item for template in filter(None, pods_of(item))]
     assert templates
     for template in templates:
