@@ -257,7 +257,11 @@ CASES: tuple[tuple[str, int, float, float], ...] = (
     ("least", 1, 0.0, 0.0),
     ("latency", 1, 1.0, 0.0),
     *((f"{CACHE}{slack}", 1, 0.0, 0.0) for slack in (0.0625, 0.125, 0.25, 0.5, 1.0)),
-    *((routing, gateways, 1.0, 0.0) for routing in ("two", "least", f"{CACHE}0.125") for gateways in (1, 4, 16)),
+    *(
+        (routing, gateways, stale_s, 0.0)
+        for routing in ("two", "least", f"{CACHE}0.125")
+        for gateways, stale_s in ((1, 1.0), (4, 0.08), (4, 1.0), (16, 1.0))
+    ),
     *((f"{CACHE}0.125", 1, 0.0, wave) for wave in (0.001, 0.02, 0.05, 0.1, 0.25)),
 )
 
@@ -280,11 +284,11 @@ def main() -> None:
     accepted.add_argument("--seconds", type=float, default=3600)
     accepted.add_argument("--replicas", type=int, default=1000)
     accepted.add_argument("--rate", type=float, default=20_000)
-    accepted.add_argument("--only", action="append", help="a routing; repeatable")
+    accepted.add_argument("--only", action="append", help="a routing, with one gateway and present loads; repeatable")
     accepted.add_argument("--json", type=Path)
     given = accepted.parse_args()
     run = partial(simulate, replicas=given.replicas, rate=given.rate, seconds=given.seconds)
-    cases = [case for case in CASES if given.only is None or case[0] in given.only]
+    cases = [case for case in CASES if given.only is None or (case[0] in given.only and case[1:] == (1, 0.0, 0.0))]
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
     with ProcessPoolExecutor(2) as pool:
