@@ -1,6 +1,6 @@
 """Two hosts serve one plan: what goes over the wire between them, and whether tokens are those of one host.
 
-    python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill] [--json two_hosts.json]
+    python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0] [--json two_hosts.json]
 
 The hosts are network namespaces of this machine, each with a host name of its own, joined by a pair of virtual
 interfaces; they meet as `xgpt serve --nnodes 2` does on real machines. Each has one device.
@@ -252,10 +252,11 @@ def answered(asking: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def kill_each(
-    url: str, servers: list[subprocess.Popen[str]], path: Path, engine: str, expected: list[list[int]]
+    url: str, servers: list[subprocess.Popen[str]], path: Path, options: argparse.Namespace, expected: list[list[int]]
 ) -> Iterator[dict[str, object]]:
     """Kill each kind of process but the front while 40 requests run, and yield what became of them."""
-    for number in range(2):
+    engine = options.engine
+    for number in (number for number in range(2) if str(number) in options.kill):
         for kind in processes(number):
             if (number, kind) == (0, FRONT):
                 continue
@@ -266,6 +267,8 @@ def kill_each(
                 servers[number].wait(60)
                 servers[number] = start(number, path, engine)
             yield {"host": number, "killed": kind} | outcome(asking, expected)
+    if "link" not in options.kill:
+        return
     asking = ask_on_first(url, KILL_REQUESTS)
     time.sleep(KILL_AFTER_S)
     ip("-n", HOSTS[1], "link", "set", INTERFACE, "down")
@@ -302,7 +305,7 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
             sockets = [listening(number) for number in range(2)]
             path = Path(directory) / "plan.json"
             kills = []
-            for kill in kill_each(url, servers, path, engine, expected) if options.kill else ():
+            for kill in kill_each(url, servers, path, options, expected):
                 print(kill, file=sys.stderr, flush=True)
                 kills.append(kill)
     return Row(
@@ -342,7 +345,8 @@ def in_vllm(what: Plan, directory: Path) -> Plan:
 def main() -> None:
     accepted = parser(__doc__ or "", 60)
     accepted.add_argument("--engine", choices=("native", "vllm"), default="native")
-    accepted.add_argument("--kill", action="store_true", help="kill each kind of process while requests run")
+    what = "kill each kind of process of this host while requests run, or cut the link for 30 s; repeatable"
+    accepted.add_argument("--kill", action="append", choices=("0", "1", "link"), default=[], help=what)
     accepted.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)  # what runs on the first host
     options = accepted.parse_args()
     if options.ask:
