@@ -303,6 +303,8 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
             answer = answered(ask_on_first(url, count))
             wire = wire_bytes() - wire
             sockets = [listening(number) for number in range(2)]
+            changed = sum(a != b for a, b in zip(answer["tokens"], expected, strict=True))
+            print(f"{name}: {answer['lost']} lost, {changed} changed; listening {sockets}", file=sys.stderr, flush=True)
             path = Path(directory) / "plan.json"
             kills = []
             for kill in kill_each(url, servers, path, options, expected):
@@ -312,7 +314,7 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
         name,
         count,
         answer["lost"],
-        sum(a != b for a, b in zip(answer["tokens"], expected, strict=True)),
+        changed,
         round(start_s, 1),
         round(answer["seconds"], 2),
         sum(map(len, answer["tokens"])),

@@ -2,7 +2,8 @@
 
 A Plan enters; a command line for vLLM leaves, and its engine core loads `scheduler.XgptScheduler`, which asks
 xgpt.core.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch: so it
-imports no torch of its own accord and nothing else of xrunner. Only `scheduler` and `offline` import vllm.
+imports no torch of its own accord and nothing else of xrunner. Only `host`, `scheduler`, what these
+need, and `offline` import vllm.
 """
 
 from importlib.metadata import PackageNotFoundError, version

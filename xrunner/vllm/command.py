@@ -14,6 +14,7 @@ from xgpt.core.schema import ChunkedSettings, ClusterSpec, LaneName, Plan, Stage
 from xrunner.vllm.lane import LEAST_KV, settings_of
 
 SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
+CPU_PIPELINE = "xrunner.vllm.cpu_pipeline.CpuPipelineWorker"
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""
@@ -213,6 +214,7 @@ def _launch(
         # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
         room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM keeps a block for itself
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
+        sizes += ["--worker-cls", CPU_PIPELINE] if len(stages) > 1 else []
     words = [
         "--skip-tokenizer-init",  # text is the endpoint's
         "--disable-log-stats",
