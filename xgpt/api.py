@@ -104,7 +104,7 @@ def _takes(request: type[RequestBase]) -> Callable[[F], F]:
 
 
 def _documented(command: str, known: Collection[str]) -> str:
-    """Return the lines of a docstring about the fields of a request, without those that are known."""
+    """Return the lines of a docstring about the fields of a request; fields that are known already are left out."""
     lines = []
     for field in FIELDS.get(command, ()):
         if field["name"] not in known:

@@ -60,7 +60,7 @@ Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 """Figures that are read off a log; latencies count from admission."""
 NOTABLE_WAIT = 0.1
-"""Share of a step's time that it waited for a core, from which on the step is counted as one that waited."""
+"""A step that waited for a core for at least this share of its time counts as one that waited."""
 URL_VOCABULARY = 1000
 """Token ids below this are sent to an endpoint whose vocabulary is not known; any vocabulary is larger."""
 
@@ -247,7 +247,7 @@ def _report(
     results: Sequence[ClientResult],
     busy_s: Mapping[str, float],
 ) -> BenchReport:
-    """Return the measurements with what was predicted of them, and what is predicted at the pace of the steps."""
+    """Return the measurements beside their predictions, and the predictions at the measured pace of the steps."""
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
@@ -325,7 +325,7 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return what the plan states of its own workload at saturation, in the long run; empty for any other load."""
+    """Return the plan's own figures, which hold for its workload at saturation; empty for any other load."""
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}

@@ -1,7 +1,7 @@
 """The load client: replays requests against a completions endpoint and records when each token arrives.
 
-It shares the machine with the engine that it measures, so it speaks HTTP without more between (`xgpt.connection`),
-reads the event stream by hand, and keeps of an event only what is asked for below.
+It shares the machine with the engine that it measures, so it speaks plain HTTP (`xgpt.connection`), reads the event
+stream by hand, and keeps only the fields of an event that are used below.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ async def replay(
     """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
 
     Args:
-        concurrency: closed loop: the number of requests outstanding; each end sends the next. None: open loop,
-            each is sent at its `send_at_s`, whatever has become of the others.
+        concurrency: closed loop: the number of requests outstanding; each end sends the next. None: open loop, each is
+            sent at its `send_at_s`, regardless of the others.
         stream: read each token as it comes; otherwise whole answers, which cost client and server less.
         enough: closed loop: stop when this number has ended, and leave out those under way.
         ca_file, api_key: see `Connection`.

@@ -40,10 +40,10 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 
 def own_api_key() -> str | None:
-    """Return what XGPT_API_KEY says; None: nothing.
+    """Return the key in XGPT_API_KEY; None if it is not set.
 
     Raises:
-        InputError: it is none. Never shows it.
+        InputError: the key is malformed; the message never contains it.
     """
     key = os.environ.get("XGPT_API_KEY")
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
@@ -52,15 +52,16 @@ def own_api_key() -> str | None:
 
 
 class Connection:
-    """Exchanges with one server, one after the other; opened by the first, and again where one was not read whole.
+    """Exchanges with one server, one after the other; opened for the first, and opened again after an answer that was
+    not read whole.
 
     Args:
-        url: the server's, with whatever comes before all paths.
+        url: the server's, with any prefix of its paths.
         ca_file: the authorities that may vouch for an https server; None: the system's.
         api_key: what the server demands; None: nothing.
 
     Raises:
-        InputError: it is not the URL of a server, or the file holds no certificate.
+        InputError: the URL is not a server's, or the file holds no certificate.
     """
 
     def __init__(self, url: str, ca_file: Path | None = None, api_key: str | None = None) -> None:
@@ -104,7 +105,7 @@ class Connection:
         return event.status_code
 
     async def read(self) -> bytes | None:
-        """Return the next piece of the answer's body; None: there is no more. Raises one of `Failure`."""
+        """Return the next piece of the answer's body; None at its end. Raises one of `Failure`."""
         event = await self._next()
         if isinstance(event, h11.Data):
             return bytes(event.data)
@@ -113,7 +114,7 @@ class Connection:
         return None
 
     async def read_all(self) -> bytes:
-        """Return what is left of the answer's body. Raises one of `Failure`."""
+        """Return the rest of the answer's body. Raises one of `Failure`."""
         pieces = []
         while (piece := await self.read()) is not None:
             pieces.append(piece)

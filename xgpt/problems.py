@@ -72,7 +72,7 @@ def _runs_in_vllm(
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return what requests find cached if all prompts begin alike; None: they do not.
+    """Return what requests find in the cache if all prompts begin alike; None if they do not.
 
     Raises:
         InputError: the engine, the objective or the workload does not go with it.
@@ -130,7 +130,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """Return the requested engine; None: none was named.
+    """Return the requested engine; None if none was named.
 
     Raises:
         InputError: the cluster is this machine, where the steps of the engine itself are measured.

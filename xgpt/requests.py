@@ -1,4 +1,4 @@
-"""What can be asked for: one model for each command and function of the API, declared field by field.
+"""The requests of the command line and the API: one model each, declared field by field.
 
 `python -m tools.make_reference` makes from these models: the options of the command line (`xgpt/options.json`), the
 keyword arguments of `xgpt.api` as editors see them (`xgpt/keywords.pyi`), and the pages in docs/reference. A field's
@@ -439,7 +439,7 @@ class AutoscaleRequest(RequestBase):
     arrival_rate_per_s: Annotated[NonNegativeFloat | None, Option("--arrival-rate", "R")] = None
     """The present load, in requests a second, instead of `scrape`."""
     once: bool = False
-    """Print what is wanted now, and publish nothing."""
+    """Print the recommendation for now, and publish nothing."""
     look_s: Annotated[PositiveFloat, Option("--look", "S")] = 15.0
     """Time between two looks at the load."""
     day_begins: Annotated[

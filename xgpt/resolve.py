@@ -40,7 +40,7 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
             network is never asked.
 
     Raises:
-        InputError: there is no such model, or what is there is no model.
+        InputError: there is no such model, or the file does not describe one.
     """
     if hub.is_id(name) and not Path(name).exists():
         return _load_by_id(name, config)
@@ -71,7 +71,7 @@ def load_cluster(name: str) -> ClusterSpec:
     """Return a cluster by name or file; `local` is the machine at hand, `local:N` takes N devices of it.
 
     Raises:
-        InputError: there is no such cluster, or what is there is no cluster.
+        InputError: there is no such cluster, or the file does not describe one.
         MachineError: this machine has fewer devices than asked for.
     """
     kind, _, count = name.partition(":")
@@ -86,7 +86,7 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def check_names(among: Iterable[str]) -> None:
-    """Refuse names of clusters of which there are none.
+    """Refuse unknown names of clusters.
 
     Raises:
         InputError: the message names the argument `among`.
@@ -102,7 +102,7 @@ def load_engine(name: str) -> EngineSpec:
     `xgpt-vllm`, or `xgpt-` before any of vLLM's versions, is vLLM with xgpt's scheduler class in it.
 
     Raises:
-        InputError: there is no such engine, or what is there is none.
+        InputError: there is no such engine, or the file does not describe one.
     """
     if name.startswith("xgpt-vllm"):
         return load_engine(name.removeprefix("xgpt-")).with_xgpt
@@ -112,7 +112,7 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """Return the engine whose steps a profile has; None: any engine's, or none that is described.
+    """Return the engine whose steps a profile has; None if it is any engine's, or not described.
 
     vLLM measured on this machine runs under xgpt's own schedule: none of what it does by itself holds.
     """
@@ -152,7 +152,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 
 
 def load_classes(name: str) -> tuple[RequestClass, ...]:
-    """The classes of a workload file; none where it has none, or is a trace.
+    """Return the classes of a workload file; empty if it has none, or is a trace.
 
     Raises:
         InputError: there is no such workload, or it is malformed.
@@ -177,7 +177,7 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """Return the requests of a workload that is a trace, pair by pair; None where it is none."""
+    """Return the requests of a workload that is a trace, pair by pair; None if it is not a trace."""
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
 

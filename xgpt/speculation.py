@@ -19,7 +19,7 @@ SGLANG = "sglang:spec_accept_length"
 
 
 def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the draft of a request, with as many tokens ahead as its acceptance has positions; None: there is none.
+    """Return the draft of a request, with as many tokens ahead as its acceptance has positions; None if there is none.
 
     Raises:
         InputError: fields are missing or do not go together, or the model has no layer for multi-token prediction.

@@ -247,7 +247,7 @@ class Bench:
         self._meet, self._in_group, self._is_brief, self._clock = meet, in_group, is_brief, clock
         self._capture = CudaCapture()
         self._captured: dict[tuple[object, ...], tuple[Callable[[], object], Callable[[], None]]] = {}
-        """By what it is: what was captured, whose tensors must live on, and what runs it again."""
+        """Captured calls by their key: the tensors that must stay alive, and the function that replays them."""
 
     def meet(self) -> None:
         """Wait for the workers that measure together with this one."""

@@ -26,7 +26,7 @@ DIVIDED = 0.9
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
 """Kernels of the same weights that round activations to eight bits, where a kind of device has them."""
 SHARED_FROM = "trtllm"
-"""Framework whose kernels for these FlashInfer hands to others; it alone measured them."""
+"""The framework whose kernels FlashInfer hands to the others; only its tables have them."""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
@@ -127,7 +127,7 @@ def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
 
 
 def _distribution(experts: Experts, kinds: set[str]) -> str | None:
-    """The routing that was measured and is nearest to a model's; None: there is none."""
+    """Return the measured routing nearest to a model's; None if there is none."""
     exponents = {name: float(name.removeprefix("power_law_")) for name in kinds if name.startswith("power_law_")}
     if "balanced" in kinds:
         exponents["balanced"] = 0.0

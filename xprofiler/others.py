@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 BUSY = 0.25
-"""Share of the cores from which on others' work makes a machine too busy for a full measurement."""
+"""If others use at least this share of the cores, the machine is too busy for a full measurement."""
 LEAST = 0.05
-"""Cores from which on a process is named."""
+"""A process that uses at least this many cores is named."""
 LOOK_S = 0.5
 """Seconds for which `cores_taken` looks."""
 

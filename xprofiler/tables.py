@@ -229,7 +229,7 @@ class Tables:
         Kernels are replaced from version to version: those of a later one may take half the time.
 
         Args:
-            framework: another than the engine's, whose newest tables come first; it may have none.
+            framework: a framework other than the engine's; its newest tables come first, and it may have none.
 
         Raises:
             InputError: there is none.
@@ -254,7 +254,7 @@ class Tables:
         """Return columns of a table.
 
         Args:
-            may_be_zero: whether latencies of 0 are none at all, not faults.
+            may_be_zero: whether a latency of 0 means that there is none, instead of a fault.
 
         Raises:
             InputError: it is broken, or pyarrow is not installed.

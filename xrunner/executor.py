@@ -41,7 +41,7 @@ class Executor(Protocol):
     scores_prompts: bool
 
     def accept(self, generation: Generation) -> None:
-        """Look at a request before anything is planned for it; raise, whatever it be, where it cannot be handed on."""
+        """Look at a request before anything is planned for it; raise any error if it cannot be handed on."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Take in a request that is about to be encoded.
@@ -53,7 +53,7 @@ class Executor(Protocol):
         """
 
     def begin(self, step: Step) -> None:
-        """Send a step on its way, behind those of its lane that are under way. Does not wait for it."""
+        """Start a step after the earlier steps of its lane, without waiting for it."""
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
         """Wait for the next step to end; with the next token of each request that decoded or whose prompt ended.

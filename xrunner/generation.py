@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from xgpt.core.schema import ANYONE, Account
 
 FinishReason = Literal["stop", "length", "error"]
-"""error: the engine could not go on with the request; its token is none."""
+"""error: the engine could not continue the request; its last token does not count."""
 
 NO_TOKEN = -1
 """In a token's place where the logits hold NaN, or the highest is infinite."""
@@ -145,4 +145,4 @@ class Token(NamedTuple):
     finish: FinishReason | None
     logprobs: Logprobs | None = None
     error: str = ""
-    """Why the engine has lost the request, where it can say."""
+    """Why the engine lost the request, if it knows."""

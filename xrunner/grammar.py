@@ -156,7 +156,7 @@ class Grammars:
             self._read.set_exception(MachineError(f"{path} cannot be used for grammars: {error}"))
 
     def why_not(self, grammar: str) -> str | None:
-        """Return why a grammar is not accepted; None: it is.
+        """Return why a grammar is refused; None if it is accepted.
 
         Raises:
             MachineError: the tokenizer cannot be used.
@@ -202,7 +202,7 @@ class GrammarState:
     """Where an output stands in its grammar.
 
     Args:
-        eos_token_ids: allowed where the output is complete alone, though a tokenizer may have text for them.
+        eos_token_ids: allowed only where the output is complete, even if the tokenizer has text for them.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -211,7 +211,8 @@ class GrammarState:
         self._eos = list(eos_token_ids)
 
     def allowed(self) -> np.ndarray | None:
-        """Which tokens may come next; None: the output cannot be followed any more, the grammar is too large perhaps.
+        """Which tokens may come next; None if the output can no longer be followed, for instance because the grammar is
+        too large.
 
         # bool [vocab]
         """
@@ -224,7 +225,7 @@ class GrammarState:
         return found
 
     def take(self, token: int) -> None:
-        """Go on by a token; behind one that is not allowed, nothing is."""
+        """Advance by a token; after one that is not allowed, no token is."""
         self._matcher.consume_token(token)
 
 

@@ -45,7 +45,7 @@ class Ledger:
         self._repeated |= {id_: len(self._generated[id_]) for id_ in ids if id_ in self._generated}
 
     def anew(self, request: Request, can_resume: Callable[[Request], bool]) -> Request:
-        """The request as it enters a schedule once more, on workers that know nothing of it.
+        """Return the request as it enters a schedule again, on workers that do not know it.
 
         Args:
             can_resume: whether what it has generated can be encoded with its prompt; else the same tokens are made

@@ -75,10 +75,11 @@ class _AnyOf:
 
 
 class Replicas:
-    """`engine.Engine` over several. Their logs follow each other as they come: a record says whose it is.
+    """`engine.Engine` over several. Their steps share one log; each record names its replica.
 
     Args:
-        build: makes the engine of a replica, in the thread that is to step it; given what to tell of its steps.
+        build: makes the engine of a replica, in the thread that is to step it; given the function that it calls with
+            its steps.
         router: says which replica a request goes to; None: the one with the fewest.
     """
 
@@ -140,7 +141,7 @@ class Replicas:
             engine.on_begin = then
 
     def apply(self, schedule: Schedule) -> None:
-        """See `Engine.apply`: each goes over by itself. The number of replicas stays."""
+        """See `Engine.apply`: each replica changes over by itself. Their number stays."""
         for engine in self._engines:
             engine.apply(schedule.fresh())
 
@@ -180,7 +181,7 @@ class Replicas:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step to end anywhere, or None where none has ended."""
+        """Return the tokens of the next step to end anywhere, or None if none has ended."""
         while True:
             self._wake.clear()
             try:

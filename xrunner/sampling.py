@@ -71,7 +71,7 @@ class Sampler:
         """Grammar states, by row that has a grammar."""
         self.failed: dict[int, str] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tokens and what is added to their logits, by row that has such biases."""
+        """Biases by row: tokens, and what is added to their logits."""
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
         """How often each token occurs in the output: a line for each request with a penalty."""
         self._prompted = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
@@ -99,7 +99,7 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """What decides draws at a temperature alone, to be added to logits; None where all rows are greedy.
+        """What decides draws at a temperature alone, to be added to logits; None if all rows are greedy.
 
         Args: as in `__call__`.
 
@@ -163,7 +163,7 @@ class Sampler:
     def __call__(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, dict[int, Logprobs]]:
-        """Return the next tokens; NO_TOKEN where there is none.
+        """Return the next tokens; NO_TOKEN if there is none.
 
         Args:
             logits: # [sampled, vocab]

@@ -49,7 +49,7 @@ class StageModel:
         return isinstance(self.model, EncoderDecoderModel)
 
     def run_encoder(self, batch: Batch, backend: AttentionBackend) -> Tensor | None:
-        """Run a batch of prompts alone through the encoder layers.
+        """Run a batch of prompts through the encoder layers only.
 
         Return the encoder's output in the last stage of an encode lane, otherwise None. # [prompt tokens, hidden]
         """

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class EngineFailed(XgptError):
-    """Steps go on failing, whatever is executed."""
+    """Steps keep failing, whatever is executed."""
 
 
 class Suspects(Generic[T]):
@@ -37,7 +37,7 @@ class Suspects(Generic[T]):
         return bool(self._held)
 
     def fail(self, error: Exception, under_way: Collection[int]) -> int | None:
-        """A step has failed while these requests had steps under way. Returns the one at fault, where it is known.
+        """Note that a step failed while these requests had steps under way; return the one at fault, if it is known.
 
         Raises:
             EngineFailed: too many have failed recently.
@@ -56,7 +56,7 @@ class Suspects(Generic[T]):
         return culprit
 
     def hold(self, id_: int, request: T) -> bool:
-        """Keep a suspect back; False where it is none."""
+        """Keep a suspect back; return False if the request is not one."""
         if id_ in self._suspected:
             self._held[id_] = request
         return id_ in self._suspected

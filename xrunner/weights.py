@@ -278,7 +278,7 @@ def load_prepacked(
 ) -> Model:
     """As `load_model`, with each projection laid out for the device as soon as it is read.
 
-    So a model in eight bits never takes four times its size: one matrix at a time is there in float32.
+    So a model in eight bits never takes four times its size: only one matrix at a time is in float32.
 
     Args:
         layouts: as `xrunner.packing.choice.pack` takes them.
@@ -357,7 +357,7 @@ def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
 
 
 def _within_one(parts: tuple[Cut | None, ...]) -> tuple[Cut, ...]:
-    """Cuts of tensors that are stored one behind the other in one."""
+    """Return the cuts of tensors that are stored one after the other in a single tensor."""
     whole = [cut for cut in parts if cut is not None]
     full = sum(cut.full for cut in whole)
     starts = accumulate((cut.full for cut in whole[:-1]), initial=0)

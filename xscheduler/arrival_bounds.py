@@ -55,7 +55,7 @@ RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 LEAST_QUANTILE = 0.9
 """Least share of requests that must keep a bound for its mean to have to keep it."""
 NUM_PROMPTS = 24
-"""Prompts that stand for all."""
+"""Number of prompts that represent all."""
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
 """Drawn arrivals at one server and at several, from an empty engine on."""
@@ -172,7 +172,7 @@ class Waits:
         return high * self._longest / self._bound_s
 
     def _queue(self, servers: int, load: float) -> _Queue | None:
-        """Return a queue at the next lower load that is a multiple of `LOAD_STEP`; None: it is overloaded."""
+        """Return a queue at the next lower load that is a multiple of `LOAD_STEP`; None if it is overloaded."""
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None
@@ -311,7 +311,8 @@ def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> fl
 
 
 def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Array, Array]:
-    """Return lengths that stand for all, each the shortest of its group, finer towards the tail, and their shares."""
+    """Return lengths that represent all, each the shortest of its group, with their shares; groups get finer towards
+    the tail."""
     if len(values) <= 96:
         return values, probabilities
     tail = (1 - quantile) * np.geomspace(64.0, 1 / 64, 72)
@@ -323,7 +324,7 @@ def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Arra
 
 
 def _evenly(values: Array, probabilities: Array) -> tuple[Array, Array]:
-    """Return prompts that stand for all, each the shortest of an equal share, and their shares."""
+    """Return prompts that represent all, each the shortest of a group of equal share, with their shares."""
     if len(values) <= NUM_PROMPTS:
         return values, probabilities
     group = np.minimum((np.cumsum(probabilities) * NUM_PROMPTS).astype(int), NUM_PROMPTS - 1)

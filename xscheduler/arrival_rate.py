@@ -1,8 +1,8 @@
 """Find the settings with the highest arrival rate within bounds, in closed form, over all placements.
 
-Every placement is searched along curves: settings that differ in nothing but the batch. One call predicts the curves of
-a placement at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps.
-What the best of them really keep is simulated (xsimulator.capacity), and what the others may keep is bounded
+Every placement is searched along curves: settings that differ only in the batch. One call predicts the curves of a
+placement at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps. The
+best of them are then simulated (xsimulator.capacity), and the rates of the others are bounded
 (xscheduler.arrival_bounds).
 """
 

@@ -119,7 +119,7 @@ class Candidates:
         ]
 
     def _spaces_of(self, kind: str) -> _Spaces:
-        """Return what does not depend on bounds of the spaces of one policy."""
+        """Return the parts of a policy's spaces that do not depend on bounds."""
         if kind not in self._spaces:
             found = list(self._standing(kind))
             placements, capacities = [space.placement for space in found], [space.capacity for space in found]
@@ -256,7 +256,7 @@ class _Spaces(NamedTuple):
 
 
 class _Predictors:
-    """What predicts placements: made once for those on the same lanes.
+    """The predictors of placements, built once for all placements on the same lanes.
 
     Spaces hold it, and it holds neither them nor the scheduler: a search leaves no cycles behind, which the garbage
     collector would look for in the middle of a later one.

@@ -12,7 +12,7 @@ SHARING = ("vllm", "sglang")
 
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
-    """Return why an engine cannot divide a model's layers among `tp` devices; None: it can.
+    """Return why an engine cannot divide a model's layers among `tp` devices; None if it can.
 
     Blocks of 128 x 128 weights in FP8, and groups of weights in four bits, must not be cut: vLLM, SGLang and
     TensorRT-LLM refuse such shards when they load them.

@@ -35,7 +35,7 @@ FIGURES = {
     "replicas": "number of replicas",
     "cost": "price of these devices for an hour; it needs a price",
 }
-"""What an expression may name, and what it stands for: at saturation, requests always waiting."""
+"""The figures that an expression may name, at saturation, with their meanings."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": lambda *values: np.minimum.reduce(np.broadcast_arrays(*values)),
     "max": lambda *values: np.maximum.reduce(np.broadcast_arrays(*values)),
@@ -75,7 +75,7 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def value_of(text: str, figures: Mapping[str, Values]) -> Values:
-    """Return an expression's value for each candidate; where it has none, as for 0 / 0, minus infinity."""
+    """Return an expression's value for each candidate; minus infinity where it has none, as for 0 / 0."""
     with np.errstate(all="ignore"):
         value = np.asarray(_value(_parsed(text), figures), float)
     return np.where(np.isnan(value), -np.inf, value)
@@ -115,7 +115,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _check(node: ast.expr) -> None:
-    """Refuse whatever is not arithmetic over figures."""
+    """Refuse everything but arithmetic over figures."""
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return

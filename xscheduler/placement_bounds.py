@@ -1,4 +1,4 @@
-"""Compute upper bounds on the throughput of thousands of placements at once, whatever their settings.
+"""Compute upper bounds on the throughput of thousands of placements at once, over all of their settings.
 
 Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the decode iterations of a
 request. On average an iteration takes a stage at least decode_j(m), the convex floor of the stage's times at m (Jensen;
@@ -354,7 +354,7 @@ class PolicyBounds:
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
-        """Return the largest m whose time is within the limit; -1 where none is. # [placements, terms]"""
+        """Return the largest m whose time is within the limit; -1 if there is none. # [placements, terms]"""
         m = self.steps.of.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)
@@ -408,7 +408,7 @@ def _least_of_a_prompt(rest: Line, attention: Grid, lengths: Lengths) -> float:
 
 
 def _alone(rest: Line, attention: Grid, lengths: Lengths) -> float:
-    """Return the seconds of a layer in a step that encodes one prompt alone."""
+    """Return the seconds of a layer in a step that encodes a single prompt."""
     one = np.ones_like(lengths.inputs, dtype=float)
     return float(rest(lengths.mean_input)) + float(attention(one, lengths.inputs) @ lengths.input_probabilities)
 

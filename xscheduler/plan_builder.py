@@ -157,7 +157,7 @@ def _taken_from_another(problem: Problem) -> tuple[str, ...]:
 def _beyond_profile(
     problem: Problem, lengths: Lengths, placement: Placement, values: dict[str, float]
 ) -> tuple[str, ...]:
-    """Return warnings about steps larger than what was measured."""
+    """Return warnings about steps larger than any measured one."""
     profile = problem.profile
     layer, encoder = profile.layers[0], profile.encoder_layers[0] if profile.encoder_layers else None
     decode_batch = values["decode_batch"] / placement.microbatches

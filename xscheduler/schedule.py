@@ -48,7 +48,7 @@ class Scheduler:
         return other
 
     def frontier(self, kind: str) -> list[TradeOff]:
-        """Return a policy's trade-off between latency and throughput, whatever the latency bound."""
+        """Return a policy's trade-off between latency and throughput, for any latency bound."""
         constraint = self.problem.constraint.model_copy(update={"latency_bound_s": None})
         return frontier(self.candidates.spaces(kind, constraint))
 

@@ -71,7 +71,7 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
-    """Fit to the steps of the first half of the requests, and compute the error on those of the second half alone.
+    """Fit to the steps of the first half of the requests, and compute the error only on those of the second half.
 
     Returns:
         The corrected profile, and the errors before and after.

@@ -221,7 +221,7 @@ class CapacitySearch:
 
     @cached_property
     def _saturation(self) -> float:
-        """The rate from which on the queue grows, and bounds are kept only until the run ends."""
+        """The rate above which the queue grows, and bounds are kept only until the run ends."""
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:

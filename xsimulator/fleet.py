@@ -75,9 +75,10 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: of those that take any, the one with the fewest outstanding for its rate.
+    """Return the replica of each request: among those that accept requests, the one with the fewest outstanding
+    relative to its rate.
 
-    A request that arrives when none takes requests goes to the next that does. # [requests]
+    A request that arrives when none takes requests goes to the next one that accepts some. # [requests]
     """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
     return _routed(

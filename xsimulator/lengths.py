@@ -24,7 +24,7 @@ class Reused:
         whole, cached: tokens of prompts, and of each of them those that are found. # [kinds] each
         probabilities: of these kinds of requests. # [kinds]
         kept_tokens: tokens of K/V memory that hold prompts, of running requests and of earlier ones.
-        most: share of all prompt tokens that a cache finds which forgets nothing.
+        most: share of all prompt tokens that an unlimited cache finds.
         holds_prompts: a running request is promised memory for its prompt, as if it shared it with none that runs.
             Without it requests take less than they do: for bounds.
     """
@@ -56,10 +56,10 @@ class Reused:
 class Lengths:
     """Input lengths I and decode iterations D of a workload.
 
-    Where requests find a part of their prompts, I is what is left to encode, and `mean_whole_input` counts all.
+    If requests find a part of their prompts in the cache, I counts the rest, and `mean_whole_input` all tokens.
 
-    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times; the
-    paper counts s. Said here once: everything downstream counts D.
+    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times; the paper
+    counts s. Everything downstream counts D.
     """
 
     def __init__(self, workload: Workload, reused: Reused | None = None) -> None:
@@ -103,7 +103,7 @@ class Lengths:
 
     @cached_property
     def mean_decode_context(self) -> float:
-        """Mean tokens attended to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, whatever the schedule."""
+        """Mean tokens attended to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, for any schedule."""
         if not self.mean_decodes:
             return self.mean_whole_input
         times = np.arange(1, len(self.survival) + 1)

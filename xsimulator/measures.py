@@ -1,7 +1,7 @@
 """Measure throughput and latencies from a log of steps, simulated or real: one definition for both.
 
-Where requests always wait, latency counts from admission, the start of the step that begins to encode a request
-(`measure`); where they arrive by themselves, it counts from arrival (`request_times`).
+If requests are always waiting, latency counts from admission, the start of the step that begins to encode a request
+(`measure`); if they arrive by themselves, it counts from arrival (`request_times`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VIRTUAL_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a window of a log shows.
+    """The figures of a window of a log.
 
     Attributes:
         num_requests: requests that finished in the window.
@@ -374,10 +374,10 @@ class _Steps:
 
 
 def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Array:
-    """Mean gap behind each token of a request of this length but the last. # [output_length - 1]
+    """Mean gap after each token of a request of this length but the last. # [output_length - 1]
 
-    Whether a request goes on is not known before its next token, so the gaps behind the n-th token of those that did go
-    on are those of any request that would have. Where no request reached a token, the mean of all gaps stands in.
+    Whether a request goes on is not known before its next token, so the gaps after the n-th token of requests that did
+    go on hold for any request. If no request reached a token, the mean of all gaps is used.
     """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]

@@ -192,7 +192,7 @@ class LaneMemory:
             drafted = draft.kept_bytes(precision.kv, lane[-1].tp)
         self._block_bytes: Array = block_size * (np.asarray([grows for grows, _ in kept]) + drafted)
         self.request_bytes: Array = np.asarray([constant for _, constant in kept])
-        """What a request keeps on a device of each stage whatever its length: states, and K/V within windows."""
+        """Bytes that a request of any length keeps on a device of each stage: states, and K/V within windows."""
         if not decoder.any():
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
@@ -238,7 +238,7 @@ class LaneMemory:
 
     @property
     def request_blocks(self) -> float:
-        """Blocks that what a request keeps whatever its length is worth, on the stage where they are most."""
+        """Return the blocks that equal the memory of a request of any length, on the stage where they are most."""
         if not self.request_bytes.any():
             return 0.0
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
@@ -256,7 +256,7 @@ class LaneMemory:
 
 
 def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: float | None) -> tuple[float, float]:
-    """Return the bytes that a device of a stage keeps of each token, and of each request whatever its length."""
+    """Return the bytes that a device of a stage keeps of each token, and of each request of any length."""
     grows = constant = 0.0
     for kind in spec.kinds:
         count = kind.count(end - stage.decoder_layers, end)

@@ -68,7 +68,7 @@ class LoadCurves:
         inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
         self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
-        """Of requests that stand for all: decode iterations, shares, and prompts relative to the mean one."""
+        """Of representative requests: decode iterations, shares, and prompts relative to the mean one."""
         shape = (-1, num_loads)
         ttft, tpot, gate, throughput = (
             curve.reshape(shape) for curve in (found.ttft, found.tpot, found.cycle, found.throughput)
@@ -161,11 +161,11 @@ class LoadCurves:
         return np.where(stable, ((p * self._late_at[curves]).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
-        """The highest rate at which the quantile of requests keeps the bounds, of every point of every curve; 0 where
+        """The highest rate at which the quantile of requests keeps the bounds, for every point of every curve; 0 if
         none does. # [curves, loads]
 
         Args:
-            at_least: points that saturate below this rate are not looked at, and are 0.
+            at_least: points that saturate below this rate are skipped, and get 0.
         """
         found = np.zeros_like(self.saturation)
         curves, loads = np.nonzero((self.saturation > at_least) & (self._late[:, :1] <= 1 - self._quantile))

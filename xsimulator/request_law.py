@@ -258,7 +258,7 @@ class SeenSteps:
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """When requests have their first token: where no step that encodes makes it, the first that decodes does."""
+        """Return when requests have their first token; if no encode step makes it, the first decode step does."""
         if encode_emits:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)

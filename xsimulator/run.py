@@ -54,7 +54,7 @@ def warm_up_requests(plan: Plan) -> int:
 
 
 def _iterations_until_full(workload: Workload) -> float:
-    """Return the number of decode iterations after which `FULL` of a steady batch is there."""
+    """Return the number of decode iterations after which a batch has `FULL` of its steady size."""
     decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
     # After n iterations the batch holds E[min(D, n)] / E[D] of what it will; between two lengths that is linear.
     after = np.concatenate([[0.0], decodes])
@@ -189,7 +189,7 @@ def _closed_loop(
 ) -> Simulated:
     """Run the requests of clients who each send the next one once the last one has ended, on one replica.
 
-    Each client's first request counts as warm-up; behind those that are measured as many go on.
+    Each client's first request counts as warm-up; as many go on after the measured ones.
     """
     check_fits(plan, workload)
     own_clients, spans = round(clients / plan.replicas), list[Span]()
@@ -273,7 +273,7 @@ def run_replica(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Run one replica's requests, all at once where they have no times; the throughput is that of all replicas."""
+    """Run one replica's requests, all at once if they have no times; the throughput is that of all replicas."""
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
@@ -422,8 +422,8 @@ def run_requests(
 
     Args:
         clients: who send the requests in a closed loop; None: they arrive by themselves.
-        trace: without times: all arrive at once. Where it does not say what requests have in common and the plan counts
-            on reuse, one beginning takes the planned share of each prompt.
+        trace: without times: all arrive at once. If it does not say what requests have in common although the plan
+            counts on reuse, all prompts share one beginning of the planned share.
     """
     schedule = policies.build(plan)
     size = plan.block_size

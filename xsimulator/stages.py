@@ -45,13 +45,13 @@ def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
 
 
 def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest stage is as fast as can be; every stage has at least one.
+    """Return the layers of each stage that make the slowest stage as fast as possible; every stage has at least one.
 
     Layers go one by one to the stage that is the fastest with it: optimal, as each adds the same to its stage.
 
     Args:
         layer_s: seconds of a layer on each stage.
-        fixed_s: seconds of whatever else the stage does (embedding, head).
+        fixed_s: seconds of the stage's other work (embedding, head).
 
     Raises:
         InputError: there are more stages than layers.

@@ -64,7 +64,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def stages(spans: Sequence[Span]) -> list[StageKey]:
-    """The stages that spans tell of, encode lane first."""
+    """The stages of the spans, encode lane first."""
     return _in_order({(span.lane, span.stage) for span in spans})
 
 
@@ -73,7 +73,7 @@ def _in_order(rows: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def idle_shares(spans: Sequence[Span]) -> dict[StageKey, float]:
-    """Share of the time in which each stage does nothing, between the middle halves of what they tell of."""
+    """Share of the time in which each stage is idle, in the middle half of the spans."""
     if not spans:
         return {}
     first, last = min(span.start_ns for span in spans), max(span.end_ns for span in spans)

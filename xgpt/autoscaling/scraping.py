@@ -104,7 +104,7 @@ class LoadReader:
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._client = httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers)
         self._before: dict[str, Counts] = {}
-        """The last counters of every replica, also of those that did not answer last."""
+        """The last known counters of every replica, including those that did not answer last time."""
         self._is_first = True
 
     def read(self) -> ScrapedTraffic | None:
@@ -137,9 +137,9 @@ class LoadReader:
         self._client.close()
 
     def _addresses(self) -> Iterator[tuple[int, str]]:
-        """Yield kind and URL of each replica; a host that does not resolve has none.
+        """Yield the kind and URL of each replica; a host that does not resolve yields nothing.
 
-        Of a host with addresses of both families, only those of IPv4 count, lest a replica count twice.
+        If a host has addresses of both families, only the IPv4 ones count, so that no replica counts twice.
         """
         for kind, url in self._targets:
             parts = urlsplit(url)
@@ -163,7 +163,7 @@ class LoadReader:
 
 
 def read_counts(text: str) -> Counts | None:
-    """Return a replica's counters from the text of its /metrics; None: they are not in it.
+    """Return a replica's counters from the text of its /metrics; None if the page does not have them.
 
     >>> read_counts("xgpt_requests_running 2.0") is None
     True

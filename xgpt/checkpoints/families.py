@@ -46,7 +46,7 @@ ALIASES: Mapping[str, str] = {
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where a config.json of a model that also reads images or sound holds its language model."""
 TOWERS = ("vision_config", "audio_config")
-"""Where it holds what reads them."""
+"""The fields that describe the encoders of images and sound."""
 LAYERS = ("vt_num_hidden_layers", "depth", "num_hidden_layers", "encoder_layers")
 """What such parts call the number of their layers."""
 
@@ -73,7 +73,7 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
 
 
 def tower_params(config: Mapping[str, Any]) -> int:
-    """Return about how many weights the encoders of images and sound have that a model holds besides its language part.
+    """Estimate the number of weights in a model's encoders of images and sound.
 
     Their blocks have attention and two or three matrices between hidden and intermediate size; what merges several
     patches into a token has two more. Positions, norms and patches are left out.

@@ -32,7 +32,7 @@ TRAINING = words("""
     hidden_dropout init_std initializer_factor initializer_range layerdrop resid_pdrop summary_activation
     summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     """)
-"""Initial weights, and what falls out in training."""
+"""Initial weights and dropout."""
 
 SEARCH = words("""
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size

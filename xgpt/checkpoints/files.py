@@ -18,7 +18,7 @@ from xgpt.core.io import parse
 from xgpt.core.schema import DType, ModelSpec
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""What safetensors calls a dtype, and what we do; all that weights may be stored in."""
+"""Safetensors' name for each dtype that weights may be stored in, and ours."""
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -30,7 +30,7 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 """Settings of generation_config.json that are defaults of requests, and the values that are taken."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Largest header of a file of weights, as of the safetensors library; a sparse file may tell of any."""
+"""Largest header that is read of a file of weights, as in the safetensors library; a sparse file can claim any size."""
 
 ENCODER_DECODERS = ("t5", "mt5")
 """Of the family t5."""
@@ -54,7 +54,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ModelSpec:
-    """Return the model that a config.json alone describes: its stop tokens and what is tied are as it says.
+    """Return the model that a config.json alone describes: stop tokens and tied weights are taken from it.
 
     Raises:
         InputError: as `read_spec` does.
@@ -139,13 +139,13 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 
 def default_output(directory: Path) -> int | None:
-    """Return the output tokens of a request that names no maximum, of generation_config.json; None: it names none."""
+    """Return generation_config.json's limit on output tokens, for requests without one; None if it has none."""
     found = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
     return found if type(found) is int and found > 0 else None
 
 
 def _tokenizer_end(directory: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names; None: it names none that is known."""
+    """Return the id of the end token that tokenizer_config.json names; None if it names no known token."""
     settings = _read_object(directory / "tokenizer_config.json") or {}
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
@@ -161,7 +161,7 @@ def _tokenizer_end(directory: Path) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None where there is no such file."""
+    """Return a JSON object; None if there is no such file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def _headers(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights, as `transformers` chooses them; none where none are there.
+    """Return the files that hold a checkpoint's weights, as `transformers` chooses them; empty if there are none.
 
     model.safetensors, or the shards that model.safetensors.index.json names, each in the same directory.
 
@@ -215,7 +215,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None where none can be read."""
+    """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None if none can be read."""
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     found = {STORED_DTYPES[name] for name in names}
     return found.pop() if len(found) == 1 else None

@@ -18,10 +18,10 @@ def is_id(name: str) -> bool:
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return the id that a plan's checkpoint is; None: it is a directory, or there is none.
+    """Return a plan's checkpoint if it is an id of the hub; None if it is a directory, or there is none.
 
     Raises:
-        InputError: it is no id that the hub allows.
+        InputError: the hub does not allow such an id.
     """
     if checkpoint is None or not checkpoint.startswith(HUB):
         return None
@@ -32,7 +32,7 @@ def id_of(checkpoint: str | None) -> str | None:
 
 
 def cached(model_id: str) -> Path | None:
-    """Return the directory of a model's newest download in huggingface_hub's cache; None: it is not there."""
+    """Return the directory of a model's newest download in huggingface_hub's cache; None if there is none."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     model = cache / f"models--{model_id.replace('/', '--')}"
@@ -47,12 +47,13 @@ def cached(model_id: str) -> Path | None:
 
 
 def shipped_as(model_id: str) -> str | None:
-    """Return the name of the shipped config that has an id's shape; None: none has."""
+    """Return the name of the shipped config with the same shape as an id; None if there is none."""
     return next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return an id of the hub that a shipped config describes; None: the hub has none, or the name is another's."""
+    """Return an id of the hub that a shipped config describes; None if the hub has none, or uses the name for another
+    model."""
     return next(iter(_shipped_ids().get(name, ())), None)
 
 

@@ -68,7 +68,7 @@ def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command
     """Return a decorator that makes a command with the options of its request, run by `xgpt.cli.NAME.run`.
 
     Args:
-        most_used: further options that help lists first: those that no request has.
+        most_used: options outside of the request that help lists first.
     """
 
     def make(function: F) -> Command:

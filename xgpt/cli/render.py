@@ -50,7 +50,7 @@ class Fitting:
     """A table that leaves out its least important columns until it fits the terminal, with lines below it.
 
     Args:
-        least: names of columns, those that are left out first at the front.
+        least: names of columns in the order in which they are left out.
         below: lines of text, each under the table.
     """
 
@@ -117,7 +117,7 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Show on standard error what is under way, and for how long; nothing where that is no terminal."""
+    """Show on standard error what is being done, and for how long; show nothing if it is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

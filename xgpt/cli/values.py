@@ -44,7 +44,7 @@ class OfClass(click.ParamType):
 
 
 LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
-"""Bounds from which on a note says that they are in seconds: few mean them, and many write milliseconds."""
+"""Bounds of at least this many seconds draw a note on the unit, since they are usually meant in milliseconds."""
 
 
 class Seconds(click.ParamType):

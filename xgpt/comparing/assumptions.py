@@ -25,7 +25,7 @@ MIXING = (-0.2, 0.2)
 PACES = (0.9, 1.15)
 """Step times, as shares of the profile's."""
 OUTPUTS = (0.85, 1.15)
-"""Lengths of outputs, as shares of the workload's, where no trace says how its halves differ."""
+"""Lengths of outputs, as shares of the workload's, if no trace shows how its halves differ."""
 BURSTS = 2.0
 """Factor on how much the gaps between arrivals vary."""
 
@@ -59,7 +59,7 @@ class Range(NamedTuple):
 
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
-    """Return what is varied, one at a time."""
+    """Return the assumptions to vary, one at a time."""
     found = [Assumption(f"mixed steps {100 * change:+.0f}% of their decodes", mixing=change) for change in MIXING]
     found += [Assumption(f"steps of {100 * pace:.0f}% of their time", pace=pace) for pace in PACES]
     if trace is not None and len(trace.input) >= 2:

@@ -1,4 +1,4 @@
-"""The settings of a deployment that runs today, whatever engine it is of."""
+"""The settings of a deployment that runs today, for any engine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class CurrentEngine:
         max_num_batched_tokens: largest number of tokens in a step.
         usable_memory: share of a device's memory that it uses; None: the cluster's.
         max_model_len: tokens of the longest request that it accepts; None: the model's context.
-        shortens: whether it takes a shorter one by itself, if K/V memory holds no request of that length.
+        shortens: whether the engine shortens it if K/V memory cannot hold a request of that length.
         dtype: type that it runs in; None: the one in the model's config.
         kv_dtype: type of K/V; None: that of the dtype.
-        quantization: how it says that the checkpoint stores its weights; None: it does not say.
+        quantization: the quantisation that the command names; None if it names none.
         notes: assumptions, in words.
         framework: the engine, as configs/engines names it.
         version: its version, as far as the image's tag says it.
-        model: the model that the command serves; None: it names none.
+        model: the model that the command serves; None if it names none.
     """
 
     tp_degree: int

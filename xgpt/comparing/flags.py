@@ -29,7 +29,7 @@ class FlagTable:
         takes: what each flag takes, by its long name without dashes: nothing, switch (with a --no- form), value,
             optional, many.
         aliases: other names, with their dashes.
-        abbreviates: whether a prefix that only one flag has stands for it, as for argparse.
+        abbreviates: whether an unambiguous prefix stands for a flag, as in argparse.
         earlier: flags of earlier versions, which count where the newest has none of that name.
     """
 
@@ -98,7 +98,7 @@ class FlagTable:
         raise InputError("current", word, f"{self.engine} has no such flag{near}")
 
     def _names(self) -> dict[str, tuple[str, bool]]:
-        """Return every spelling with the flag that it stands for, and whether it switches on."""
+        """Return the flag that each spelling stands for, and whether that spelling switches it on."""
         all_ = {**self.earlier, **self.takes}
         names = {f"--{flag}": (flag, True) for flag in all_}
         names |= {f"--no-{flag}": (flag, False) for flag, takes in all_.items() if takes == "switch"}

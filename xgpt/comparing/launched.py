@@ -56,7 +56,7 @@ class Launched:
     Attributes:
         words: what follows the launcher.
         image: the container's image; "": none.
-        devices: devices that the manifest requests for it; None: it does not say.
+        devices: devices that the manifest requests for it; None if it does not say.
     """
 
     engine: Engine
@@ -67,7 +67,7 @@ class Launched:
 
     @property
     def version(self) -> str | None:
-        """Version in the image's tag, such as 0.15.1; None: it has none."""
+        """Version in the image's tag, such as 0.15.1; None if it has none."""
         found = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
         return None if found is None else found[1]
 
@@ -135,7 +135,7 @@ def in_shell(text: str) -> Iterator[Launched]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script; one that ends inside quotation marks together with those up to their end, if any."""
+    """Yield the lines of a script; a quotation that spans several lines is yielded whole."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):

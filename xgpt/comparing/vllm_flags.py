@@ -1,4 +1,4 @@
-"""The flags of `vllm serve`: the values that each takes, and those that change speed in a way that is not scored.
+"""The flags of `vllm serve`: the values that each takes, and those whose effect on speed is not modelled.
 
 tests/vllm compares them with vLLM's own parser.
 """

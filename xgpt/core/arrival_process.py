@@ -27,10 +27,10 @@ class RateStage(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrivalProcess:
-    """When requests arrive: at one rate, or at one after the other.
+    """When requests arrive: at one rate, or at several in turn.
 
     Attributes:
-        stages: one at least; the last one's rate goes on behind them.
+        stages: at least one; the last one's rate continues for ever.
         burstiness: coefficient of variation of the gaps between arrivals: 1 for Poisson arrivals, above for bursts.
     """
 
@@ -56,7 +56,7 @@ class ArrivalProcess:
 
     @property
     def num_requests(self) -> int | None:
-        """Requests that its stages come to in the mean; None: the last one has no end."""
+        """Expected number of requests in all stages; None if the last one has no end."""
         total = sum(stage.rate_per_s * (stage.seconds or math.inf) for stage in self.stages)
         return max(1, round(total)) if math.isfinite(total) else None
 

@@ -1,7 +1,7 @@
 """Where numba keeps what it compiles: a directory of the user's cache for each state of the sources.
 
-Kept with its source, as numba does by default, a function goes on being run as it was when a function that it calls is
-changed in another file: numba looks at the function's own file alone.
+Kept with its source, as numba does by default, a compiled function stays in use although a function that it calls in
+another file has changed: numba checks only the function's own file.
 """
 
 from __future__ import annotations

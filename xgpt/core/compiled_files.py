@@ -1,4 +1,4 @@
-"""Compiled code on disk, for numba: files of another user are not run, and those that cannot be read are made anew.
+"""Compiled code on disk, for numba: another user's files are not run, and unreadable files are replaced.
 
 numba unpickles what it finds, and unpickling runs code. It imports this module by the name that
 `compiled_code.set_directory` gives it, the first time that it looks for code.

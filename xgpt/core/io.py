@@ -46,14 +46,14 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz")
-"""How names end that can be files alone."""
+"""Endings that only names of files have."""
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     """Return the file behind a name on the command line: a shipped config, or a path.
 
     Args:
-        field: where the name was given; None: in the argument that is called like the kind.
+        field: where the name was given; None: in the argument named like the kind.
 
     Raises:
         InputError: neither exists; the message lists what does.
@@ -159,10 +159,10 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
 
 
 def dump_json(value: BaseModel) -> str:
-    """Return the text of one of our files. It is read back first: what is written here can be read.
+    """Return the text of one of our files. It is read back first, so that every written file can be read.
 
     Raises:
-        XgptError: it cannot (`model_copy` checks nothing), with the field that is wrong.
+        XgptError: the value is not valid (`model_copy` does not check); the message names the field.
     """
     text = value.model_dump_json(indent=1) + "\n"
     try:
@@ -179,7 +179,7 @@ def sha256(value: BaseModel) -> str:
 
 
 def file_sha256(path: Path) -> str | None:
-    """Return `sha256` of the value that a JSON file was written from, by whatever version; None: it cannot be read.
+    """Return `sha256` of the value that a JSON file was written from, by any version; None if it cannot be read.
 
     A later version may give the value more fields, and so another hash.
     """

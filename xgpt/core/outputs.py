@@ -28,7 +28,7 @@ class OutputFile:
         path: its place; a symbolic link stands for the file that it points to.
         field: the option or argument that names the file, for errors.
         force: overwrite any file, even one that is read.
-        inputs: paths that the command reads; what is no file among them is ignored.
+        inputs: paths that the command reads; those that are not files are ignored.
     """
 
     def __init__(self, path: Path, field: str = "output", *, force: bool = False, inputs: Iterable[str] = ()) -> None:

@@ -14,10 +14,10 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process when the thread that started it ends, where that is Linux.
+    """On Linux, have the kernel end this process when the thread that started it ends.
 
     Args:
-        parent: the number of the process that started it; where it has ended already, so does this one.
+        parent: the number of the process that started it; if it has ended already, this process ends at once.
         sent: the signal that this process then gets.
     """
     if _prctl is not None:

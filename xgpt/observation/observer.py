@@ -39,7 +39,7 @@ be costs less than a broken bound, so that a machine's good moment does not coun
 COMPARED_SHARE = 1 / 8
 """Of the steps, that are compared with their prediction at least."""
 COMPARED_EVERY_S = 0.05
-"""Comparisons come no more often than that where it leaves the share: one takes a tenth of a millisecond."""
+"""Least time between two comparisons; one takes a tenth of a millisecond."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -54,7 +54,7 @@ def differs(slowdown: float, other: float, spread: float) -> bool:
 
 
 def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
-    """Return the measured slowdown where it is known and another than the plan rests on, else the plan's."""
+    """Return the measured slowdown if it is known and differs from the plan's, otherwise the plan's."""
     if measured is None or not differs(measured, profile.slowdown, profile.spread):
         return profile.slowdown
     return measured
@@ -256,7 +256,8 @@ class Observer:
         return found
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests that find more or less than those that a plan was last looked for; None: none certainly.
+        """Return the requests that find more or less than those of the last look for a plan; None if that is not
+        certain.
 
         A change that was seen in few requests is looked at again once there are twice as many.
         """

@@ -29,7 +29,7 @@ MOST_REQUESTS = 2048
 ENOUGH = 150
 """Requests that a conclusion takes at least."""
 LEAST_CHANGE = 0.1
-"""Share of prompt tokens by which what is found must differ before that means something."""
+"""Least change in the found share of prompt tokens that counts as a change."""
 SURE = 4.0
 """Standard errors that tell a change from chance."""
 SIZES = 12
@@ -121,9 +121,9 @@ def _numbers(chain: Chain) -> Ints:
 
 
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
-    """Return the requests since which another share of prompt tokens is found; None: none, for all that is known.
+    """Return the requests since the found share of prompt tokens changed; None if it has not, as far as is known.
 
-    A cache that is not full yet finds less than it will: what is missing there tells nothing.
+    A cache that is still filling finds less than it will later, so a low share says nothing.
     """
     best: tuple[float, int] | None = None
     size = ENOUGH
@@ -147,7 +147,7 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
-    """Return what requests found, and would find with other sizes of the cache; None: they have no keys.
+    """Return the share that requests found, and would find in caches of other sizes; None if they have no keys.
 
     The first half fills the cache, and the second is what is counted.
     """
@@ -162,7 +162,7 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
 
 
 def told_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
-    """Return what is told of a curve, of its requests from one on, where `share` of the prompt tokens was found."""
+    """Summarise a reuse curve from one request onward, where `share` of the prompt tokens was found."""
     sizes = [float(size) for size in curve.sizes(SIZES)]
     return ObservedReuse(
         share=share,

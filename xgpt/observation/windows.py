@@ -36,7 +36,8 @@ LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 MOST_NATS = 500.0
 """Beyond which a probability is taken from its asymptote: the number itself would be 0."""
 CERTAIN = 1e5
-"""Requests that planned lengths count as where they are taken as certain: two that no plan foresaw are a change."""
+"""The weight, in requests, of planned lengths that are taken as certain: two requests that no plan foresaw are then a
+change."""
 
 
 @dataclass(slots=True)
@@ -101,8 +102,8 @@ class Sample:
     def of(cls, requests: Sequence[Seen]) -> Sample:
         """Return a window as numbers; not of an empty one.
 
-        May run in another thread than counts the tokens: which requests have finished is read first, so that none
-        counts as finished with fewer tokens than it generated.
+        It may run in another thread than the one that counts tokens. So it first reads which requests have finished:
+        none then counts as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -281,7 +282,7 @@ def _divergence(shares: Array, to: Array) -> float:
 
 
 class ChangeDetector:
-    """Tells when requests are others than those that a plan was made for, and since when.
+    """Detects that requests differ from those that a plan was made for, and since when.
 
     Each look compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`); where several
     differ, the clearest tells since when.
@@ -296,7 +297,7 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since lengths changed; None: they have not, or too few have ended since.
+        """Return the requests since the lengths changed; None if they have not, or too few have ended since.
 
         Lengths that were themselves learnt from few requests are looked at again once there are twice as many.
         """

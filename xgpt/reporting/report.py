@@ -171,8 +171,8 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return each class of requests with its bounds, and what share of them keeps these where requests arrive at the
-    highest rate; None where there are no classes, or the bounds are kept at no rate."""
+    """Return each class of requests with its bounds, and the share that keeps them at the highest arrival rate; None if
+    there are no classes, or no rate keeps the bounds."""
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None
     kept = run_simulation(plan, profile, None, NUM_REQUESTS, ArrivalProcess.at(rate)).kept

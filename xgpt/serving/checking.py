@@ -131,7 +131,7 @@ def check_plan(plan: Plan, num_nodes: int = 1) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Refuse a new plan that `xgpt serve` could not run on this machine, whatever its weights.
+    """Refuse a new plan that `xgpt serve` could not run on this machine with any weights.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -144,7 +144,7 @@ def check_planned(plan: Plan) -> None:
 
 
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
-    """Refuse a plan that an engine cannot run here, whatever its weights.
+    """Refuse a plan that an engine cannot run here, with any weights.
 
     Raises:
         MachineError: devices or memory are missing.

@@ -41,7 +41,7 @@ def running(
 
     Args:
         nodes: machines that run the plan; None: this one only.
-        with_text: read the tokenizer and the chat template; whoever talks to the engine has none of its own.
+        with_text: read the tokenizer and the chat template; the client of the engine has none of its own.
 
     Yields:
         The engine's client, not yet started, and the model with its tokenizer.
@@ -120,7 +120,7 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | No
 
 
 def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
-    """Return the planner for re-planning; None: it is off, and the log says why."""
+    """Return the planner for re-planning; None if it is off; the log says why."""
     replan = request.replan
     if request.engine == "vllm" and replan and plan.num_devices > 1:
         logger.warning("re-planning is off: vLLM cannot change a plan for several devices")

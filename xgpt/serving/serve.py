@@ -61,10 +61,10 @@ class ServeRequest(ServeFields):
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 
     def classes(self, plan: Plan) -> Classes:
-        """Return what the plan's classes of requests have.
+        """Return the settings of the plan's classes of requests.
 
         Raises:
-            InputError: a class that is named is none of them.
+            InputError: a named class is not one of them.
         """
         return Classes(plan, self.answer_within_of)
 

@@ -68,7 +68,7 @@ class PositionBias(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What a layer makes of a query and a key that the batch lets it see, and which of them it leaves out.
+    """How a layer scores a query against a key that the batch lets it see, and which keys it leaves out.
 
     Attributes:
         scale: what products of queries and keys are multiplied with; None: head_dim ** -0.5.
@@ -168,7 +168,7 @@ def pack(arrays: dict[str, np.ndarray]) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """What `pack` has put together, as views of where it lies by now."""
+    """Return the tensors that `pack` put together, as views of the received buffer."""
     tensors, begin = {}, 0
     for name, array in arrays.items():
         dtype = torch.from_numpy(array[:0]).dtype

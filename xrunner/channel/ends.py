@@ -36,7 +36,7 @@ class _Frames:
         self._bytes += some
 
     def whole(self) -> Iterator[bytes]:
-        """Yield and remove the frames that are complete. Raises EOFError: what comes is no frame."""
+        """Yield and remove the frames that are complete. Raises EOFError: the bytes are not a frame."""
         start, size = 0, _LENGTH.size
         while len(self._bytes) >= start + size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)
@@ -97,7 +97,7 @@ class EngineEnd(Generic[T]):
         return self._decode(self._received.popleft())
 
     def end(self) -> None:
-        """Let the front, and whoever receives here in another thread, know that no more is coming."""
+        """Tell the front, and any thread that receives here, that no more messages will come."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -145,7 +145,7 @@ class FrontEnd(Generic[T]):
             self._write()
 
     def receive(self) -> T | None:
-        """Return the next message that has come; None: there is none."""
+        """Return the next message; None if there is none yet."""
         if not self._received and not self.has_gone:
             for _, mask in self._selector.select(0):
                 if mask & selectors.EVENT_WRITE:

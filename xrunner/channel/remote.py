@@ -91,7 +91,7 @@ class Inside:
         return self.limits.prompt_blocks
 
     def can_ever_fit(self, request: Request) -> bool:
-        """Whether the plan's memory holds the request if it is alone."""
+        """Whether the plan's memory can hold the request by itself."""
         return self.limits.can_ever_fit(request)
 
     @property
@@ -357,7 +357,7 @@ class RemoteEngine:
         self._front.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step that has ended; None: none has since the last call.
+        """Return the tokens of the next step that has ended; None if no step has ended since the last call.
 
         Raises:
             EngineLost: the process has ended, or hangs.
@@ -409,7 +409,7 @@ class RemoteEngine:
         return self._uses
 
     def restart(self, plan: Plan) -> None:
-        """End what is left of the engine, and start it anew with a plan and without requests.
+        """End the old engine, and start a new one with a plan and without requests.
 
         Raises:
             XgptError: it does not start.

@@ -72,7 +72,7 @@ class _Shared:
 
     Attributes:
         epoch: of the current workers; all workers of an epoch are started together.
-        lost: why a worker is lost; None: none is.
+        lost: why a worker is lost; None if none is.
         gone: other machines that have acknowledged to stop.
     """
 

@@ -29,7 +29,7 @@ MOST_REST = 63
 _AT_ONCE = 4096
 """Outputs whose errors are measured at once."""
 _BLOCK = 256
-"""Outputs that are passed over at once where none is a candidate."""
+"""Outputs that are skipped together if none is a candidate."""
 _ROUNDING = 2.0**-20
 """Of the product of two norms: what float32 itself may round away, of sums of thousands."""
 

@@ -13,7 +13,7 @@ from numba import njit
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 LEAST_SHARED = 2**15
-"""Elements from which on sharing rows out between threads costs less than it saves."""
+"""From this many elements on, dividing rows between threads saves more than it costs."""
 
 Kernel = tuple[Callable[..., None], Callable[..., None]]
 """For one thread, and for several."""

@@ -145,7 +145,7 @@ def _prompt(request: GenerateRequest, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def _sampling(given: ProtoSampling, spec: ModelSpec) -> SamplingParams:
-    """Return the sampling parameters; an unset number stands for its neutral value, as in vLLM's servicer."""
+    """Return the sampling parameters; an unset number has its neutral value, as in vLLM's servicer."""
     if given.min_tokens:
         raise Invalid("min_tokens: a least length is not implemented; leave it out")
     logprobs = _logprobs(given, "logprobs")

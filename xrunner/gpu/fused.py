@@ -16,7 +16,7 @@ GATE_BLOCK = 1024
 
 @functools.cache
 def runs_on(device_type: str) -> bool:
-    """Whether these are to be used on such a device: it is a GPU, and triton is there."""
+    """Whether the kernels run on a device: a GPU with triton installed."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 

@@ -108,7 +108,7 @@ class EncoderDecoderModel(Model):
         return self.decode(batch, self.encode(batch, backend), cache, backend)
 
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
-        """The encoder over a step's prompts, one after the other; None where there are none.
+        """Run the encoder over a step's prompts, one after the other; None if there are none.
 
         A stage other than the last returns hidden states, for the next to receive. # [prompt tokens, hidden]
         """

@@ -171,14 +171,14 @@ class EngineClient:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the K/V pool holds: prompt and output of a request that is alone."""
+        """Tokens that the K/V pool holds: the most that the prompt and output of one request can have."""
         return self._engine.pool.kv_blocks * self._engine.pool.block_size
 
     def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
         """Check that the plan that runs can execute a request with `num_tokens` prompt tokens at all.
 
         Raises:
-            ApiError: 400, it would wait for ever, and all others behind it.
+            ApiError: 400, it would wait for ever, and hold up all others.
         """
         pool = self._engine.pool
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
@@ -278,7 +278,7 @@ class EngineClient:
         return stream
 
     def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
-        """Take a request out; one that has ended already is left alone."""
+        """Take a request out; one that has ended already is ignored."""
         if self._streams.pop(stream.id, None) is not None:
             self._backlog.leave(stream.id)
             self._lasting.cancel(stream.id)
@@ -295,7 +295,7 @@ class EngineClient:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
-        """End a request that the engine has lost alone."""
+        """End a request that the engine lost by itself."""
         del self._streams[stream.id]
         self._backlog.leave(stream.id)
         self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)

@@ -80,7 +80,8 @@ class Handover:
         same tokens are made once more, and are not handed out again.
 
         Args:
-            engine: what was lost, and what is to come: says which requests it resumes and which it repeats.
+            engine: what was lost, and what is to come: it says which requests can be resumed and which must be
+                repeated.
 
         Raises:
             MachineError: the engine was lost too often.
@@ -106,7 +107,7 @@ class Handover:
         return ended
 
     def _prepare(self, generation: Generation, engine: ServedEngine) -> bool:
-        """Have a request begin again where it was; return False if its tokens cannot be made a second time."""
+        """Prepare a request to continue where it was; return False if its tokens cannot be generated again."""
         begun = Request(
             generation.id, len(generation.prompt), generation.max_output, promised_output=generation.promised_output
         )

@@ -9,7 +9,7 @@ from xrunner.server.access.keys import NO_KEY, Key
 from xrunner.server.access.quota import Quota
 
 ABORT = "xgpt.abort"
-"""In a request's scope: breaks the connection off, whatever has not been sent yet."""
+"""In a request's scope: breaks the connection off, with anything that has not been sent yet."""
 
 
 @dataclass(slots=True)

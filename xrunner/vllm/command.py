@@ -21,7 +21,7 @@ CPU_BLOCK_SIZE = 32
 MAX_RUNNING = 1024
 """Requests at once that vLLM's batches are made for, where the plan's memory holds more."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""Where a lane's NixlConnector tells the other's how to reach its K/V: one of its own for each lane of a host."""
+"""The port at which a lane's NixlConnector says how to reach its K/V; each lane of a host has its own."""
 HOST = "xrunner.vllm.host"
 ANOTHER_LOOP = (
     "the plan is for vLLM's own scheduler, which xgpt's would replace: run the `vllm serve` that `xgpt plan` prints, "

@@ -141,7 +141,7 @@ def sampling_params(message: Submit) -> SamplingParams:
 
 
 async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
-    """Start vLLM, and give it what comes."""
+    """Start vLLM, and hand it the requests that come."""
     front = VllmEnd(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
@@ -158,7 +158,7 @@ def compute(arguments: AsyncEngineArgs) -> None:
 
 
 def parser() -> FlexibleArgumentParser:
-    """vLLM's own flags, and what is ours."""
+    """Return the parser of vLLM's own flags and ours."""
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     flags.add_argument("directory")
     flags.add_argument("lane", choices=("both", "encode", "decode"))

@@ -36,7 +36,7 @@ from xrunner.vllm.mirror import Mirror, chain_of
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """A step of the rule, which vLLM may execute in several steps of its own where it takes fewer tokens at once.
+    """A step of the rule, which vLLM may execute in several of its own steps if it takes fewer tokens at once.
 
     Attributes:
         missing: of each request that vLLM has not yet scheduled to its end here, the tokens that will then have been
@@ -146,7 +146,7 @@ class XgptScheduler(LoggedScheduler):
 
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
-        """Show vLLM, which schedules all that it sees, these requests alone, and tokens for no more."""
+        """vLLM schedules everything that it sees: show it only these requests, and just their tokens."""
         self._until = {self._name[number]: until for number, until in missing.items()}
         wanted = self._until.keys()
         running, waiting = self.running, list(self.waiting)

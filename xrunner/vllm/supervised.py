@@ -2,7 +2,7 @@
 
 vLLM is several processes, and some of them outlive the first of them when that is killed. Here all are one process
 group. The process that started this one holds the other end of its input, which the kernel closes when that process
-ends, however that comes about; then, or when the command ends by itself, nothing of the group is left.
+ends for any reason. Then, or when the command ends by itself, the whole group is ended.
 """
 
 from __future__ import annotations

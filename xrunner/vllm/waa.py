@@ -94,7 +94,7 @@ def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
 
 
 def _free_port() -> int:
-    """Return a port of this machine alone that is free now."""
+    """Return a free port of this machine's loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -192,7 +192,7 @@ class WaaLanes(Lanes):
         self._has_been_encoded(id_)
 
     def _advance(self) -> None:
-        """Begin every step that can; those that have been transferred go on by themselves."""
+        """Begin every step that can begin; requests whose K/V has arrived continue without it."""
         schedule = self._schedule
         for id_ in schedule.expire(time.perf_counter_ns()):
             del self._inside[id_]

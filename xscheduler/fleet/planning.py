@@ -178,8 +178,8 @@ def _settled(
     """Return the least load factor tried whose fleet keeps the share of requests in simulation, with that fleet; if
     several give the same fleet, the highest of these.
 
-    Replicas that share a load keep more of it than each alone, and a load that changes within an interval is kept less:
-    the simulated day shows which weighs more.
+    Replicas that share a load keep more of it than each would by itself, but a load that changes within an interval is
+    kept less often; the simulated day shows which effect is larger.
 
     Raises:
         InfeasibleError: no factor tried keeps it.

@@ -224,7 +224,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
 
 
 def least_costs(problem: FleetProblem) -> Array:
-    """Return the least cost of each interval by itself, whatever its neighbours' fleets. # [intervals]"""
+    """Return the least cost of each interval by itself, independent of its neighbours' fleets. # [intervals]"""
     columns = np.column_stack([problem.needs, problem.rates])
     each, index = np.unique(columns, axis=0, return_inverse=True)
     costs = [solve_constant(replace(problem, needs=row[:1], rates=row[None, 1:])).cost for row in each]
@@ -253,7 +253,7 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
 
 
 def _most(problem: FleetProblem) -> Ints:
-    """Return the largest useful number of replicas of each kind: as many as hold any interval's load alone.
+    """Return the largest useful number of replicas of each kind: as many as hold any interval's load by themselves.
     With such bounds HiGHS needs a seventh of the time on problems of few variables. # [kinds]"""
     needs = problem.needs[:, None]
     alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))

@@ -23,7 +23,7 @@ WORTH = 1.02
 MOST_SIMULATED = 2
 """Plans of each size whose rate is simulated, the best in closed form first."""
 NEAR = 0.94
-"""Share of the best rate in closed form from which on another policy's plan is simulated, too."""
+"""Other policies' plans are also simulated if their rate in closed form is at least this share of the best one."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _sizes(problem: Problem) -> Iterator[int]:
 
 
 def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) -> Plan | None:
-    """Return the plan of one replica with the highest simulated rate; None: none is worth a simulation.
+    """Return the plan of one replica with the highest simulated rate; None if none is worth a simulation.
 
     Args:
         least_a_device: requests a second and device that plans on fewer devices keep.

@@ -86,7 +86,7 @@ def simulate_day(
 
 
 def _follow(fleet: FleetPlan, all_: list[_SimulatedReplica], wanted: Sequence[int], now_s: float) -> None:
-    """Start what is missing; end what is too much: first those that do not serve yet, then the newest."""
+    """Start missing replicas, and end surplus ones: first those that do not serve yet, then the newest."""
     for kind, number in enumerate(wanted):
         present = [one for one in all_ if one.kind == kind and one.leaves_s > now_s]
         present.sort(key=lambda one: (one.ready_s <= now_s, -one.ordered_s))

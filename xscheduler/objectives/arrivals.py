@@ -222,8 +222,8 @@ class Arrivals(Objective):
             best = found
 
     def _nearby(self, plan: Plan) -> list[tuple[Plan, float]]:
-        """Return plans for the same placement, each with its rate in closed form: those that differ in one variable by
-        some, and the best under tighter bounds.
+        """Return plans for the same placement, each with its rate in closed form: those that differ a little in one
+        variable, and the best ones under tighter bounds.
         """
         space, constraint = self.scheduler.space_of(plan), self._in_loop
         near = one_step_from(space, plan.policy)

@@ -71,7 +71,7 @@ class Branch:
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Bound the settings by what is served in the time that waits at a rate leave; no closer than to this rate.
+        """Tighten the bound on the settings' rate: serve in the time that waits at a rate leave; stop at this rate.
 
         The higher a rate, the longer the waits, and the less time they leave for decoding. So what is served then
         bounds all rates from this one on, and if it is no more than the rate itself, no settings keep that.
@@ -110,7 +110,7 @@ class Branch:
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return what is served at most in the time that waits at a rate leave, or `at_least` if that is higher."""
+        """Return the most that is served in the time that waits at a rate leave, or `at_least` if that is higher."""
         relaxed, of_one = self.relaxed, rate / self.space.placement.replicas
         left = np.ones(1)
         if waits is not None and self.in_steps:

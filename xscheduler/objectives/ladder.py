@@ -32,7 +32,7 @@ MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """More admissions than `MOST_REQUESTS` are simulated where outputs are so short that they have no more than this."""
 NUM_DRAWN = 20_000
-"""Simulated requests where each stands for itself: some 15 ms."""
+"""Number of simulated requests if each stands only for itself; takes some 15 ms."""
 MOST_STEPS = 250_000
 """Fewer are simulated, though no fewer than `MOST_REQUESTS`, where their decode steps would be more than this."""
 BATCHES_BEYOND = 3
@@ -154,7 +154,7 @@ class Ladder:
         return None if plan is None or rung is None else max(self.simulated(plan).guarded_s, RUNG**rung / REACH)
 
     def lowest(self) -> int | None:
-        """Return the lowest rung that has a plan; None where none has."""
+        """Return the lowest rung that has a plan; None if none has."""
         try:
             self._best_under(RUNG**LOWEST)
         except InfeasibleError as error:

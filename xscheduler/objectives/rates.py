@@ -11,7 +11,7 @@ from xsimulator.capacity import capacity
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans with simulated capacities where they have none; the first also under slightly other bounds."""
+    """Return the plans with their missing capacities simulated, the first one's also under slightly other bounds."""
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):
         known = plan.estimate.capacity
@@ -22,7 +22,7 @@ def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]
 
 
 def predicted_rate(plan: Plan, profile: Profile) -> float | None:
-    """Return the highest arrival rate of a plan in closed form; None where it has no bounds."""
+    """Return the highest arrival rate of a plan in closed form; None if it has no bounds."""
     if not plan.constraint.bounds_latency:
         return None
     space = Candidates(Problem.of(plan, profile)).space(plan.policy.kind, Placement.of(plan))

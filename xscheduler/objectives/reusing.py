@@ -41,7 +41,7 @@ def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -
     A plan with reuse has one replica, or as many as the best plan without: each then has the requests routed to it.
 
     Args:
-        trace: None: the workload is none, and the plans are returned unchanged.
+        trace: None: the workload is not a trace, and the plans are returned unchanged.
         plans: each policy's best plan without reuse.
     """
     if trace is None:
@@ -95,7 +95,7 @@ class _Division:
 
 
 def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Division]:
-    """Return the divisions for one replica, and for as many as the best plan without reuse has."""
+    """Return the divisions for one replica, and for the number of replicas of the best plan without reuse."""
     divisions = []
     for replicas in sorted({1, best.replicas}):
         of_replica = trace if replicas == 1 else share_of_replica(trace, best)

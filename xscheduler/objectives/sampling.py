@@ -1,4 +1,4 @@
-"""Sample settings for the highest arrival rate with Optuna, where no bound holds."""
+"""Sample settings for the highest arrival rate with Optuna, for problems without a valid bound."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """Check a plan's figures under saturation (requests always waiting) by simulation.
 
-Closed forms know the steady state in which running requests are spread over their outputs. Where outputs are nearly of
-one length there is another one: requests that began together end together, and whole batches follow each other. So each
-plan is simulated; where that disagrees, its figures stand in the plan. Where throughput does, or a bound is broken, the
-policy's plan is the one that serves most in simulation among those that are the best in closed form under tighter
-bounds. These stand on rungs that do not depend on the bound, so that a looser one adds plans and takes none away.
+Closed forms know the steady state in which running requests are spread over their outputs. If outputs are of nearly
+equal length there is another one: requests that began together end together, and whole batches follow each other. So
+each plan is simulated; if simulation disagrees, the plan gets its figures. If throughput disagrees, or a bound is
+broken, the policy's plan is the one that serves most in simulation among those that are the best in closed form under
+tighter bounds. These stand on rungs that do not depend on the bound, so that a looser one adds plans and takes none
+away.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ class ClusterChoice:
     """One of several clusters.
 
     Attributes:
-        num_devices: the fewest devices that sustain the arrival rate; None: not even all of them do.
-        price_per_hour: price of these devices; None: the rate is not sustained.
+        num_devices: the fewest devices that sustain the arrival rate; None if not even all of them do.
+        price_per_hour: price of these devices; None if the rate is not sustained.
         why_not: the error, if the rate is not sustained.
     """
 

@@ -21,7 +21,7 @@ ADJUSTMENTS = (10, 20)
 BUFFER = 1.25
 """The buffer time that is tried, over the time until a batch joins without any."""
 LEAST_GAIN = 0.01
-"""Gain from which on a setting is taken: repeated simulations differ by less."""
+"""Least gain for which a setting is taken; repeated simulations differ by less."""
 
 
 def steadied(plan: Plan, problem: Problem) -> Plan:

@@ -92,7 +92,7 @@ class TunedArrivals(Arrivals):
     def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
         """Return the policy's best plan in closed form whose steps pass one stage, if none of these is one.
 
-        Steps of a pipeline have less time, and a prompt passes one of its micro-batches alone.
+        Steps of a pipeline have less time, and a prompt passes through only one of its micro-batches.
         """
         problem = self.scheduler.problem
         if any(len(plan.stages) == 1 for plan in fixed) or "pp" in problem.fixed:
@@ -176,7 +176,7 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Settings to begin with: the fixed budget, in the order of arrival and in time; then by slack alone."""
+    """Return the settings to begin with: the fixed budget, in the order of arrival and in time; then by slack alone."""
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {
         "by_slack": False,

@@ -29,7 +29,7 @@ class Verdict:
 
     Attributes:
         breaks_bound: whether the running plan certainly breaks its bounds.
-        plan: the best plan, in a form that can replace the running one; None: none keeps the bounds.
+        plan: the best plan, in a form that can replace the running one; None if none keeps the bounds.
         is_swap: whether it goes into effect between two steps.
         gain: the best plan's gain in the objective, as a share of the running plan's value.
         pause_s: seconds for which the change would delay requests.

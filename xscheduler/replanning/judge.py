@@ -98,7 +98,7 @@ class Judge(ABC):
     def near(self, nearest_bound_s: float) -> Judge | None:
         """Return a judge under a bound near the nearest one that any plan keeps.
 
-        None: the running plan keeps that bound, or has no latency bound.
+        None if the running plan keeps that bound, or has no latency bound.
         """
         return None
 

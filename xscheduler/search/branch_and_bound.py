@@ -151,7 +151,7 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict the corners of boxes in one call; keep the incumbent, and what may still beat it."""
+        """Predict the corners of boxes in one call; keep the incumbent, and the boxes that may still beat it."""
         if not boxes:
             return
         corners = [parent.corners(box) for box in boxes]

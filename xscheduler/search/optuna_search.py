@@ -1,4 +1,4 @@
-"""Search with Optuna's TPE sampler: for a user's own objective or constraint, where no bound holds."""
+"""Search with Optuna's TPE sampler: for a user's own objective or constraint, without valid bounds."""
 
 from __future__ import annotations
 

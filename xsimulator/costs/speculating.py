@@ -100,7 +100,7 @@ def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | No
 
 
 class _Same:
-    """An object as a key: what is equal is not compared, which takes long for profiles."""
+    """An object as a key that is compared by identity, because comparing profiles takes long."""
 
     def __init__(self, whole: Profile | ModelSpec) -> None:
         self.of = whole

@@ -132,7 +132,7 @@ class GoalNs(NamedTuple):
 
 
 class KeptBounds(NamedTuple):
-    """What the requests [first, last), those that count, have to keep."""
+    """The bounds that the counted requests, [first, last), must keep."""
 
     goals: tuple[GoalNs, ...]
     first: int
@@ -150,7 +150,7 @@ class Kv(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """All that a run changes, as compiled code takes it.
+    """The state of a run, as compiled code takes it.
 
     Attributes:
         lane: one record.

@@ -18,7 +18,7 @@ helper = njit(forceinline=True)
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that Python calls, and keep it on disk; not where no directory can be written.
+    """Compile a function that Python calls, and keep it on disk; not if no directory can be written.
 
     Threads run it side by side.
     """

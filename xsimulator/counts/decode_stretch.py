@@ -1,7 +1,7 @@
-"""Steps that do nothing but decode, one behind the other, for the compiled run of one lane.
+"""Consecutive steps that only decode, for the compiled run of one lane.
 
-Between two requests that come or go, a micro-batch decodes the same requests step after step, and of all that a step's
-cost depends on the context alone grows. So what else it costs is looked up once.
+Between two requests that come or go, a micro-batch decodes the same requests step after step, and only the context
+grows among the terms of a step's cost. The other terms are looked up once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xsimulator.counts.counting import can_admit
 
 @helper
 def decode_on(s, lane, tables, free_ns):
-    """Run the steps that decode and nothing else, up to the next one that ends a request or that another may join.
+    """Run the steps that only decode, up to the next one that ends a request or that another request may join.
 
     The step before has been settled now, and none is under way. On one stage and with one micro-batch; each step that
     a log is to hold is made by itself.

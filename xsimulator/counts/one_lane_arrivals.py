@@ -92,7 +92,7 @@ def go_on(s, tables, free_ns):
 
 @helper
 def issue(s, lane, tables, free_ns, scratch, costs_ns):
-    """Send the next step on its way; False: there is none."""
+    """Begin the next step; return False if there is none."""
     if lane.refills and not lane.num_inside:
         refill(s, lane)
     num_batches = len(s.batches)

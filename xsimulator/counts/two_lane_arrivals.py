@@ -148,7 +148,7 @@ def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
 
 @helper
 def next_decode(s, lane, step):
-    """Decide the decode lane's next step; False: there is none."""
+    """Decide the decode lane's next step; return False if there is none."""
     num_batches = lane.num_decode
     for i in range(num_batches):
         number = (lane.turn + i) % num_batches
@@ -195,7 +195,7 @@ def next_transfer(s, lane, step):
 
 @helper
 def next_encode(s, lane, step):
-    """Decide the encode lane's next step; False: there is none."""
+    """Decide the encode lane's next step; return False if there is none."""
     number = lane.num_decode + lane.encode_turn
     if s.batches[number].steps or not can_admit(s, lane):
         return False

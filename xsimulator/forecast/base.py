@@ -143,7 +143,7 @@ class Forecast(ABC, Generic[M]):
 
     @abstractmethod
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        """Return the terms that bound the throughput of placements, whatever the settings."""
+        """Return the terms that bound the throughput of placements, for any settings."""
 
     def box_throughput(
         self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float

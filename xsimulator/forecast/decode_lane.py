@@ -19,7 +19,7 @@ class DecodeLane:
     """Predicts how long iterations take, by the requests that decode and by those that join them.
 
     Args:
-        mean_decodes: iterations that a request runs, in the mean.
+        mean_decodes: mean iterations of a request.
     """
 
     def __init__(self, cost: LaneCost, lengths: Lengths, encode: EncodeLane, stays: Stays, mean_decodes: float) -> None:

@@ -42,7 +42,7 @@ def size_for(each: Array) -> int:
 
 
 def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
-    """Where each row passes its level for the last time: the point before, and the share of the way to the next.
+    """Return where each row passes its level for the last time: the point before, and the share of the way to the next.
 
     Where larger batches take longer by the request, a row falls in between. Once chance has taken a lane past such a
     stretch it serves too little to come back, so the last passage is where it stays. # [n, grid], [n] -> [n], [n]
@@ -88,7 +88,7 @@ class LanePair:
         return at_points(self.rounds, decoding / self.microbatches[:, None])
 
     def serving(self, rate: Array, mean_decodes: float) -> Array:
-        """Requests in decode from which on the lane serves more than a rate. # [n]"""
+        """Least number of requests in decode with which the lane serves more than a rate. # [n]"""
         index, _ = locate(self.decoding / (mean_decodes * self.rounds), rate)
         rows = np.arange(len(rate))
         start, end = self.decoding[rows, index], self.decoding[rows, index + 1]
@@ -116,7 +116,7 @@ class Stays:
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
         """Iterations that a request has left then, in the mean over all requests."""
         self.together = float(survival @ survival / (survival.sum() or 1.0))
-        """Share of its own batch that a request decodes with."""
+        """Share of its admission batch that decodes together with a request."""
 
     def mean(self, lanes: LanePair, step: Array) -> Array:
         """Seconds. # [n, points]"""

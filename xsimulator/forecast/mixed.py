@@ -40,7 +40,7 @@ class Mixed(Forecast[OneLaneModel]):
 
 def _budgets(room: PlacementLimits) -> list[int]:
     """The budgets worth telling apart, within what the engine takes: where it cuts no prompt, those with room for the
-    longest and all decodes. Where none is, the largest.
+    longest and all decodes. If none has such room, the largest.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

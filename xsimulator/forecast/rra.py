@@ -166,7 +166,7 @@ class _Rounds(NamedTuple):
     """Seconds of a phase's rounds. # [n]"""
 
     def mean(self, stretch: int) -> Array:
-        """Mean seconds of a round of one stretch, those that do not take place included. # [n]"""
+        """Mean seconds of a round of one stretch, including rounds that do not take place. # [n]"""
         return self.seconds[:, stretch] * self.anywhere[:, stretch]
 
 

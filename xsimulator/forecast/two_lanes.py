@@ -109,7 +109,7 @@ class TwoLaneModel:
     def most(
         self, encode_batch: Array, largest_batch: Array, cap: Array, microbatches: Array, latency_s: float | None
     ) -> Array:
-        """Requests a second that settings between these do not exceed where they keep a latency.
+        """Return a rate, in requests a second, that no settings between these exceed while they keep a latency.
 
         The encode lane serves most with its largest batch, and then keeps slots waiting least; what is inside before
         decode, and until its first step, is least with the smallest.
@@ -177,7 +177,7 @@ class TwoLaneModel:
         return inside + np.minimum(self._forming(lanes) + waiting(rate), inside - largest)
 
     def _forming(self, lanes: LanePair) -> Array:
-        """Slots more than the mean batch's that are free as a batch enters. # [n, 1]
+        """Free slots beyond the mean batch's when a batch enters. # [n, 1]
 
         Slots come free one at a time, and a batch's prompts vary in number where they are packed by tokens.
         """

@@ -16,7 +16,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu",
 }
-"""What Hugging Face calls an activation, and what `ModelSpec` does."""
+"""Hugging Face's name for each activation, and `ModelSpec`'s."""
 
 
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
@@ -82,7 +82,8 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
 
     Args:
         default: the window where config.json names none.
-        full_every: every so manieth layer attends to all tokens, unless `layer_types` says otherwise; None: no layer.
+        full_every: one layer in `full_every` attends to all tokens, unless `layer_types` says otherwise; None: no layer
+            does.
 
     Raises:
         InputError: a layer is of another kind.

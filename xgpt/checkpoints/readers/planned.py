@@ -92,7 +92,7 @@ def _fields(family: str, config: Config) -> Config:
 
 
 def _layer_embeddings(config: Config, number: int) -> int:
-    """Return the weights of the embedding that each layer has of its own (Gemma 4 E2B, E4B)."""
+    """Return the number of weights in each layer's own embedding (Gemma 4 E2B, E4B)."""
     width = config.get("hidden_size_per_layer_input") or 0
     return int(
         number * width * (config.get("vocab_size_per_layer_input", config["vocab_size"]) + config["hidden_size"])

@@ -29,12 +29,12 @@ def rope(
 ) -> dict[str, Any]:
     """Return rotary settings: `rope_theta` and `rope_scaling` before transformers 5, `rope_parameters` since.
 
-    Where both stand, transformers 5 takes the older.
+    If both are given, transformers 5 uses the older.
 
     Args:
         kinds: those that the family has.
         theta: the base where config.json names none.
-        head_dim: of a family of which not all dimensions need turn; None: all do.
+        head_dim: the head's size, for families that rotate only part of it; None: all dimensions are rotated.
 
     Raises:
         InputError: a setting is not known, or of another kind.

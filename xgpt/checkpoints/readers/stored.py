@@ -23,7 +23,7 @@ PARTS["attention"] += ("layers.7.mixer.o_proj",)
 PARTS["shared"] += ("layers.7.mlp.shared_expert.up_proj", "layers.7.mixer.shared_experts.up_proj")
 PARTS["dense"] += ("layers.7.mixer.up_proj",)
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "backbone.")
-"""What checkpoints call a weight of each part, to look for in the lists of those that stay in the dtype."""
+"""The prefix that checkpoints give the weights of each part; lists of unquantised layers are searched for it."""
 
 
 def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

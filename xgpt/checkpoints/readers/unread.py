@@ -34,7 +34,7 @@ WITHOUT_EFFECT = words("""
 
 
 class ReadFields(dict[str, Any]):
-    """The fields of a config.json, which remembers those that were asked for."""
+    """The fields of a config.json, with a record of those that were read."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)

@@ -116,12 +116,12 @@ class Queue:
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request behind the others of its account, until it is overdue again."""
+        """Add a preempted request behind the others of its account, until it becomes overdue again."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
     def head(self) -> Request | None:
-        """Return the request that enters next; None: none is waiting."""
+        """Return the request that enters next; None if none is waiting."""
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:

@@ -113,7 +113,7 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """When first tokens are due by the plan's bound, and how long prompts take; None: the order does not ask."""
+    """When first tokens are due by the plan's bound, and how long prompts take; None if the order does not use them."""
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns

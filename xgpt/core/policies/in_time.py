@@ -1,7 +1,7 @@
 """The order in time: as many requests as possible have their first token by the bound, the others give way.
 
-Where prompts wait that cannot all be encoded in time, those that take longest give way, as few as possible
-(Moore and Hodgson's algorithm, with prompts that are begun already among them).
+If not all waiting prompts can be encoded in time, as few as possible give way, the longest ones (Moore and Hodgson's
+algorithm, with prompts that are begun already among them).
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -20,7 +20,7 @@ from xgpt.core.policies.request import Request
 from xgpt.core.policies.slack import Slack, StepClock
 
 UNCUT_TOKENS = 2048
-"""Prompt tokens of a step by which prompts' pace is judged where no budget limits them."""
+"""Prompt tokens of the step from which the pace of prompts is computed, if no budget limits them."""
 
 
 class Pace(NamedTuple):
@@ -49,7 +49,7 @@ class FirstTokens(NamedTuple):
     """When first tokens are due, and how long prompts take.
 
     Attributes:
-        ttft_ns: from a request's arrival to its first token, where its account has no bound of its own.
+        ttft_ns: from a request's arrival to its first token, for accounts without a bound of their own.
         at_once: as of `Pace`.
     """
 
@@ -62,7 +62,7 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """When a request must begin at the latest, were its prompt alone."""
+        """The latest time at which a request can begin, if its prompt had the engine to itself."""
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
@@ -87,7 +87,7 @@ class FirstTokens(NamedTuple):
 
 
 def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
-    """Return the ids of those that are not to be in time, so that as many of the others as possible are.
+    """Return the ids of the requests that give way, so that as many of the others as possible are in time.
 
     Args:
         jobs: the first that is due first.
@@ -138,8 +138,8 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way, and return those of them that are begun, with those that are due later than
-        a waiting one that does not."""
+        """Decide which requests give way, and return those of them that are begun, together with begun requests that
+        are due later than a waiting one that does not give way."""
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
         if not begun:

@@ -118,7 +118,8 @@ class KvMemory:
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return the number of tokens with K/V after the next decode step, or after the first step behind a prompt."""
+        """Return the number of tokens with K/V after the next decode step, or after the first step that follows its
+        prompt."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:

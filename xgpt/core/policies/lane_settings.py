@@ -93,7 +93,7 @@ def lane_settings(
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """The settings with what an engine does by itself where steps both encode and decode; None: any engine.
+    """Return the settings with the engine's own habits for steps that both encode and decode; None: any engine.
 
     What it does a step ahead, it does where one step at a time is under way: phases and static batches are decided by
     what has ended, and a pipeline is kept busy by its micro-batches.

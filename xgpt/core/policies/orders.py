@@ -1,8 +1,8 @@
 """The orders of admission: which of an account's waiting requests enters next.
 
-First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline
-first (edf), and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All keep requests sorted as they come,
-so a step pays for the requests that enter, not for those that wait.
+First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
+and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All keep requests sorted as they come, so the cost
+of a step depends on the requests that enter, not on those that wait.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class EarliestUpTo:
             tree[node] = _least(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, limit: int) -> int | None:
-        """Return the length; None where no request is that short."""
+        """Return the length; None if no request is that short."""
         size = len(self._tree) // 2
         if limit >= size - 1:
             best = self._tree[1]

@@ -45,7 +45,7 @@ class Request:
     base: int = field(default=0, repr=False)
     """Number of output tokens, without those that `counter` counts."""
     counter: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch whose iterations count its further tokens; None: it gets none now."""
+    """The micro-batch whose iterations count its further tokens; None while it gets none."""
 
     @property
     def generated(self) -> int:
@@ -219,7 +219,7 @@ class MicroBatch:
             self.recall(request, request.max_output - request.generated)
 
     def stop(self, request: Request) -> None:
-        """Give a request no further token; it stays where it is."""
+        """Stop generating tokens for a request; it keeps its place."""
         self._stop_counting(request)
         self.stopped.add(request.id)
 
@@ -231,7 +231,7 @@ class MicroBatch:
         self.joined.clear()
 
     def recall(self, request: Request, num_tokens: int) -> None:
-        """Let `due` return a request once it has this many tokens more, or now if there are none to wait for."""
+        """Let `due` return a request after this many further tokens, or now if that is none."""
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:

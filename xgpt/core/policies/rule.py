@@ -173,8 +173,8 @@ class OneLaneRule:
     def _fill_room(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Prompts as far as the step has room, up to the largest batch: those that are begun, then others; of both
-        those last that give way."""
+        """Fill the step with prompts, up to the largest batch: begun ones first, then others; in both groups, those
+        that give way come last."""
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())
         self._go_on(room, pool, [request for request in begun if request.id not in giving_way], chunks)

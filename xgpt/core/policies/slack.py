@@ -111,7 +111,7 @@ class Slack(NamedTuple):
     def even_tokens(self, to_encode: Iterable[int]) -> int:
         """Return the prompt tokens from which on a step leaves further prompts to other micro-batches' steps.
 
-        Were one to take all, stages would idle in the others' turns.
+        If one step took all of them, stages would idle during the others' turns.
 
         Args:
             to_encode: tokens of each prompt that waits or is begun.

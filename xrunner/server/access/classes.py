@@ -21,7 +21,7 @@ class Classes:
         answer_within_s: by class, as of `Limits`.
 
     Raises:
-        InputError: a class that is named is none of the plan's.
+        InputError: a named class is not one of the plan's.
     """
 
     def __init__(self, plan: Plan | None, answer_within_s: Mapping[str, float] | None = None) -> None:

@@ -51,7 +51,7 @@ class AllowedHosts:
     def accept_origin(self, origin: str, scheme: str = "http", host: str = "") -> bool:
         """Return whether a page of this origin may post to this server: only the server's own pages may.
 
-        Other ports of this machine are other servers, whose pages are not its own. Of a name that was added, the port
+        Other ports of this machine are other servers, whose pages are not its own. For a name that was added, the port
         is the proxy's.
 
         Args:

@@ -57,7 +57,7 @@ class Key:
 
 
 NO_KEY = Key()
-"""What a client may do where no keys are set."""
+"""What a client may do if no keys are set."""
 
 
 class ApiKeys:
@@ -108,7 +108,7 @@ class ApiKeys:
             logger.info("API keys reloaded", extra={"fields": {"keys": names}})
 
     def find(self, authorization: bytes) -> Key | None:
-        """Return what the key in an Authorization header grants; None: there is no such key.
+        """Return what the key in an Authorization header grants; None if there is no such key.
 
         Args:
             authorization: the header's value: Bearer KEY, or Basic with the key as password.

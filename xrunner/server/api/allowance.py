@@ -30,7 +30,7 @@ class OutputRule(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """Output tokens of a prompt: at most, and those that K/V memory is set aside for; None: for all."""
+    """Output tokens of a prompt: the most, and how many K/V memory is set aside for; None: for all."""
 
     max_output: int
     promised_output: int | None = None

@@ -87,7 +87,7 @@ class CallFormat(ABC):
 
     @abstractmethod
     def read(self, text: str) -> tuple[list[Call], int] | None:
-        """Return the calls at the beginning of a text (its trigger), and where they end; None: there are none."""
+        """Return the calls at the beginning of a text (its trigger), and where they end; None if there are none."""
 
     def begin(self, name: str) -> str:
         """Return the part of a call's object before its arguments."""
@@ -97,7 +97,7 @@ class CallFormat(ABC):
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def call_of(self, found: Any) -> Call | None:
-        """Return the call in a JSON value; None: it is not a call."""
+        """Return the call in a JSON value; None if it is not a call."""
         match found:
             case {"name": str(name), **rest} if self.arguments in rest:
                 id_ = rest.get("id")
@@ -106,7 +106,7 @@ class CallFormat(ABC):
         return None
 
     def call_in(self, text: str) -> Call | None:
-        """Return the call in a text of JSON; None: it is not a call."""
+        """Return the call in a text of JSON; None if it is not a call."""
         try:
             return self.call_of(json.loads(text))
         except (ValueError, RecursionError):
@@ -135,7 +135,7 @@ class ObjectCalls(CallFormat):
     def grammar(self, schemas: Schemas) -> str:
         """Return the grammar of text in which arguments keep to their schema, once a function's call has begun.
 
-        A mark by itself binds to nothing: a text may speak of it, and models write other things after it, too.
+        A mark by itself starts no call: a text may mention it, and models also write other things after it.
         """
         return opened_grammar({self.begin(name): schema for name, schema in schemas.items()}, "}", self.free)
 
@@ -247,7 +247,7 @@ def call_format(template: str) -> CallFormat:
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at `begin`, spaces skipped, and where it ends; None and -1: there is none."""
+    """Return the JSON value at `begin`, spaces skipped, and where it ends; None and -1 if there is none."""
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, begin)

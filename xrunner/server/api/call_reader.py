@@ -54,7 +54,7 @@ class Calls:
         """Of the last call; put together once it ends, since text grows by a copy each time."""
         self._value = JsonObject()
         self._looked = 0
-        """Characters of what is held in which a closing mark was looked for."""
+        """Number of held characters that were already searched for a closing mark."""
         self._must_call = must_call(choice)
         self._state: Literal["text", "opening", "whole", "arguments", "closing"] = "text"
         if self._must_call:
@@ -66,7 +66,7 @@ class Calls:
         return "".join(self._read(is_end=False))
 
     def end(self) -> str:
-        """Return what is still held of the text; a call that was cut off ends where the output does."""
+        """Return the text that is still held; a call that was cut off ends with the output."""
         text = "".join(self._read(is_end=True))
         self._put_together()
         return text
@@ -160,7 +160,7 @@ class Calls:
         return ""
 
     def _may_be_complete(self) -> bool:
-        """Whether what is held is worth reading before the output has ended."""
+        """Whether the held text may be a complete call already."""
         if not isinstance(self._format, ObjectCalls):
             return False
         closing = self._format.closing
@@ -250,7 +250,7 @@ class JsonObject:
 
 @lru_cache(maxsize=8)
 def _openings(key: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what a call's object begins with, up to its arguments, and what may become that."""
+    """Return the beginnings of a call's object, up to its arguments, and their own prefixes."""
 
     def quoted(word: str) -> list[str]:
         return [*map(re.escape, f'"{word}"')]

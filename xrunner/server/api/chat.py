@@ -14,7 +14,7 @@ from xrunner.server.api.directory import read_settings, special_tokens
 Message = dict[str, Any]
 ADDITIONAL = "additional_chat_templates/*.jinja"
 PROBE = "xgptprobe"
-"""A text that no template writes by itself."""
+"""A text that no template contains."""
 
 
 class ChatTemplate:
@@ -124,7 +124,7 @@ def _up_to(text: str, content: str | list[dict[str, Any]]) -> str:
 
 
 def load_chat_template(checkpoint: Path) -> ChatTemplate | None:
-    """Return the templates of a checkpoint directory; None: it has none.
+    """Return the templates of a checkpoint directory; None if it has none.
 
     They are chat_template.jinja and additional_chat_templates/*.jinja, or those of tokenizer_config.json.
 

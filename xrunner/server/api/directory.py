@@ -21,7 +21,7 @@ OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
-    """Return the tokenizer of a checkpoint directory and its tokenizer_config.json; None: there is no tokenizer.json.
+    """Return the tokenizer of a checkpoint directory and its tokenizer_config.json; None if there is no tokenizer.json.
 
     Raises:
         InputError: a file is there but cannot be read.

@@ -79,7 +79,7 @@ class Harmony(CallFormat):
 
 
 def harmony_of(special: Mapping[str, int]) -> Harmony | None:
-    """Return the format if a tokenizer has its tokens; None: it has not."""
+    """Return the format if a tokenizer has its tokens; None if it does not."""
     if not {*MARKS} <= special.keys():
         return None
     return Harmony("", MARKS)

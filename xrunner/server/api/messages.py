@@ -151,7 +151,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
             refuse("container", "no code is run here; leave it out")
 
     def translated(self) -> Translated:
-        """Return the chat that is asked for, and what writes its answer. Raises ApiError (400)."""
+        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
         chat = self.chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens)
         return Translated(chat, MessagesWriter(self.model), NAMES)
 

@@ -36,7 +36,7 @@ LONG_FIELDS = ("prompt", "messages", "tokens", "input", "instructions", "system"
 MAX_BESIDE_BYTES = 2 << 20
 """Largest size of all else in a body."""
 LOOK_BYTES = 64 << 10
-"""Size of a body from which on the sizes of its fields are looked at before anything is decoded."""
+"""Bodies of at least this size have the sizes of their fields checked before they are decoded."""
 
 
 FREE_FIELDS = (

@@ -47,7 +47,7 @@ Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 MAX_BIASES = 1024
 LEAST_TOP_P = 1e-9
-"""What top_p of 0 stands for: the most probable token only."""
+"""The value that a top_p of 0 stands for: the most probable token only."""
 MAX_TOOLS = 128
 MAX_PARTS = 1 << 16
 """Largest number of messages, parts of their content, and calls in them."""
@@ -188,7 +188,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def named_output(self) -> int | None:
-        """Largest number of output tokens that the request names; None: it names none."""
+        """Largest number of output tokens that the request names; None if it names none."""
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
@@ -498,7 +498,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def chosen_tools(self) -> ToolChoice:
-        """Whether functions are called, where there are some."""
+        """Whether functions are called, if there are any."""
         if "kept_choice" in self.__dict__:
             choice: ToolChoice = self.__dict__["kept_choice"]
             return choice
@@ -517,7 +517,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """Return the JSON schema of an answer that is no call; None: it is free."""
+        """Return the JSON schema of an answer that is not a call; None if it is free."""
         match self.response_format:
             case JsonObjectFormat():
                 return {"type": "object"}

@@ -33,7 +33,7 @@ MAX_SPACE = 64
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
-    """Return the marks around a model's reasoning, by its chat template and its added tokens; None: it has none."""
+    """Return the marks around a model's reasoning, by its chat template and its added tokens; None if it has none."""
     return next((m for m in FAMILIES if m.end in template or (m.begin.strip() in tokens and m.end in tokens)), None)
 
 

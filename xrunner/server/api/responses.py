@@ -155,7 +155,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
                 refuse("tools", f"a tool of type {tool.type!r} is not run here; send functions, with their names")
 
     def translated(self) -> Translated:
-        """Return the chat that is asked for, and what writes its answer. Raises ApiError (400)."""
+        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
         instructions = [ChatMessage("system", self.instructions)] if self.instructions else []
         is_scored = WITH_LOGPROBS in (self.include or ())
         chat = ChatRequest(

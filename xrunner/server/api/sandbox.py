@@ -43,7 +43,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def compiled(source: str) -> jinja2.Template:
-    """Return a compiled template. Raises whatever Jinja or Python makes of its source."""
+    """Return a compiled template. Raises any error of Jinja or Python in its source."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
     )

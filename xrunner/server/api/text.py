@@ -27,7 +27,7 @@ MAX_UNFINISHED = 3
 
 
 class TextCodec:
-    """A checkpoint's tokenizer, and its chat template where it has one.
+    """A checkpoint's tokenizer, and its chat template if it has one.
 
     Attributes:
         form: how its outputs are written: reasoning, calls of functions.
@@ -63,7 +63,7 @@ class TextCodec:
 
 
 def load_tokenizer(checkpoint: Path) -> TextCodec | None:
-    """Return the tokenizer of a checkpoint directory, or None where it has none.
+    """Return the tokenizer of a checkpoint directory, or None if it has none.
 
     Raises:
         InputError: tokenizer.json or the chat template is there but cannot be read.
@@ -102,7 +102,7 @@ def token_text(codec: TextCodec | None, token: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(codec: TextCodec | None, token: int) -> bytes:
-    """Return the bytes that a single token stands for, those of a piece of a character, too."""
+    """Return the bytes that a single token stands for, including those of a piece of a character."""
     text = token_text(codec, token)
     if codec is None or REPLACEMENT not in text:
         return text.encode()
@@ -132,11 +132,11 @@ _BYTES = _bytes_of_characters()
 class Detokenizer:
     """The text of one request's output, token by token; never half a character. Without a tokenizer: no text.
 
-    What a token reads as depends on its neighbours (a leading space, the bytes of one character). Each call therefore
+    A token's text depends on its neighbours (a leading space, the bytes of one character). Each call therefore
     decodes a window: the last few tokens whose text is out, and those behind them.
 
     Args:
-        shown: special tokens that are text here, all the same.
+        shown: special tokens that count as text here.
         context: tokens whose text comes before, and is out.
     """
 
@@ -191,9 +191,9 @@ class Detokenizer:
 class StopStrings:
     """Ends a text at the first stop string, however the text is cut into pieces.
 
-    What may be the beginning of one is held back until it is sure that it is not. Of several, the one that is
-    complete first ends the text; of those, the longest. Each character is looked at once for each stop string (Knuth,
-    Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), whatever strings a client sends.
+    A possible beginning of one is held back until it is certain that it is not. Of several, the one that is complete
+    first ends the text; of those, the longest. Each character is looked at once for each stop string (Knuth, Morris and
+    Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), whatever strings a client sends.
 
     Args:
         include: leave the stop string in the text.

@@ -79,7 +79,7 @@ class AnswerWriter(ABC):
     logprobs_rest: ClassVar[dict[str, Any]] = {}
     """What else the member `logprobs` holds."""
     num_kept_bytes: int = 0
-    """Memory of what it tells of the request."""
+    """Memory of what it keeps of the request."""
 
     @abstractmethod
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:

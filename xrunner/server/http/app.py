@@ -142,7 +142,7 @@ def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "app
 
 
 def _warning(engine: EngineClient) -> str | None:
-    """Return a warning for clients about the model's weights; None: there is none."""
+    """Return a warning for clients about the model's weights; None if there is none."""
     return None if engine.watch is None else engine.watch.plan.seeded_weights
 
 
@@ -166,7 +166,7 @@ def _model_routes(engine: EngineClient, model: ServedModel, *, has_keys: bool) -
 
 
 def _state_routes(engine: EngineClient) -> Iterator[Route]:
-    """Yield the routes about the server's state, whatever it serves."""
+    """Yield the routes about the server's state, for any engine."""
 
     def health(_: Request) -> dict[str, str]:
         if engine.failure is not None:

@@ -84,7 +84,7 @@ class AcceptedSocket(socket.socket):
 
     listener: Listener
     protocol: Protocol | None = None
-    """None: the TLS handshake is under way."""
+    """None during the TLS handshake."""
     phase: Phase = Phase.HEAD
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class Listener(socket.socket):
         return sum(map(len, self._open))
 
     def of(self, file_number: int) -> AcceptedSocket | None:
-        """Return the connection with this file number; None: it has been dropped."""
+        """Return the connection with this file number; None if it has been dropped."""
         return next((found for by_number in self._open if (found := by_number.get(file_number))), None)
 
     def enter(self, accepted: AcceptedSocket, phase: Phase) -> None:

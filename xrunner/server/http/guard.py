@@ -48,7 +48,7 @@ SINGLE_HEADERS = (
 
 
 class Guard:
-    """An ASGI application around another. Refuses before anything of the body is read.
+    """An ASGI application around another. It refuses before any of the body is read.
 
     Args:
         keys: API keys; None: clients need none.

@@ -133,7 +133,7 @@ class Outputs:
         self.num_running = len(self._choices)
 
     def _check_room(self, num_outputs: int) -> Promise | None:
-        """Return the time that is promised for these outputs; None: none is promised.
+        """Return the time that is promised for these outputs; None if none is.
 
         Raises:
             ApiError: 429, too many are waiting, or these would be answered too late.

@@ -8,7 +8,7 @@ import h11
 from h11 import RemoteProtocolError
 
 FREE_CHUNKS = 512
-"""Number of chunks that a body may come in, whatever their length."""
+"""Number of chunks of any length that a body may come in."""
 CHUNK_BYTES = 512
 """Mean length that further chunks must have. Each takes about 40 us, so a body of 16 MiB takes 1.3 s, in slices."""
 

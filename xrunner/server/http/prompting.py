@@ -21,7 +21,7 @@ MAX_VARIABLES_BYTES = 256 << 10
 
 
 class Prompts:
-    """Makes prompts for a model. Each method takes what is known of the request, whose key has its turn."""
+    """Makes prompts for a model. Each method takes the request's record, whose key takes its turn."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -63,7 +63,8 @@ class Prompts:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
     ) -> tuple[str, list[int]]:
-        """Return a chat by the checkpoint's template, and its tokens; raise ApiError (400) if there is none."""
+        """Return a chat rendered by the checkpoint's template, and its tokens; raise ApiError (400) if there is
+        none."""
         if self._codec is None or self._codec.chat_template is None or self.tokenising is None:
             raise ApiError(
                 400, f"{self._model.name} has no chat template; use /v1/completions", code="no_chat_template"

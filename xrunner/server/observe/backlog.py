@@ -119,13 +119,14 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Return the seconds until `num_outputs` more of an account would be complete; None: the plan predicts nothing.
+        """Return the seconds until `num_outputs` more of an account would be complete; None if the plan has no
+        prediction.
 
         The last one begins in the first phase that has room for it. Their prompts count with the planned mean length,
-        or a long one would never be accepted. A full phase lasts as long as planned, at the recent pace, and a smaller
-        one less; with several replicas, each with its own phases, the present one counts as full and just begun. From
-        its admission on, an output takes the planned latency. Assumes that each account's requests enter in the order
-        of arrival, and accounts as `xgpt.core.policies.admission` says.
+        because a long one would otherwise never be accepted. A full phase lasts as long as planned, at the recent pace,
+        and a smaller one less; with several replicas, each with its own phases, the present one counts as full and just
+        begun. From its admission on, an output takes the planned latency. Assumes that each account's requests enter in
+        the order of arrival, and accounts as `xgpt.core.policies.admission` says.
 
         Args:
             slowness: measured over predicted time of steps.

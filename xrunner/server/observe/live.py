@@ -60,7 +60,7 @@ class Live:
         return [decision.model_dump(mode="json") for decision in list(self._watch.history)[-most:]]
 
     async def decision(self) -> dict[str, Any] | None:
-        """Return what re-planning would decide now; None: it is off, or nothing was observed.
+        """Return what re-planning would decide now; None if it is off, or nothing was observed.
 
         Raises:
             MachineError: planning failed.

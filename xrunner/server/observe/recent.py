@@ -19,7 +19,7 @@ class Ended(NamedTuple):
     Attributes:
         latency_s: from its admission to its last token.
         first_s, whole_s: from its arrival to its first token, and to its last.
-        is_kept: whether it kept its bounds; None: it has none.
+        is_kept: whether it kept its bounds; None if it has none.
     """
 
     num_tokens: int

@@ -71,7 +71,7 @@ class Watch:
 
     @property
     def step_ratio(self) -> float | None:
-        """Measured over predicted time of recent steps; None: there is no prediction."""
+        """Measured over predicted time of recent steps; None if there is no prediction."""
         return self._observer.pace.ratio
 
     def arrive(self, input_length: int, max_output: int) -> Seen:
@@ -111,7 +111,7 @@ class Watch:
         self._look()
 
     async def observation(self, *, lengths_alone: bool = False) -> Observation | None:
-        """Return what was observed recently; None: no request has ended yet.
+        """Return what was observed recently; None if no request has ended yet.
 
         Args:
             lengths_alone: leave out what requests had in common, which takes a tenth of a second to compute.
@@ -122,7 +122,7 @@ class Watch:
         return None if now is None else await asyncio.to_thread(now.observation)
 
     async def would_decide(self) -> Decision | None:
-        """Return what re-planning would decide now, without doing it; None: it is off, or nothing was observed.
+        """Return what re-planning would decide now, without doing it; None if it is off, or nothing was observed.
 
         Simultaneous calls share one answer.
 
