@@ -86,6 +86,7 @@ class FakeVllm:
     def report(self) -> None:
         while True:
             self.host.send(Alive([]))
+            self.core.send(Alive([]))
             time.sleep(0.2)
 
     def take_in(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -10,17 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from benchmarks.lib.served_plans import PLANS, listening, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, RENDEZVOUS_PORT, on_host, serving, two_hosts
-from tests.attack.target import FLAVOURS, Target, attacked
+from tests.attack.target import FLAVOURS, Target, attacked, children_of
 from tests.fakes import eventually
 from xgpt.core.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
@@ -238,6 +242,63 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
         assert eventually(lambda: len(target.served.starts) > num_starts, 60)
         assert target.ask("GET", "/health")[0] == 200
         assert eventually(lambda: not Path(f"/proc/{process}/cmdline").exists(), 30)
+
+
+def stream(target: Target, fields: dict[str, Any]) -> tuple[int, bool]:
+    """Return the tokens of a stream, and whether it says that it has ended."""
+    connection = HTTPConnection(*target.address, timeout=60)
+    num_tokens, is_whole = 0, False
+    with contextlib.suppress(OSError, HTTPException):
+        body = json.dumps({"model": target.model, "stream": True, **fields})
+        connection.request("POST", "/v1/completions", body, target.headers)
+        for line in connection.getresponse():
+            is_whole = is_whole or line.startswith(b"data: [DONE]")
+            if line.startswith(b"data: {"):
+                num_tokens += len(json.loads(line[6:])["choices"][0]["token_ids"])
+    connection.close()
+    return num_tokens, is_whole
+
+
+@pytest.mark.point(27)
+@pytest.mark.long
+@pytest.mark.parametrize("flavour", ["one", *SEVERAL])
+def test_a_front_that_is_killed_takes_all_with_it_and_the_next_one_answers(
+    flavour: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """No client takes what it got for an answer; asked again, each request is answered once."""
+    fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
+    with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(8) as pool:
+        before, port = target.complete(**fields)[1]["choices"][0]["token_ids"], target.address[1]
+        family = children_of(target.served.process.pid)
+        running = [pool.submit(stream, target, fields) for _ in range(8)]
+        assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
+        os.kill(target.served.process.pid, signal.SIGKILL)
+        assert all(not is_whole and num_tokens < 450 for num_tokens, is_whole in (one.result() for one in running))
+        assert family and eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in family), 60)
+    with attacked(flavour, checkpoint, tmp_path, "--port", str(port)) as target, ThreadPoolExecutor(8) as pool:
+        assert target.address[1] == port
+        answers = [one.result() for one in [pool.submit(target.complete, **fields) for _ in range(8)]]
+        assert [status for status, _ in answers] == [200] * 8
+        assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
+        assert target.metric("xgpt_output_tokens_total") == 8 * 450
+
+
+@pytest.mark.point(27)
+@pytest.mark.long
+def test_a_front_that_was_stopped_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> None:
+    """It takes nobody for lost because it did not run itself."""
+    fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
+    with attacked("tp", checkpoint, tmp_path) as target, ThreadPoolExecutor(8) as pool:
+        before = target.complete(**fields)[1]["choices"][0]["token_ids"]
+        running = [pool.submit(target.complete, **fields) for _ in range(8)]
+        assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
+        target.served.process.send_signal(signal.SIGSTOP)
+        time.sleep(20)
+        target.served.process.send_signal(signal.SIGCONT)
+        answers = [one.result() for one in running]
+        assert [status for status, _ in answers] == [200] * 8
+        assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
+        assert len(target.served.starts) == 1
 
 
 def own_namespaces() -> bool:

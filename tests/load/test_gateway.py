@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.lib.served_plans import SPEC, left_over, listening, one_lane, plan, served
-from tests.attack.target import save_checkpoint
+from tests.attack.target import children_of, save_checkpoint
+from tests.fakes import eventually
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.errors import InputError
 from xgpt.serving import gateway
@@ -66,6 +67,39 @@ def test_chats_responses_and_a_killed_engine_behind_the_gateway(tmp_path: Path) 
         sockets = listening(server.process.pid)
     assert server.process.returncode == 0
     assert left_over(server.process.pid, sockets) == []
+
+
+def gateway_pid(session: int) -> int:
+    """The process of the gateway among those that a server has started."""
+    return next(pid for pid in children_of(session) if b"smg::router" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_gateway_that_ends_or_hangs_is_started_anew(number: signal.Signals, tmp_path: Path) -> None:
+    """Its end ended the server once, and a hang was never noticed."""
+    pytest.importorskip("smg")
+    checkpoint = save_checkpoint(tmp_path / "model")
+    served_plan = plan(one_lane([1], layers=SPEC.num_layers), model=read_spec(checkpoint))
+    served_plan = served_plan.model_copy(update={"checkpoint": str(checkpoint)})
+    with served(served_plan, tmp_path, "--front", "smg") as server:
+        body = {"model": served_plan.model.name, "prompt": "hi", "max_tokens": 8, "temperature": 0}
+        before, lost = ask(server.url, "/v1/completions", body), gateway_pid(server.process.pid)
+        assert before[0] == 200
+        os.kill(lost, number)
+        assert eventually(lambda: not Path(f"/proc/{lost}/cmdline").exists(), 60)
+        assert eventually(lambda: any("starting it anew" in line for line in server.lines), 10)
+        assert eventually(lambda: answers(server.url, body, before), 60)
+        assert gateway_pid(server.process.pid) != lost
+    assert server.process.returncode == 0
+
+
+def answers(url: str, body: dict[str, Any], expected: tuple[int, dict[str, Any]]) -> bool:
+    try:
+        status, found = ask(url, "/v1/completions", body)
+    except OSError:
+        return False
+    return status == 200 and found["choices"] == expected[1]["choices"]
 
 
 def test_what_the_gateway_cannot_do_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:

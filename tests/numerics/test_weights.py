@@ -272,6 +272,7 @@ def test_broken_index(sharded, monkeypatch, text):
         ({"eos_token_id": [5, 6]}, {}, (5, 6)),
         ({"eos_token_id": 5}, {"eos_token_id": 7}, (7,)),
         ({"eos_token_id": 5}, {"eos_token_id": [7, 8]}, (7, 8)),
+        ({"eos_token_id": 5}, {"temperature": 0.5}, ()),
         ({"eos_token_id": None}, {"eos_token_id": None}, ()),
     ],
 )

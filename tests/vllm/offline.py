@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +11,10 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
+from xgpt.core.io import dump_json
+from xgpt.core.schema import Plan
+from xrunner.channel.messages import Follow, Ready, Up
+from xrunner.vllm.channel import Lanes
 from xrunner.vllm.lane import VllmRoom
 
 NUM_REQUESTS = 60
@@ -22,6 +28,48 @@ class Requests(NamedTuple):
 
     prompts: list[list[int]]
     outputs: list[int]
+
+
+class Front:
+    """The front's end of an engine core's channel, read in a thread: a core waits where nobody reads what it tells."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lanes = Lanes(str(directory), [], 1)
+        self._lock = threading.Lock()
+        self._told: queue.SimpleQueue[Up] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._is_ready = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._over.is_set():
+            self._lanes.wait(0.05)
+            with self._lock:
+                message = self._lanes.receive()
+            if isinstance(message, Ready):
+                self._is_ready.set()
+            elif message is not None and self._is_ready.is_set():
+                self._told.put(message)
+
+    def wait_for_core(self) -> None:
+        assert self._is_ready.wait(60)
+
+    def send_plan(self, plan: Plan) -> None:
+        with self._lock:
+            self._lanes.send(Follow(dump_json(plan)))
+
+    def told(self, within_s: float) -> Up | None:
+        """Return what has come next; None: nothing within the time."""
+        try:
+            return self._told.get(timeout=within_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._lanes.close()
 
 
 def draw_requests() -> Requests:

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.vllm.offline import ROOM, Requests, generate, start
+from tests.vllm.offline import ROOM, Front, Requests, generate, start
 from tests.vllm.plans import plan_with
 from xgpt.core.io import dump_json, read_step_log
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, RraSettings
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.channel.messages import Follow, Ready
-from xrunner.vllm.channel import Lanes
 from xrunner.vllm.lane import build_lane
 from xrunner.vllm.scheduler import XgptScheduler
 from xsimulator.events import replay
@@ -54,7 +52,7 @@ def computed(checkpoint: Path, sharing: Requests) -> list[list[int]]:
 class Sharing:
     """vLLM in this process, its scheduler, and the log of its steps."""
 
-    def __init__(self, llm: LLM, front: Lanes, path: Path) -> None:
+    def __init__(self, llm: LLM, front: Front, path: Path) -> None:
         self.llm, self.front, self._path = llm, front, path
         self.scheduler: XgptScheduler = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
 
@@ -84,11 +82,10 @@ def inside(checkpoint: Path, computed: list[list[int]], tmp_path_factory: pytest
     directory = tmp_path_factory.mktemp("sharing")
     plan, log = directory / "plan.json", directory / "steps.jsonl"
     plan.write_text(dump_json(RRA))
-    front = Lanes(str(directory), [], 1)
+    front = Front(directory)
     config = {"plan": str(plan), "step_log": str(log), "front": str(directory), "lane": "both"}
     llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config, reuse=True)
-    while not isinstance(front.receive(), Ready):
-        pass
+    front.wait_for_core()
     yield Sharing(llm, front, log)
     llm.llm_engine.engine_core.shutdown()
     front.close()
@@ -111,7 +108,7 @@ def test_tokens_are_the_same_and_hits_the_rules(
     plan, inside: Sharing, sharing: Requests, computed: list[list[int]]
 ) -> None:
     before = len(inside.steps())
-    inside.front.send(Follow(dump_json(plan)))
+    inside.front.send_plan(plan)
     assert generate(inside.llm, sharing) == computed
     log = [r._replace(number=r.number - before, settled=r.settled - before) for r in inside.steps()[before:]]
     # The simulated engine, given keys in place of tokens, finds the same blocks at the same steps.
@@ -127,7 +124,7 @@ def test_tokens_are_the_same_and_hits_the_rules(
 def test_no_block_is_lost_where_requests_are_cancelled_and_preempted(plan, inside: Sharing) -> None:
     rng = np.random.default_rng(2)
     begins = [rng.integers(5, 50000, n).tolist() for n in (33, 70, 96)]
-    inside.front.send(Follow(dump_json(plan)))
+    inside.front.send_plan(plan)
     engine, before, alive = inside.llm.llm_engine, len(inside.steps()), []
     submitted = 0
     while submitted < 250 or engine.has_unfinished_requests():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllm import LLM
 
-from tests.vllm.offline import MOST_TOKENS, ROOM, Requests, generate, start
+from tests.vllm.offline import MOST_TOKENS, ROOM, Front, Requests, generate, start
 from tests.vllm.plans import plan_with
 from xgpt.core.io import dump_json, read_step_log
 from xgpt.core.schema import (
@@ -25,8 +25,7 @@ from xgpt.core.schema import (
     StepTimes,
 )
 from xgpt.core.schema.step_log import StepRecord
-from xrunner.channel.messages import Follow, Followed, Ready, Stepped, Up
-from xrunner.vllm.channel import Lanes
+from xrunner.channel.messages import Followed, Stepped
 from xrunner.vllm.lane import build_lane
 from xsimulator.events import replay
 
@@ -69,13 +68,13 @@ SLACK = ChunkedSettings(token_budget=96, max_batch=12, slack=SlackBudget(least_t
 
 class Running(NamedTuple):
     llm: LLM
-    front: Lanes
+    front: Front
     log: Path
 
     def run(self, plan: Plan, requests: Requests) -> tuple[list[list[int]], list[StepRecord]]:
         """Change to the plan, and run the requests: their tokens, and the steps that made them."""
         before = len(read_step_log(self.log))
-        self.front.send(Follow(dump_json(plan)))
+        self.front.send_plan(plan)
         tokens = generate(self.llm, requests)
         log = read_step_log(self.log)[before:]
         return tokens, [r._replace(number=r.number - before, settled=r.settled - before) for r in log]
@@ -86,20 +85,13 @@ def running(checkpoint: Path, expected: list[list[int]], tmp_path_factory: pytes
     directory = tmp_path_factory.mktemp("running")
     plan, log = directory / "plan.json", directory / "steps.jsonl"
     plan.write_text(dump_json(plan_with(RRA)))
-    front = Lanes(str(directory), [], 1)
+    front = Front(directory)
     config = {"plan": str(plan), "step_log": str(log), "front": str(directory), "lane": "both"}
     llm = start(checkpoint, "xrunner.vllm.scheduler.XgptScheduler", config)
-    while not isinstance(front.receive(), Ready):
-        pass
+    front.wait_for_core()
     yield Running(llm, front, log)
     llm.llm_engine.engine_core.shutdown()
     front.close()
-
-
-def told(front: Lanes, within_s: float) -> Up | None:
-    """What comes next; None: nothing within the time."""
-    front.wait(within_s)
-    return front.receive()
 
 
 def steps(log: list[StepRecord]) -> list[tuple[Any, ...]]:
@@ -156,19 +148,19 @@ def test_a_plan_changes_while_requests_run(running: Running, requests: Requests,
     def change_in_mid_run() -> None:
         num_ended = 0
         while num_ended < 20:
-            message = told(running.front, 60)
+            message = running.front.told(60)
             assert message is not None
             if isinstance(message, Stepped):
                 num_ended += sum(len(record.finished) for record in message.records)
-        running.front.send(Follow(dump_json(after)))
+        running.front.send_plan(after)
 
-    while told(running.front, 0.1) is not None:
+    while running.front.told(0.1) is not None:
         pass
     changing = threading.Thread(target=change_in_mid_run)
     changing.start()
     tokens, log = running.run(before, requests)
     changing.join()
-    messages = list(iter(lambda: told(running.front, 1), None))
+    messages = list(iter(lambda: running.front.told(1), None))
     assert Followed() in messages
     assert tokens == expected
     assert sorted(id_ for record in log for id_ in record.finished) == sorted(a.id for r in log for a in r.arrivals)

@@ -39,8 +39,8 @@ ENCODER_DECODERS = ("t5", "mt5")
 def read_spec(directory: Path) -> ModelSpec:
     """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
-    Its stop tokens are those of generation_config.json, or config.json if it names none, and the tokenizer's end token,
-    as in vLLM. Embedding and head are tied where config.json says so and no head is stored.
+    Its stop tokens are those of generation_config.json, or without that file config.json, and the tokenizer's end
+    token, as in vLLM. Embedding and head are tied where config.json says so and no head is stored.
 
     Raises:
         InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field

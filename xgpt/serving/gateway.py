@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import socket
 import sys
+import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,14 +27,19 @@ from xgpt.serving.admin import admin_server
 from xgpt.serving.checking import check_runs
 from xgpt.serving.running import running
 from xrunner.server import EngineClient, ServedModel
+from xrunner.server.handover import PERIOD_S, RESTARTS
 
 if TYPE_CHECKING:
     from xgpt.serving.serve import ServeRequest
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 HEAD_S, IDLE_S = 10, 120
 """Seconds for the head of a request, and between two requests of one connection."""
 START_S, STOP_S = 30.0, 40.0
+LOOK_S, HANG_S = 2.0, 15.0
+"""Seconds between two looks at the gateway, and without an answer after which it is taken to hang."""
 DRAIN_S = 30.0
 ENDPOINT_FIELDS = (
     "api_key_file",
@@ -89,43 +95,94 @@ async def _serve(plan: Plan, request: ServeRequest, engine: EngineClient, model:
     drain_s = request.drain_s or DRAIN_S
     async with (
         service(engine, model, request.limits(), request.classes(plan), drain_s=drain_s) as port,
-        _gateway(request, port, plan) as gateway,
         admin_server(engine, model, request.admin_port) as admin,
     ):
-        print(f"listening on http://{_shown(request.host)}:{gateway.port}", file=sys.stderr, flush=True)
-        print(f"pages, plan and metrics on http://127.0.0.1:{admin}", file=sys.stderr, flush=True)
-        ends = [asyncio.ensure_future(each) for each in (stopping.wait(), gateway.process.wait())]
+        gateway = Gateway(plan, request, port)
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if ends[1].done() and not stopping.is_set():
-                raise MachineError(f"the gateway has ended with exit code {gateway.process.returncode}")
+            await gateway.start()
+            print(f"listening on http://{_shown(request.host)}:{gateway.port}", file=sys.stderr, flush=True)
+            print(f"pages, plan and metrics on http://127.0.0.1:{admin}", file=sys.stderr, flush=True)
+            ends = [asyncio.ensure_future(each) for each in (stopping.wait(), gateway.watch())]
+            try:
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+            finally:
+                for each in ends:
+                    each.cancel()
         finally:
-            for each in ends:
-                each.cancel()
+            await gateway.end()
 
 
 class Gateway:
-    """A running gateway."""
+    """The gateway's process before an engine.
 
-    def __init__(self, process: Process, port: int) -> None:
-        self.process = process
-        self.port = port
-
-
-@asynccontextmanager
-async def _gateway(request: ServeRequest, engine_port: int, plan: Plan) -> AsyncIterator[Gateway]:
-    """Run the gateway before an engine, ready to answer.
-
-    Raises:
-        MachineError: it ends at once, or does not answer.
+    Attributes:
+        port: on which it answers clients.
     """
-    port = request.port or _free_port(request.host)
-    process = await _spawn("xgpt.serving.gateway_process", gateway_arguments(plan, request, port, engine_port))
-    try:
-        await _until_ready(process, request.host, port, plan.model.name)
-        yield Gateway(process, port)
-    finally:
-        await _end(process)
+
+    def __init__(self, plan: Plan, request: ServeRequest, engine_port: int) -> None:
+        self.port = request.port or _free_port(request.host)
+        self._host, self._model = request.host, plan.model.name
+        self._arguments = gateway_arguments(plan, request, self.port, engine_port)
+        self._process: Process | None = None
+
+    async def start(self) -> None:
+        """Start it, and return once it lists the model. Raises MachineError: it ends, or does not answer."""
+        self._process = process = await _spawn("xgpt.serving.gateway_process", self._arguments)
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s:
+            if process.returncode is not None:
+                raise MachineError(f"the gateway does not start: exit code {process.returncode}")
+            if await self._answers(1.0):
+                return
+            await asyncio.sleep(0.2)
+        raise MachineError(f"the gateway does not answer within {START_S:g} s")
+
+    async def watch(self) -> None:
+        """Start the gateway again whenever it has ended or hangs, until cancelled.
+
+        Raises:
+            MachineError: that happens too often, or it does not start again.
+        """
+        lost_s: list[float] = []
+        while True:
+            await asyncio.sleep(LOOK_S)
+            assert self._process is not None
+            if self._process.returncode is not None:
+                why = f"the gateway has ended with exit code {self._process.returncode}"
+            elif await self._answers(HANG_S) or self._process.returncode is not None:
+                continue
+            else:
+                why = f"the gateway has not answered for {HANG_S:g} s"
+            now_s = time.monotonic()
+            lost_s = [*(then_s for then_s in lost_s if now_s - then_s < PERIOD_S), now_s]
+            if len(lost_s) > RESTARTS:
+                raise MachineError(f"{why}, {len(lost_s)} times within {PERIOD_S / 60:.0f} minutes")
+            logger.error("%s; starting it anew", why)
+            await self._kill(self._process)
+            await self.start()
+
+    async def _answers(self, within_s: float) -> bool:
+        """Return whether it lists the model in time."""
+        with suppress(OSError, ValueError, asyncio.IncompleteReadError):  # a timeout is an OSError
+            return await asyncio.wait_for(_lists(self._host, self.port, self._model), within_s)
+        return False
+
+    async def _kill(self, process: Process) -> None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    async def end(self) -> None:
+        """End it: by a signal, and if that does not help, at once."""
+        if (process := self._process) is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                await self._kill(process)
 
 
 def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port: int) -> list[str]:
@@ -185,19 +242,6 @@ def _template(plan: Plan) -> str:
     return ""
 
 
-async def _until_ready(process: Process, host: str, port: int, model: str) -> None:
-    """Return once the gateway lists the model."""
-    end_s = asyncio.get_running_loop().time() + START_S
-    while asyncio.get_running_loop().time() < end_s:
-        if process.returncode is not None:
-            raise MachineError(f"the gateway does not start: exit code {process.returncode}")
-        with suppress(OSError, ValueError, asyncio.IncompleteReadError):
-            if await _lists(host, port, model):
-                return
-        await asyncio.sleep(0.2)
-    raise MachineError(f"the gateway does not answer within {START_S:g} s")
-
-
 async def _lists(host: str, port: int, model: str) -> bool:
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -218,18 +262,6 @@ async def _spawn(module: str, order: Any) -> Process:
     with suppress(ConnectionError):
         await process.stdin.drain()
     return process
-
-
-async def _end(process: Process) -> None:
-    """End a process: by a signal, and if that does not help, at once."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 def _free_port(host: str) -> int:

@@ -109,8 +109,8 @@ class Lanes:
         """As the last host has said."""
         self._taking: set[LaneName] = set()
         """Lanes whose host takes requests."""
-        self._alive: set[LaneName] = set()
-        """Lanes that have reported that they run since all had."""
+        self._alive: set[FrontEnd[Up]] = set()
+        """Hosts and engine cores that have reported that they run since all had."""
         self._following: set[FrontEnd[Up]] = set()
         """Engine cores that follow the last plan."""
         self._rooms: dict[FrontEnd[Up], Room] = {}
@@ -171,8 +171,8 @@ class Lanes:
                 self._ready = message
                 return None
             case Alive():
-                self._alive.add(lane)
-                if self._alive < self._lanes:
+                self._alive.add(end)
+                if not self._alive.issuperset(self._hello):
                     return None
                 self._alive.clear()
             case Followed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema.step_log import ANYONE, Account, Arrival, StepRecord
-from xrunner.channel.messages import Room, Stepped
+from xrunner.channel import ALIVE_S
+from xrunner.channel.messages import Alive, Room, Stepped
 from xrunner.generation import FinishReason, Logprobs, Token
 from xrunner.vllm import TESTED_VERSION, installed_version
 from xrunner.vllm.channel import VllmEnd
@@ -43,6 +45,7 @@ class LoggedScheduler(Scheduler):
         self._front: VllmEnd | None = None
         if "front" in self.config:
             self._front = VllmEnd(self.config["front"], self.config["lane"], plans="plan" in self.config)
+            threading.Thread(target=self._report, args=(self._front,), daemon=True).start()
         self._settled: list[StepRecord] = []
         """Steps that are still to be told of."""
         self._number: dict[str, int] = {}
@@ -54,6 +57,13 @@ class LoggedScheduler(Scheduler):
         """What was scheduled and not yet executed; ends and endings are not known."""
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
+
+    @staticmethod
+    def _report(front: VllmEnd) -> None:
+        """Report regularly that this process runs: its host does not notice that it is stopped."""
+        while True:
+            front.send(Alive([]))
+            time.sleep(ALIVE_S)
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests

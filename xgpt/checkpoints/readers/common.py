@@ -56,9 +56,7 @@ def common(
     Args:
         side: what hf_quant_config.json holds; None: there is none.
     """
-    eos = generation.get("eos_token_id")
-    if eos is None:
-        eos = config.get("eos_token_id")
+    eos = (generation or config).get("eos_token_id")
     fields: dict[str, Any] = {
         "vocab_size": config["vocab_size"],
         "tie_embeddings": config.get("tie_word_embeddings", True),

@@ -17,11 +17,58 @@ PROBE = "xgptprobe"
 """A text that no template contains."""
 
 
+class _Template:
+    """One template, and what it expects, which is found by rendering a text.
+
+    Attributes:
+        takes_parts: whether it loops over the parts of a content.
+        knows_developer: whether it shows a message of the role `developer`, which else is shown as `system`.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
+        with suppress(ValueError):
+            rendering.render(source, {})  # raises InputError if it cannot be compiled
+        self.takes_parts = not self._shows("user", PROBE) and self._shows("user", [{"type": "text", "text": PROBE}])
+        content = self.content(PROBE)
+        self.knows_developer = self._shows("developer", content) or not self._shows("system", content)
+
+    def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
+        """Return what the template makes of messages. Raises ValueError: it refuses them."""
+        given = {"tools": None, "documents": None} | variables | self._special_tokens
+        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return rendering.render(self.source, given)
+
+    def shown(self, message: Message) -> Message:
+        """Return a message in the form that the template expects."""
+        role = message["role"]
+        if role == "developer" and not self.knows_developer:
+            role = "system"
+        shown = message | {"role": role, "content": self.content(message["content"])}
+        # gpt-oss' template has a name of its own, and room for reasoning or a text beside calls, not for both.
+        has_room = ".thinking" in self.source and not (message["content"] and "tool_calls" in message)
+        return shown | {"thinking": message["reasoning"]} if has_room and "reasoning" in message else shown
+
+    def content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        """Return a content in the form that the template expects: as a text, or in parts."""
+        if self.takes_parts:
+            return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    def _shows(self, role: str, content: object) -> bool:
+        """Whether the template shows the content of a message of this role."""
+        messages: list[Message] = [{"role": role, "content": content}]
+        if role != "user":
+            messages.append({"role": "user", "content": content})
+        try:
+            return self.render(messages, True, {}).count(PROBE) == len(messages)
+        except Exception:
+            return False
+
+
 class ChatTemplate:
     """A checkpoint's templates, rendered in a sandbox, since they come with the checkpoint and are not trusted.
-
-    What a template expects is found by rendering a text: whether it loops over the parts of a content, and whether it
-    shows a message of the role `developer`, which else is shown as `system`.
 
     Args:
         source: Jinja.
@@ -35,16 +82,11 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: dict[str, str] | None = None, named: dict[str, str] | None = None
     ) -> None:
-        self._special_tokens = special_tokens or {}
-        self.source = self._template = source
-        with_tools = (named or {}).get("tool_use")
-        self._with_tools = source if with_tools is None else with_tools
-        for template in {source, self._with_tools}:
-            self._check(template)
-        self.call_format = call_format(source if with_tools is None else with_tools)
-        self._takes_parts = not self._shows("user", PROBE) and self._shows("user", [{"type": "text", "text": PROBE}])
-        content = self._content(PROBE)
-        self._knows_developer = self._shows("developer", content) or not self._shows("system", content)
+        self.source = source
+        tool_use = (named or {}).get("tool_use", source)
+        self._template = _Template(source, special_tokens or {})
+        self._with_tools = self._template if tool_use == source else _Template(tool_use, special_tokens or {})
+        self.call_format = call_format(tool_use)
 
     def render(
         self,
@@ -64,53 +106,14 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, in its own words.
         """
-        shown = [self._shown(message) for message in messages]
+        variables = variables or {}
+        template = self._with_tools if variables.get("tools") else self._template
+        shown = [template.shown(message) for message in messages]
         try:
-            text = self._render(shown, add_generation_prompt and not continue_final_message, variables or {})
+            text = template.render(shown, add_generation_prompt and not continue_final_message, variables)
             return _up_to(text, messages[-1]["content"]) if continue_final_message else text
         except InputError as error:
             raise ValueError(str(error)) from None
-
-    def _render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
-        given = {"tools": None, "documents": None} | variables | self._special_tokens
-        given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        template = self._with_tools if variables.get("tools") else self._template
-        return rendering.render(template, given)
-
-    def _check(self, source: str) -> None:
-        """Refuse a template that cannot be compiled; raises InputError."""
-        with suppress(ValueError):
-            rendering.render(source, {})
-
-    def _shown(self, message: Message) -> Message:
-        """Return a message in the form that the template expects."""
-        role = message["role"]
-        if role == "developer" and not self._knows_developer:
-            role = "system"
-        shown = message | {"role": role, "content": self._content(message["content"])}
-        # gpt-oss' template has a name of its own, and room for reasoning or a text beside calls, not for both.
-        if (
-            "reasoning" in message
-            and ".thinking" in self.source
-            and not (message["content"] and "tool_calls" in message)
-        ):
-            shown["thinking"] = message["reasoning"]
-        return shown
-
-    def _content(self, content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        if self._takes_parts:
-            return [{"type": "text", "text": content}] if isinstance(content, str) else content
-        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-    def _shows(self, role: str, content: object) -> bool:
-        """Whether the template shows the content of a message of this role."""
-        messages: list[Message] = [{"role": role, "content": content}]
-        if role != "user":
-            messages.append({"role": "user", "content": content})
-        try:
-            return self._render(messages, True, {}).count(PROBE) == len(messages)
-        except Exception:
-            return False
 
 
 def _up_to(text: str, content: str | list[dict[str, Any]]) -> str:
