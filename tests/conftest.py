@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.heap import set_heap_aside
 from tests.kernels import compile_all
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.io import cache_dir
@@ -57,6 +58,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next((place for place, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
     items[:] = sorted(here, key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is loaded out of the garbage collections of the tests, and of the servers that they start."""
+    set_heap_aside()
 
 
 @pytest.fixture(autouse=True)

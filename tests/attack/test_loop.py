@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.attack.client import elsewhere, request, send_unfinished, statuses, tiny_chunks
-from tests.attack.heap import heap_set_aside
 from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
+from tests.heap import set_heap_aside
 from tests.rings import few
 from xrunner.server import ChatTemplate, TextCodec
 
@@ -47,8 +47,8 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
         assert statuses(at, [fake(prompt=[1])]) == [200]
         monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
         monkeypatch.setattr(asyncio.BaseEventLoop, "_run_once", turn)
-        with heap_set_aside():
-            yield at
+        set_heap_aside()
+        yield at
         monkeypatch.undo()
     assert longest[0][0] < LONGEST_S, longest
     assert max(turns) < TURN_S

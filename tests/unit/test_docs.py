@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ NAMED = re.compile(rf"(?<![\w/.-])(?:(?:{PACKAGES})(?:\.(?!yaml)\w+)+|(?:{PACKAG
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
+@cache
 def stands(name: str) -> bool:
     """Whether a file, a folder, a module or a name in a module is there."""
     if "/" in name:

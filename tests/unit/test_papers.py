@@ -12,6 +12,7 @@ from benchmarks.papers.__main__ import PARTS, Made, page
 from benchmarks.papers.claims import Claim, Table, at_least, where_it_holds, within
 from benchmarks.papers.tcb import where
 from benchmarks.tcb import competitive
+from tests.rings import few
 
 PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
 
@@ -62,7 +63,7 @@ def test_the_integer_programme_finds_what_trying_all_schedules_finds() -> None:
         assert proven and best == pytest.approx(competitive.optimum_by_trying(instance))
 
 
-@pytest.mark.parametrize("eta", competitive.ETAS)
+@pytest.mark.parametrize("eta", few(competitive.ETAS))
 def test_das_reaches_its_constant_on_larger_instances(eta: float) -> None:
     rng = np.random.default_rng(1)
     ratios = []
