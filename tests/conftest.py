@@ -6,21 +6,23 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.heap import set_heap_aside
 from tests.kernels import compile_all
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.io import cache_dir
 
-# The same random cases each time, however long one takes.
-settings.register_profile(
-    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("tests")
+with suppress(ModuleNotFoundError):  # vLLM's environment does without it
+    from hypothesis import HealthCheck, settings
+
+    # The same random cases each time, however long one takes.
+    every = list(HealthCheck)
+    settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=every)
+    settings.load_profile("tests")
 
 # Two test processes share the machine, and the models of tests are too small to gain from a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
