@@ -2,8 +2,7 @@
 
 It turns a plan into a command line for vLLM, and its engine core loads `scheduler.XgptScheduler`, which asks
 xgpt.core.policies what each step encodes and decodes. A vLLM process imports this package and has its own torch: so it
-imports no torch of its own accord and nothing else of xrunner. Only `host`, `scheduler`, what these
-need, and `offline` import vllm.
+imports no torch of its own accord and nothing else of xrunner. Only what runs in vLLM's processes imports vllm.
 """
 
 from importlib.metadata import PackageNotFoundError, version

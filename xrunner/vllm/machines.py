@@ -86,7 +86,7 @@ class Followers:
         is_over: is asked while the others are waited for, and ends that.
 
     Raises:
-        MachineError: this machine does not have the address, or the port is taken.
+        MachineError: there is no route to the address, this machine does not have it, or the port is taken.
     """
 
     def __init__(self, machines: Machines, plan: Plan, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -95,7 +95,7 @@ class Followers:
         self._is_over = is_over
         self._connections: dict[int, socket.socket] = {}
         try:
-            self._listener = socket.create_server((machines.host, machines.port))
+            self._listener = socket.create_server((address_towards(machines.host), machines.port))
         except OSError as error:
             raise MachineError(f"cannot listen on {machines.host}:{machines.port}: {error}") from None
         self._listener.settimeout(RETRY_S)

@@ -61,6 +61,14 @@ def test_each_machine_starts_its_part_of_one_vllm(port: int) -> None:
     assert first.variables["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+def test_a_pipeline_on_cpus_has_a_worker_of_ours() -> None:
+    """vLLM 0.32's own one fails in its first step."""
+    halves = tuple(Stage(devices=(i,), decode_layers=(6 * i, 6 * i + 6), kv_blocks=800) for i in range(2))
+    flags = launch(ORCA.model_copy(update={"stages": halves}), plan_path="p").arguments
+    assert flags[flags.index("--worker-cls") + 1] == "xrunner.vllm.cpu_pipeline.CpuPipelineWorker"
+    assert "--worker-cls" not in launch(ORCA, plan_path="p").arguments
+
+
 def test_machines_meet_and_end_together(port: int) -> None:
     with following(port) as runs:
         engine = VllmEngine(ORCA, machines=Machines(2, 0, "127.0.0.1", port))
