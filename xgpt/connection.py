@@ -47,7 +47,7 @@ def own_api_key() -> str | None:
     """
     key = os.environ.get("XGPT_API_KEY")
     if key and not (key.isascii() and key.isprintable() and len(key.split()) == 1):
-        raise InputError("XGPT_API_KEY", "*" * len(key), "a key is printable ASCII characters without blanks")
+        raise InputError("XGPT_API_KEY", "*" * len(key), "a key consists of printable ASCII characters without blanks")
     return key or None
 
 
@@ -71,7 +71,7 @@ class Connection:
         except ValueError:
             host = port = None
         if not host or parts.scheme not in ("http", "https"):
-            raise InputError("url", url, "it must be as http://HOST:PORT")
+            raise InputError("url", url, "write it as http://HOST:PORT")
         self._tls = _tls(ca_file) if parts.scheme == "https" else None
         self._address = host, port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/")

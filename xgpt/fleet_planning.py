@@ -35,10 +35,10 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
     intervals = cut(day, request.interval_s)
     among: Mapping[str, float | None] = request.among or {}
     if among and "cluster" in request.model_fields_set:
-        raise InputError("among", ", ".join(among), "it brings its own clusters: leave `cluster` out")
+        raise InputError("among", ", ".join(among), "it names the clusters: leave `cluster` out")
     unknown = set(request.devices) - set(among) if isinstance(request.devices, dict) else set()
     if unknown:
-        raise InputError("devices", min(unknown), "it names no cluster of `among`")
+        raise InputError("devices", min(unknown), "it is not a cluster of `among`")
     same: dict[str, Any] = {"workload": intervals.everything, "objective": "arrivals", "quantile": request.attain}
     clusters = []
     for named in [{"cluster": name, "price": price} for name, price in among.items()] or [{}]:

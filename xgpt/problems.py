@@ -67,7 +67,7 @@ def _runs_in_vllm(
     named = profile.engine if engine is None else engine.framework
     is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in request.fix
     if named == "vllm" and spec.is_encoder_decoder:
-        raise InputError("engine", named, f"it does not run {spec.name}, an encoder-decoder: take engine=xgpt")
+        raise InputError("engine", named, f"it does not run {spec.name}, an encoder-decoder: use `engine=xgpt`")
     return named == "vllm" or (is_default and not spec.is_encoder_decoder)
 
 
@@ -87,7 +87,7 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
     if isinstance(request.workload, str):
         trace = load_trace(request.workload)
         if trace is not None and trace.prefixes is not None:
-            raise InputError("shared_prefix", tokens, "the trace says itself what its prompts have in common")
+            raise InputError("shared_prefix", tokens, "the trace itself says what its prompts have in common")
     if tokens >= workload.input.lengths[-1]:
         longest = workload.input.lengths[-1]
         raise InputError("shared_prefix", tokens, f"the longest prompt of {workload.name} has {longest} tokens")

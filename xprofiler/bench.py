@@ -193,7 +193,7 @@ def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timing
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
         if not found:
-            raise ValueError(f"no points tell those of {missing[0]}")
+            raise ValueError(f"no points determine those of {missing[0]}")
         times |= found
         missing = [key for key in missing if key not in found]
     return times

@@ -146,7 +146,7 @@ def latent_attention(
     latent = spec.latent
     ranks = (latent.kv_rank, latent.q_rank, latent.rope_head_dim, latent.value_head_dim, spec.head_dim)
     if ranks != TABLE_RANKS:
-        raise InputError("model.latent", spec.name, "the tables hold DeepSeek-V3's latent attention alone")
+        raise InputError("model.latent", spec.name, "the tables hold only DeepSeek-V3's latent attention")
     found = []
     for phase, factor in (("context", slower), ("generation", 1.0)):
         path = tables.paths("mla", f"mla_{phase}_module")[0]
@@ -157,7 +157,7 @@ def latent_attention(
             kinds = sorted(set(zip(rows["gemm_type"].tolist(), rows["kv_cache_dtype"].tolist(), strict=True)))
             known = ", ".join(f"{weights} with K/V in {kv}" for weights, kv in kinds)
             raise InputError(
-                "dtype", f"{stored} with K/V in {tables.kv_dtype}", f"latent attention is there in {known}"
+                "dtype", f"{stored} with K/V in {tables.kv_dtype}", f"the tables have latent attention in {known}"
             )
         tables.note(f"mla_{phase}_module", path)
         length = (rows["isl"] + rows["step"])[chosen]

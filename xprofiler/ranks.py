@@ -125,7 +125,7 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
                 return message
             progress(*message)
     except EOFError:
-        raise MachineError("a process that measures has died; its own message stands above") from None
+        raise MachineError("a measuring process has died; its own message is above") from None
     finally:
         receiver.close()
         for process in ranks:

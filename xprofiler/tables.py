@@ -237,7 +237,9 @@ class Tables:
         found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
             versions = sorted({path.parts[-3] for path in self.root.glob(f"{family}/*/*/{operator}_perf.parquet")})
-            raise InputError("framework", self.framework, f"{operator} is there for {', '.join(versions) or 'none'}")
+            raise InputError(
+                "framework", self.framework, f"the tables have {operator} for {', '.join(versions) or 'none'}"
+            )
         found.sort(key=lambda path: _version_key(path.parts[-2]))
         if self._version is None or framework is not None:
             return found[::-1]
@@ -323,7 +325,7 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
                 grid[place] = grid[before] + axes[d][place[d]] - axes[d][place[d] - 1]
                 break
         else:
-            raise InputError("latency", "missing", "the table's smallest point is not there")
+            raise InputError("latency", "missing", "the table lacks its smallest point")
     return grid
 
 

@@ -141,7 +141,7 @@ class Checkpoint:
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise InputError("model", str(path), f"it is cut short or no safetensors file: {error}") from None
+                raise InputError("model", str(path), f"it is cut short, or not a safetensors file: {error}") from None
             self._files.update(dict.fromkeys(file.keys(), (path, file)))
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:

@@ -49,7 +49,7 @@ def test_doctor_tells_of_the_machine(xgpt: Xgpt, monkeypatch: pytest.MonkeyPatch
     found = {finding["name"]: finding for finding in json.loads(ran.out)}
     assert "torch" in found["versions"]["value"] and "GiB" in found["devices"]["value"]
     assert "none measured" in found["profiles"]["value"]
-    assert "/no/such/python is no program" in found["vLLM"]["advice"]
+    assert "/no/such/python is not a program" in found["vLLM"]["advice"]
     assert {name: finding["value"] for name, finding in found.items()}.keys() <= {
         line.split("  ")[0] for line in xgpt("doctor").out.splitlines()
     }

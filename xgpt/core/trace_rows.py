@@ -99,7 +99,7 @@ def read_text(path: Path, field: str) -> str:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise InputError(field, str(path), "it is not a whole gzip file") from None
+        raise InputError(field, str(path), "it is not a complete gzip file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(field, str(path), f"it cannot be read: {reason_of(error)}") from None
 

@@ -110,14 +110,16 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             are_dates = is_date
             times.append(time)
         if len(times) not in (0, len(inputs)):
-            raise InputError(row.where, row.timestamp, "either every request or none must have a timestamp")
+            raise InputError(row.where, row.timestamp, "either all requests or none must have a timestamp")
         if "hash_ids" in row.fields:
             of_row = row.where, row.fields, inputs[-1], outputs[-1]
             prompts.append(read_ids(*of_row))
             answers.append(read_output_ids(*of_row))
             sizes.add(block_size_of(row.where, row.fields))
         if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
-            raise InputError(row.where, "hash_ids", "every request or none must have them, of blocks of one size")
+            raise InputError(
+                row.where, "hash_ids", "either all requests or none must have them, with blocks of one size"
+            )
     if not inputs:
         empty = f"none of its {num_rows} rows has input and output tokens" if num_rows else "it holds no requests"
         raise InputError(field, str(path), empty)

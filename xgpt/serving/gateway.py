@@ -64,7 +64,7 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
         raise InputError("front", "smg", "install the gateway: pip install 'xgpt-serve[gateway]'")
     for field in ENDPOINT_FIELDS:
         if getattr(request, field):
-            raise InputError(field, str(getattr(request, field)), "the gateway has no such thing: use front=endpoint")
+            raise InputError(field, str(getattr(request, field)), "the gateway does not offer it: use front=endpoint")
     if request.host not in ("127.0.0.1", "localhost", "::1"):
         raise InputError("host", request.host, "the gateway has no keys here, so it listens on this machine only")
     if plan.checkpoint is None or not (Path(plan.checkpoint) / "tokenizer.json").is_file():

@@ -434,6 +434,6 @@ def in_threads(engine: ListenedEngine) -> RemoteEngine:
     """Return an engine of this process as the front has one: for tests and small servers. It cannot be restarted."""
 
     def launch(_: Plan) -> EngineThreads:
-        raise MachineError("an engine in this process is not started again")
+        raise MachineError("an engine in this process cannot be restarted")
 
     return RemoteEngine(EngineThreads(engine), engine.pool, launch, lambda _: engine.pool)

@@ -103,7 +103,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         if call.choices[0].prompt_logprobs is not None and not thread.scores_prompts:
             raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts")
         if request.sampling_params.HasField("seed") and not thread.takes_seeds:
-            raise Invalid("seed: this engine keeps to none; leave it out")
+            raise Invalid("seed: this engine does not support seeds; leave it out")
         thread.check_fits(len(call.prompt), call.allowance)
         if (grammar := call.choices[0].grammar) is not None:
             await self._check_grammar(grammar)

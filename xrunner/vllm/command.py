@@ -173,7 +173,7 @@ def _launch(
     if plan.checkpoint is None:
         raise InputError("plan.checkpoint", None, "vLLM takes weights from a directory; plan with --model DIRECTORY")
     if plan.model.is_encoder_decoder:
-        raise InputError("plan.model", plan.model.name, "in vLLM no plan has a place for its encoder")
+        raise InputError("plan.model", plan.model.name, "plans for vLLM have no place for its encoder")
     if plan.kv_dtype not in (None, plan.dtype, "float8"):
         raise InputError("plan.kv_dtype", plan.kv_dtype, "vLLM keeps keys and values in the dtype, or in float8")
     degrees = {stage.tp for stage in stages}

@@ -38,7 +38,7 @@ def python() -> str:
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         if not os.access(named, os.X_OK):
-            raise MachineError(f"{PYTHON_VARIABLE}={named} is no program; name the python of vLLM's environment")
+            raise MachineError(f"{PYTHON_VARIABLE}={named} is not a program; name the python of vLLM's environment")
         return named
     if find_spec("vllm") is None:
         raise MachineError(

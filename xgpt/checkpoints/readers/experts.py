@@ -139,7 +139,7 @@ def _grouped(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     groups = {"num_groups": count(config, "n_group"), "active_groups": count(config, "topk_group")}
     experts = fields["experts"] | groups
     if experts["number"] < 2 * experts["num_groups"]:
-        raise InputError("config.json: n_group", experts["num_groups"], "a group must have two experts at least")
+        raise InputError("config.json: n_group", experts["num_groups"], "a group must have at least two experts")
     return fields | {"experts": experts}
 
 

@@ -172,13 +172,13 @@ class Plan(Frozen):
         self._check_bounds_of_rule()
         devices = [device for stage in self.stages for device in stage.devices]
         if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
-            raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of one stage alone")
+            raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of only one stage")
         experts = 1 if self.model.experts is None else self.model.experts.number
         if any((stage.ep <= stage.tp and stage.tp % stage.ep) or experts % stage.ep for stage in self.stages):
             parts = [stage.ep for stage in self.stages]
             raise ValueError(f"stages: ep {parts} must divide tp of each stage and {experts}, the experts of a layer")
         if any(stage.ep % stage.tp for stage in self.stages) and self.sharing_replicas > 1:
-            raise ValueError(f"stages: ep {self.stages[0].ep} is no multiple of tp {self.stages[0].tp}")
+            raise ValueError(f"stages: ep {self.stages[0].ep} is not a multiple of tp {self.stages[0].tp}")
         if self.replicas % self.sharing_replicas or (self.sharing_replicas > 1 and len(self.stages) > 1):
             raise ValueError(
                 f"stages: ep {self.stages[0].ep} beyond tp needs replicas of one stage, in groups of "

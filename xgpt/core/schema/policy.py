@@ -173,7 +173,7 @@ class StaticSettings(SingleLane):
     def _check(self) -> StaticSettings:
         if self.encode_microbatches % self.decode_microbatches:
             raise ValueError(
-                f"encode_microbatches: {self.encode_microbatches} is no multiple of decode_microbatches, "
+                f"encode_microbatches: {self.encode_microbatches} is not a multiple of decode_microbatches, "
                 f"{self.decode_microbatches}"
             )
         return self

@@ -246,7 +246,7 @@ class Profile(Frozen):
         if encoder_degrees and encoder_degrees != degrees:
             raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} are not those of layers, {degrees}")
         if any((layer.cross is None) != (not encoder_degrees) for layer in self.layers):
-            raise ValueError("layers: cross stands with encoder_layers, on every degree, or not at all")
+            raise ValueError("layers: cross goes with encoder_layers, on every degree, or not at all")
         return self
 
     @property

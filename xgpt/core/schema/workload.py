@@ -87,10 +87,10 @@ def check_classes(classes: tuple[RequestClass, ...]) -> None:
     """
     names = [each.name for each in classes]
     if len(set(names)) != len(names):
-        raise ValueError(f"classes: {', '.join(names)}: each name stands once")
+        raise ValueError(f"classes: {', '.join(names)}: each name may appear only once")
     total = sum(each.share for each in classes)
     if classes and abs(total - 1) > 1e-6:
-        raise ValueError(f"classes: their shares come to {total:.6g}, and must come to 1")
+        raise ValueError(f"classes: their shares sum to {total:.6g}, and must sum to 1")
 
 
 class WorkloadSpec(Frozen):

@@ -41,7 +41,10 @@ class Budget:
         """
         if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
             raise ApiError(
-                503, "too many long requests are here; try again later", code="too_many_bodies", retry_after_s=1
+                503,
+                "too many long requests are being handled; try again later",
+                code="too_many_bodies",
+                retry_after_s=1,
             )
         self._taken[account] += more
         if not self._taken[account]:

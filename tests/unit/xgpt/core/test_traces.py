@@ -295,7 +295,7 @@ def test_what_is_assumed_is_said_once(
         ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "sums over many"),
         ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "give numbers in all rows, or dates in all"),
         ("header.csv", "prompt_token,completion_tokens\n1,2\n", "such as input, prompt_tokens"),
-        ("cut.csv.gz", "input,output", "it is not a whole gzip file"),
+        ("cut.csv.gz", "input,output", "it is not a complete gzip file"),
         ("text.jsonl", lines({"input": "hello", "output": "you"}), "line 1, input: 'hello' is not accepted; give"),
         ("lists.json", json.dumps({"input_lens": [1, 2], "output_lens": [1]}), "one value for each request"),
         ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "one name"),
