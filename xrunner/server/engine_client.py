@@ -144,7 +144,7 @@ class EngineClient:
     def start(self) -> None:
         """Begin to hand out tokens, on the loop that is running now."""
         if self.watch is not None:
-            self.watch.start(self._engine.go_over_to)
+            self.watch.start(self._lasting.go_over_to)
             self._engine.on_refused = self.watch.go_back
         self._lasting.start()
 

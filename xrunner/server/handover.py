@@ -95,14 +95,22 @@ class Handover:
             )
         self._lost_s.append(now_s)
         ended = [] if self._tried is None else [self._end(self._tried, f"the engine ends with this request: {error}")]
-        requests = {*self._waiting, *self._suspects}
+        return ended + self._take_back(engine, 1)
+
+    def take_back(self, engine: ServedEngine) -> list[Token]:
+        """Have all requests wait for an engine that is started anew on purpose; as `lose`, without a loss."""
+        return self._take_back(engine, 0)
+
+    def _take_back(self, engine: ServedEngine, losses: int) -> list[Token]:
+        ended, requests = [], {*self._waiting, *self._suspects}
+        self._tried = None
         self._waiting.clear()
         self._suspects.clear()
         for id_, generation in list(self._ledger.generations.items()):
             if not self._prepare(generation, engine):
                 ended.append(self._end(id_, "the engine was started anew, and samples other tokens"))
                 continue
-            self._losses[id_] += id_ not in requests
+            self._losses[id_] += losses * (id_ not in requests)
             (self._suspects if self._losses[id_] > 1 else self._waiting).append(id_)
         return ended
 

@@ -27,7 +27,8 @@ class LastingEngine:
     """Has an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
 
     An engine whose process dies or hangs is started again on the last plan under which a step has ended, and goes on
-    with its requests (`handover`): the tokens of each go on where they were.
+    with its requests (`handover`): the tokens of each go on where they were. So is one that goes over to a plan with
+    another number of replicas.
 
     Args:
         running: returns the plan that is to run; None: an engine that is lost is not started again.
@@ -85,6 +86,20 @@ class LastingEngine:
         """Whether the engine was lost and is being started again; requests wait until then."""
         return self._restarting is not None and not self._restarting.done()
 
+    def go_over_to(self, plan: Plan) -> None:
+        """Follow another plan: as soon as can be, or in an engine that is started anew for its number of replicas.
+
+        Raises:
+            InputError: the engine cannot run it.
+            MachineError: the engine is being started anew.
+        """
+        if self.is_restarting:
+            raise MachineError("the engine is being started anew")
+        if self._good_plan is None or plan.replicas == self._good_plan.replicas:
+            self.engine.go_over_to(plan)
+            return
+        self._start_anew(plan, self._handover.take_back(self.engine))
+
     def submit(self, generation: Generation) -> None:
         """Hand in a request."""
         self._handover.accept(generation)
@@ -112,11 +127,9 @@ class LastingEngine:
 
     def _read(self) -> None:
         """Hand out the tokens of all steps that have ended."""
-        if self._is_over:
-            return
         try:
             for _ in range(STEPS_AT_ONCE):
-                if (tokens := self.engine.step()) is None:
+                if self._is_over or self.is_restarting or (tokens := self.engine.step()) is None:
                     return
                 records = self._records[:]
                 self._records.clear()
@@ -142,25 +155,39 @@ class LastingEngine:
         except MachineError as too_often:
             self._fail(too_often)
             return
+        logger.error("%s; starting the engine anew with %d requests", error, len(self._handover))
+        self._start_anew(self._good_plan, ended)
+
+    def _start_anew(self, plan: Plan, ended: list[Token]) -> None:
         self._loop.remove_reader(self.engine.fileno())
         if ended:
             self._on_step(ended, [])
-        logger.error("%s; starting the engine anew with %d requests", error, len(self._handover))
-        self._restarting = self._loop.create_task(self._restart(self._good_plan))
+        self._restarting = self._loop.create_task(self._restart(plan))
 
     async def _restart(self, plan: Plan) -> None:
+        refused = ""
         try:
-            await asyncio.to_thread(self.engine.restart, plan)
+            try:
+                await asyncio.to_thread(self.engine.restart, plan)
+            except Exception as error:
+                if self._good_plan in (None, plan):
+                    raise
+                refused, plan = str(error), self._good_plan
+                await asyncio.to_thread(self.engine.restart, plan)
         except Exception as error:
             self._restarting = None
             self._fail(error)
             return
-        self._restarting = None
+        self._restarting, self._good_plan = None, plan
         self._records.clear()
-        if not self._is_over:
+        if self._is_over:
+            return
+        if not refused:
             self._on_return(plan)
-            self._loop.add_reader(self.engine.fileno(), self._read)
-            self._hand_over()
+        self._loop.add_reader(self.engine.fileno(), self._read)
+        self._hand_over()
+        if refused:
+            self.engine.on_refused(refused)
 
     def _fail(self, error: Exception) -> None:
         if self._is_over:

@@ -78,7 +78,7 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
     InfeasibleError: no plan keeps the bounds.
     """
     anywhere, swap = find_candidates(judge)
-    pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile)
+    pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile, judge.plan)
     in_place_rps = max(judge.kept_rps, 0.0 if swap is None else judge.rate(swap))
     if _repays(judge.rate(anywhere), in_place_rps, pause_s, terms):
         verdict = _compare(judge, anywhere, terms, pause_s=pause_s, is_swap=False)
@@ -95,9 +95,10 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
     return verdict
 
 
-def loading_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds in which a change of placement loads weights; a single device keeps its weights."""
-    return 0.0 if plan.devices_per_replica == 1 else weights_loading_s(plan, profile)
+def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
+    """Return the seconds in which a change of placement loads weights; as many single devices keep theirs."""
+    keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
+    return 0.0 if keeps else weights_loading_s(plan, profile)
 
 
 def weights_loading_s(plan: Plan, profile: Profile) -> float:

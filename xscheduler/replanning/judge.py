@@ -232,6 +232,7 @@ def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
             "policy": best.policy,
             "admission": _admission(plan, best),
             "stages": plan.stages if in_place else best.stages,
+            "replicas": plan.replicas if in_place else best.replicas,
             "estimate": best.estimate,
             "search": best.search,
         }

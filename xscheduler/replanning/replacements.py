@@ -49,7 +49,7 @@ def find_candidates(judge: Judge) -> Replacements:
     """
     plan = judge.plan
     kinds = within_pins(plan, SWAPPABLE) if plan.policy.kind in SWAPPABLE else (plan.policy.kind,)
-    is_alone = plan.devices_per_replica == 1
+    is_alone = plan.num_devices == 1
     anywhere = judge.best(within_pins(plan, ON_ONE_DEVICE if is_alone else tuple(FORECASTS)), in_place=False)
     if is_alone and anywhere.policy.kind in kinds:  # one device has no other placement
         return Replacements(anywhere, replaced(plan, anywhere, in_place=True))

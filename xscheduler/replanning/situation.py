@@ -59,12 +59,15 @@ class Situation:
         return cls(running, profile, lengths, observation.weight, rate, reuse, observation.goodput)
 
     def problem(self, *, in_place: bool) -> Problem:
-        """Return the problem whose best plan may take over, with the server's workers and replicas.
+        """Return the problem whose best plan may take over, on the server's devices.
+
+        Replicas on several machines, and those that share experts, keep their number.
 
         Args:
             in_place: only on the running plan's stages and micro-batches. A single device has no others.
         """
         plan = self.plan
+        stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
         return Problem(
             model=plan.model,
             checkpoint=plan.checkpoint,
@@ -74,7 +77,7 @@ class Situation:
             constraint=plan.constraint,
             kv=plan.admission.kv,
             max_devices=plan.num_devices,
-            replicas=plan.replicas,
+            replicas=plan.replicas if stays else None,
             fixed=plan.pinned.fixed,
             placement=Placement.of(plan) if in_place and plan.devices_per_replica > 1 else None,
             reused=reused_by(plan, self.lengths),

@@ -223,17 +223,27 @@ def test_other_stages_on_the_same_two_devices() -> None:
     verdict = judge(plan, TWO.profile, plan.workload, 1000, Terms(horizon_s=3600))
     assert verdict.switch and not verdict.is_swap and verdict.pause_s > 0 and verdict.plan is not None
     assert verdict.plan.stages != plan.stages
-    assert (verdict.plan.replicas, verdict.plan.devices_per_replica) == (1, 2)
-    assert not build(plan).apply(build(verdict.plan))
+    assert verdict.plan.num_devices == 2
+    assert verdict.plan.replicas > 1 or not build(plan).apply(build(verdict.plan))
+
+
+def test_the_number_of_replicas_changes_unless_it_is_held() -> None:
+    plan = plan_on_two("static", "PP 2")
+    short = scaled(plan.workload, 0.3, 0.3)
+    held = plan.model_copy(update={"pinned": Pinned(policy="static", fixed={"replicas": 1})})
+    free, kept = (judge(each, TWO.profile, short, 1000, Terms(horizon_s=3600)).plan for each in (plan, held))
+    assert free is not None and kept is not None
+    assert (free.replicas, free.devices_per_replica, kept.replicas) == (2, 1, 1)
 
 
 def test_the_pause_is_what_the_devices_take_to_load() -> None:
     """Half of the weights each, at the profile's rate or, where it says none, at a CPU's or GPU's usual one."""
     plan = plan_on_two("static", "PP 2")
     weights = 2 * num_params(plan.model) / 2
-    usual, slow = (loading_s(plan, TWO.profile.model_copy(update={"load_bytes_per_s": r})) for r in (None, 1e9))
+    usual, slow = (loading_s(plan, TWO.profile.model_copy(update={"load_bytes_per_s": r}), plan) for r in (None, 1e9))
     assert slow == pytest.approx(weights / 1e9, rel=0.1) and usual == pytest.approx(slow / 4)
-    assert loading_s(plan_of("static", None), PROFILE) == 0  # the weights stay where they are
+    alone = plan_of("static", None)
+    assert loading_s(alone, PROFILE, alone) == 0  # the weights stay where they are
 
 
 @functools.cache

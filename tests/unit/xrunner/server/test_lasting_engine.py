@@ -1,0 +1,103 @@
+"""An engine that is started anew for another number of replicas goes on with its requests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.fakes import fake_plan
+from xgpt.core.errors import MachineError
+from xgpt.core.schema import Plan
+from xrunner.generation import Generation, Token
+from xrunner.server.lasting_engine import LastingEngine
+from xrunner.server.served import ServedEngine
+
+TOKENS = 6
+
+
+class CountingEngine:
+    """Makes the tokens 0, 1, 2, ... of each request; starts anew with any plan but one of `bad` replicas."""
+
+    def __init__(self, bad: int) -> None:
+        self.plans: list[Plan] = []
+        self.refused: list[str] = []
+        self.is_changing = False
+        self._bad = bad
+        self._made: dict[int, int] = {}
+        self._near, self._far = socket.socketpair()
+        self.pool = SimpleNamespace(can_ever_fit=lambda request: True)
+        self.on_refused = self.refused.append
+        self._listeners: list[Any] = []
+
+    def listen(self, on_step: Any) -> None:
+        self._listeners.append(on_step)
+
+    def fileno(self) -> int:
+        return self._near.fileno()
+
+    def resumes(self, generation: Generation) -> bool:
+        return False
+
+    def repeats(self, generation: Generation) -> bool:
+        return True
+
+    def submit(self, generation: Generation) -> None:
+        self._made[generation.id] = 0
+        self._far.send(b"x")
+
+    def step(self) -> list[Token] | None:
+        if not self._made:
+            return None
+        for listener in self._listeners:
+            listener("record")
+        tokens = [Token(id_, n, "length" if n == TOKENS - 1 else None) for id_, n in self._made.items()]
+        self._made = {id_: n + 1 for id_, n in self._made.items() if n < TOKENS - 1}
+        return tokens
+
+    def restart(self, plan: Plan) -> None:
+        self._made.clear()
+        if plan.replicas == self._bad:
+            raise MachineError("out of memory")
+        self.plans.append(plan)
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_another_number_of_replicas_loses_no_request(bad: int) -> None:
+    one = fake_plan()
+    two = one.model_copy(update={"replicas": 2})
+    engine, tokens_out, returned, asked = CountingEngine(bad), list[int](), list[Plan](), list[Plan]()
+    done = asyncio.Event()
+
+    def on_step(tokens: list[Token], records: object) -> None:
+        tokens_out.extend(token.token for token in tokens)
+        if len(tokens_out) == 2 and not asked:
+            asked.append(two)
+            lasting.go_over_to(two)
+        if any(token.finish for token in tokens):
+            done.set()
+
+    async def run() -> None:
+        lasting.start()
+        lasting.submit(Generation(0, prompt=(1,), max_output=TOKENS))
+        await asyncio.wait_for(done.wait(), 5)
+        await lasting.stop()
+
+    lasting = LastingEngine(
+        cast(ServedEngine, engine),
+        running=lambda: one,
+        on_step=on_step,
+        on_return=returned.append,
+        on_failed=lambda error: pytest.fail(str(error)),
+    )
+    asyncio.run(run())
+    assert tokens_out == list(range(TOKENS))
+    assert engine.plans == ([one] if bad else [two])
+    assert (returned, engine.refused) == (([], ["out of memory"]) if bad else ([two], []))
