@@ -63,7 +63,7 @@ STEPS_A_STRETCH = 3
 """Consecutive typical steps: together they vary about as much as the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
 """If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six times more."""
-BRIEF_PASSES, BRIEF_TOKENS = 2, 1024
+BRIEF_PASSES, BRIEF_TOKENS = 2, 256
 """Passes, and the tokens of the largest step, that are measured on a busy machine."""
 STALL = 3.0
 """A call that takes this multiple of the median was stalled by the machine, and says nothing of the point."""
@@ -394,6 +394,11 @@ class Bench:
         worker.release(range(num_requests))
         return statistics.mean(seconds)
 
+    def run_products(self) -> None:
+        """Run a typical step's products, without attention: what they need is compiled when it is first run."""
+        self.last_layer(self.typical_sequences)
+        self.head(len(self.typical_sequences))
+
     def typical_step(self) -> float:
         return self.step(self.typical_sequences)
 
@@ -475,6 +480,12 @@ def _wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
+def thread_counts() -> list[int]:
+    """Return the numbers of threads that may be the fastest."""
+    most = torch.get_num_threads()
+    return sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most})
+
+
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
     """Return a typical step's seconds with each number of threads that may be the fastest, on cores as in service.
 
@@ -483,9 +494,8 @@ def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int,
     Args:
         part, parts: see `take_cores`.
     """
-    most = torch.get_num_threads()
     times = {}
-    for threads in sorted({1, *(2**i for i in range(int(math.log2(most)) + 1)), most}):
+    for threads in thread_counts():
         torch.set_num_threads(threads)
         bench.meet()
         with own_cores(part, parts):

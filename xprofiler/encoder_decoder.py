@@ -92,6 +92,9 @@ class CrossBench(Bench):
     typical_sequences = ((128, 50),) * 8 + ((128, 0),)
     short_sequences = ((128, 50),)
 
+    def run_products(self) -> None:
+        self.head(len(self.typical_sequences))
+
     def jobs(self) -> Jobs:
         points = EncoderDecoderPoints.of(self.spec)
         jobs: Jobs = {}

@@ -10,8 +10,9 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ from xprofiler.bench import (
     Timings,
     curve,
     seconds_by_threads,
+    thread_counts,
 )
 from xprofiler.encoder_decoder import bench_of, layers_of
 from xprofiler.others import BUSY, Others, cores_taken
@@ -66,66 +68,85 @@ def profile(
     kv_dtype: DType | None = None,
     checkpoint: Path | None = None,
     progress: Progress | None = None,
+    wait: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Measure a model on this machine: on one device, or on all of them at the same time.
 
     Args:
         kv_dtype: type of K/V; None: that of the dtype.
+        wait: returns when kernels have been compiled; on a busy machine layouts of weights are compared meanwhile.
         progress: is called with the numbers of measured points and of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or (lambda done, total, what: None)
     is_brief = device == "cpu" and cores_taken() > BUSY * num_cores()
+    if not is_brief:
+        progress(0, 1, "compiling kernels (once on a machine)")
+        wait()
     others = Others()
     measure = _together if cluster.num_devices > 1 else _one_device
-    found = measure(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, is_brief=is_brief)
+    found = measure(_Asked(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, wait, is_brief))
     return found.model_copy(update={"others": others.cores(), "is_brief": is_brief})
 
 
-def _one_device(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    dtype: DType,
-    kv_dtype: DType | None,
-    checkpoint: Path | None,
-    device: str,
-    progress: Progress,
-    *,
-    is_brief: bool,
-) -> Profile:
-    layouts: dict[str, str] = {}
-    if device == "cpu":
-        progress(0, 1, "choosing layouts of weights")
-        with own_cores():
-            layouts = fastest_layouts(spec, dtype, (1,), is_brief=is_brief)
-    worker = build_worker(
-        WorkerSettings(
-            spec=spec,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            checkpoint=checkpoint,
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `profile`, and what it has found out of the machine."""
+
+    spec: ModelSpec
+    cluster: ClusterSpec
+    dtype: DType
+    kv_dtype: DType | None
+    checkpoint: Path | None
+    device: str
+    progress: Progress
+    wait: Callable[[], None]
+    is_brief: bool
+
+    def settings(self, threads: int | None, layouts: dict[str, str]) -> WorkerSettings:
+        return WorkerSettings(
+            spec=self.spec,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            checkpoint=self.checkpoint,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            device=device,
+            device=self.device,
+            threads=threads,
             layouts=layouts,
         )
-    )
+
+
+def _one_device(asked: _Asked) -> Profile:
+    spec, dtype, on_cpu, is_brief = asked.spec, asked.dtype, asked.device == "cpu", asked.is_brief
+    layouts: dict[str, str] = {}
+    if on_cpu:
+        asked.progress(0, 1, "choosing layouts of weights")
+        with own_cores():
+            layouts = fastest_layouts(spec, dtype, (1,), is_brief=is_brief)
+    worker = build_worker(asked.settings(None, layouts))
     with torch.inference_mode():
-        bench = bench_of(worker)(worker, progress, is_brief=is_brief)
-        if device == "cpu":
+        bench = bench_of(worker)(worker, asked.progress, is_brief=is_brief)
+        if on_cpu:
+            most = torch.get_num_threads()
+            for count in thread_counts():
+                torch.set_num_threads(count)
+                bench.run_products()
+            torch.set_num_threads(most)
+            asked.wait()
             seconds = seconds_by_threads(bench)
             torch.set_num_threads(min(seconds, key=seconds.__getitem__))
-        with own_cores() if device == "cpu" else nullcontext():
+        with own_cores() if on_cpu else nullcontext():
             measured = bench.measure()
-    threads = torch.get_num_threads() if device == "cpu" else None
-    found = assembled(spec, cluster, dtype, threads, layouts, {(1, 1): measured}, kv_dtype)
-    return _with_loading(found, spec, dtype, checkpoint, device)
+    threads = torch.get_num_threads() if on_cpu else None
+    found = assembled(spec, asked.cluster, dtype, threads, layouts, {(1, 1): measured}, asked.kv_dtype)
+    return _with_loading(found, asked)
 
 
-def _with_loading(profile: Profile, spec: ModelSpec, dtype: DType, checkpoint: Path | None, device: str) -> Profile:
-    if checkpoint is None:
+def _with_loading(profile: Profile, asked: _Asked) -> Profile:
+    if asked.checkpoint is None:
         return profile  # weights are drawn, which takes other times than loading
-    rate = loading_rate(spec, dtype, checkpoint, device, profile.layouts)
+    rate = loading_rate(asked.spec, asked.dtype, asked.checkpoint, asked.device, profile.layouts)
     return profile.model_copy(update={"load_bytes_per_s": rate})
 
 
@@ -169,39 +190,20 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is
     return layouts
 
 
-def _together(
-    spec: ModelSpec,
-    cluster: ClusterSpec,
-    dtype: DType,
-    kv_dtype: DType | None,
-    checkpoint: Path | None,
-    device: str,
-    progress: Progress,
-    *,
-    is_brief: bool,
-) -> Profile:
+def _together(asked: _Asked) -> Profile:
     """Measure each tensor-parallel degree, hops and transfers, with a process for each device."""
+    spec, dtype, count = asked.spec, asked.dtype, asked.cluster.num_devices
     threads: int | None = None
     layouts: dict[str, str] = {}
-    if device == "cpu":
-        threads = max(1, num_cores() // cluster.num_devices)
+    if asked.device == "cpu":
+        threads = max(1, num_cores() // count)
         torch.set_num_threads(threads)
-        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, cluster.num_devices), is_brief=is_brief)
-    settings = WorkerSettings(
-        spec=spec,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        checkpoint=checkpoint,
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        device=device,
-        threads=threads,
-        layouts=layouts,
-    )
-    found = ranks.measure(settings, cluster.num_devices, progress, is_brief=is_brief)
-    profile = assembled(spec, cluster, dtype, found.threads, layouts, found.by_group, kv_dtype)
+        layouts = fastest_layouts(spec, dtype, ranks.degrees(spec, count), is_brief=asked.is_brief)
+    asked.wait()
+    found = ranks.measure(asked.settings(threads, layouts), count, asked.progress, is_brief=asked.is_brief)
+    profile = assembled(spec, asked.cluster, dtype, found.threads, layouts, found.by_group, asked.kv_dtype)
     profile = profile.model_copy(update={"hop": found.hop, "kv_transfer": found.kv_transfer})
-    return _with_loading(profile, spec, dtype, checkpoint, device)
+    return _with_loading(profile, asked)
 
 
 def assembled(

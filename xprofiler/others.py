@@ -10,6 +10,7 @@ BUSY = 0.25
 """If others use at least this share of the cores, the machine is too busy for a full measurement."""
 LEAST = 0.05
 """A process that uses at least this many cores is named."""
+STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
 """Seconds for which `cores_taken` looks."""
 
@@ -19,24 +20,30 @@ class Others:
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc, self._started = proc, time.monotonic()
-        self._before = self._seconds()
+        self._before, self._whole_before = self._seconds()
 
     def cores(self) -> dict[str, float]:
         """Return the cores that others have taken on average so far, by name, the busiest first; "steal" is what a
-        virtual machine's host has given to others.
+        virtual machine's host has given to others, `UNSEEN` what processes took that have ended or are not visible.
         """
         wall_s, by_name = max(time.monotonic() - self._started, 1e-9), dict[str, float]()
-        for key, (name, seconds) in self._seconds().items():
-            taken = (seconds - self._before.get(key, (name, 0.0))[1]) / wall_s
+        seconds, whole = self._seconds()
+        for key, (name, until) in seconds.items():
+            taken = until - self._before.get(key, (name, 0.0))[1]
             by_name[name] = by_name.get(name, 0.0) + taken
+        seen = sum(taken for name, taken in by_name.items() if name != STEAL)
+        by_name[UNSEEN] = whole - self._whole_before - seen
         found = sorted(by_name.items(), key=lambda item: -item[1])
-        return {name: round(cores, 2) for name, cores in found if cores >= LEAST}
+        return {name: round(taken / wall_s, 2) for name, taken in found if taken >= LEAST * wall_s}
 
-    def _seconds(self) -> dict[tuple[int, int], tuple[str, float]]:
-        """Return the name and CPU seconds of every other process, by its number and the time at which it began."""
+    def _seconds(self) -> tuple[dict[tuple[int, int], tuple[str, float]], float]:
+        """Return the name and CPU seconds of every other process, by its number and the time at which it began, and
+        the CPU seconds of the whole machine less those of this process and its children.
+        """
         tick = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
         parents: dict[int, int] = {}
         found: dict[tuple[int, int], tuple[str, float]] = {}
+        with_ended: dict[int, float] = {}
         for file in self._proc.glob("[0-9]*/stat"):
             try:
                 head, _, rest = file.read_text(errors="replace").rpartition(")")
@@ -45,13 +52,15 @@ class Others:
             fields, number = rest.split(), int(file.parent.name)
             parents[number] = int(fields[1])
             found[number, int(fields[19])] = head.partition("(")[2], (int(fields[11]) + int(fields[12])) / tick
+            with_ended[number] = sum(map(int, fields[11:15])) / tick
+        ours = sum(seconds for number, seconds in with_ended.items() if _is_ours(number, parents))
         found = {key: value for key, value in found.items() if not _is_ours(key[0], parents)}
         try:
-            whole = (self._proc / "stat").read_text().split("\n", 1)[0].split()
-            found[0, 0] = "steal", int(whole[8]) / tick
+            whole = [int(field) / tick for field in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]]
+            found[0, 0] = STEAL, whole[7]
         except (OSError, IndexError, ValueError):
-            pass
-        return found
+            return found, 0.0
+        return found, sum(whole[:3]) - ours
 
 
 def _is_ours(number: int, parents: dict[int, int]) -> bool:

@@ -13,6 +13,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xprofiler import analytic, imported, libraries, native_version
+from xprofiler.ahead import Ahead
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
 """Types that models run in on a CPU, the default first; float16 would be emulated."""
@@ -146,11 +147,16 @@ def measured_profile(
         InputError: the model does not run in that dtype here, or does not keep K/V in that type.
         MachineError: this machine cannot be measured.
     """
-    from xprofiler import measure
-
     dtype = dtype_of(spec, cluster, dtype)
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
-    profile = measure.profile(spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress)
+    compiling = Ahead(spec, dtype, kv_dtype) if cluster.device.type == "cpu" else None  # torch is long in coming
+
+    from xprofiler import measure
+
+    wait = compiling.wait if compiling is not None else lambda: None
+    profile = measure.profile(
+        spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress, wait=wait
+    )
     keep(profile)
     write_atomic(_latest(spec, cluster, dtype, kv_dtype), sha256(profile) + "\n")
     return profile

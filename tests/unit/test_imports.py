@@ -51,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "xprofiler": LOW | {"xgpt.resolve", "xprofiler"},
     "xprofiler.vllm": LOW | {"xprofiler", "xrunner.vllm"},
     "xprofiler.ranks": LOW | {"xprofiler", "xrunner"},
+    "xprofiler.compile_attention": LOW | {"xprofiler", "xrunner"},
     "xprofiler.bench": LOW | {"xprofiler", "xrunner"},
     "xprofiler.encoder_decoder": LOW | {"xprofiler", "xrunner"},
     "xprofiler.measure": LOW | {"xprofiler", "xrunner"},
@@ -58,7 +59,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 """Longest prefix wins."""
 
-MAY_IMPORT_TORCH = ("xrunner", "xprofiler.bench", "xprofiler.encoder_decoder", "xprofiler.measure", "xprofiler.ranks")
+MAY_IMPORT_TORCH = (
+    "xrunner",
+    *(f"xprofiler.{name}" for name in ("bench", "compile_attention", "encoder_decoder", "measure", "ranks")),
+)
 LIGHT = {"xgpt.cli", *(f"xgpt.cli.{name}" for name in ("commands", "options", "outputs", "values"))}
 """What help and shell completion import."""
 HEAVY = {"torch", "numpy", "scipy", "numba", "pydantic", "optuna", "starlette", "transformers", "matplotlib"}

@@ -10,7 +10,7 @@ import pytest
 
 from xgpt.resolve import load_model
 from xprofiler.bench import BATCHES, Points, Timings, brief, filled
-from xprofiler.others import Others
+from xprofiler.others import UNSEEN, Others
 
 
 def points(model: str = "opt-125m") -> list[tuple[str | int, ...]]:
@@ -47,7 +47,8 @@ def test_the_cpu_time_of_other_processes_is_read_from_proc(tmp_path: Path) -> No
         rest = f"S {parent} 0 0 0 0 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 {began} 0"
         (tmp_path / str(number) / "stat").write_text(f"{number} ({name}) {rest}\n")
 
-    (tmp_path / "stat").write_text("cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 0\n")
+    (tmp_path / "stat").write_text("cpu  9000 0 0 0 0 0 0 0 0 0\ncpu0 0\n")
+    write(14, "sed", 1, 300)
     for number, name, parent in ((os.getpid(), "xgpt", 1), (11, "worker", os.getpid()), (12, "cc (1)", 1)):
         write(number, name, parent, 1000)
     others = Others(tmp_path)
@@ -56,8 +57,10 @@ def test_the_cpu_time_of_other_processes_is_read_from_proc(tmp_path: Path) -> No
     for number, name, parent in ((os.getpid(), "xgpt", 1), (11, "worker", os.getpid()), (12, "cc (1)", 1)):
         write(number, name, parent, 1000 + 10 * tick)
     write(13, "make", 1, 5 * tick)
-    (tmp_path / "stat").write_text(f"cpu  0 0 0 0 0 0 0 {tick} 0 0\ncpu0 0\n")
+    (tmp_path / "14" / "stat").unlink()  # it has ended, and others that were never seen took 7 s with it
+    (tmp_path / "stat").write_text(f"cpu  {9000 + 42 * tick} 0 0 0 0 0 0 {tick} 0 0\ncpu0 0\n")
     found = others.cores()
-    assert list(found) == ["cc (1)", "make", "steal"]
+    assert list(found) == ["cc (1)", UNSEEN, "make", "steal"]
+    assert found[UNSEEN] == pytest.approx(7 * found["steal"], rel=0.05)
     assert found["cc (1)"] == pytest.approx(2 * found["make"], rel=0.05)
     assert found["make"] == pytest.approx(5 * found["steal"], rel=0.05)

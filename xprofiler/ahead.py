@@ -1,0 +1,55 @@
+"""Compile kernels in processes of their own before a machine is measured: what they compile is kept on disk.
+
+On a machine that has compiled nothing yet, attention and the run by counts take most of a minute of one core.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from xgpt.core.compiled_code import set_directory
+from xgpt.core.errors import MachineError
+from xgpt.core.io import write_atomic
+from xgpt.core.schema import DType, ModelSpec
+
+MOST_S = 180.0
+"""Seconds after which a process is left to itself."""
+
+
+class Ahead:
+    """Processes that compile what a model's profile and its first plan need, unless that has been done here before.
+
+    One that fails changes nothing: what it would have compiled is compiled later.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None) -> None:
+        kind = f"{dtype}-{kv_dtype or dtype}-{'encoder' if spec.is_encoder_decoder else 'decoder'}"
+        commands = {
+            f"attention-{kind}": ["xprofiler.compile_attention", dtype, kv_dtype or "", spec.model_dump_json()],
+            "counts": ["xsimulator.counts.ahead"],
+        }
+        set_directory()
+        directory = Path(os.environ.get("NUMBA_CACHE_DIR", os.devnull))
+        marks = {directory / f"{name}.done": command for name, command in commands.items()}
+        self._processes = {
+            mark: subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for mark, command in marks.items()
+            if directory.is_dir() and not mark.is_file()
+        }
+
+    def wait(self) -> None:
+        """Return when all have ended."""
+        for mark, process in self._processes.items():
+            with suppress(subprocess.TimeoutExpired, MachineError):
+                if process.wait(MOST_S) == 0:
+                    write_atomic(mark, "")
+        self._processes = {}

@@ -1,0 +1,43 @@
+"""Compile a model's attention: `python -m xprofiler.compile_attention DTYPE KV_DTYPE MODEL`; see `xprofiler.ahead`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from xgpt.core.schema import ModelSpec
+from xprofiler.encoder_decoder import bench_of
+from xrunner.build import WorkerSettings, build_worker
+
+BLOCKS, BLOCK_SIZE = 128, 16
+
+
+def main() -> None:
+    """Run a step of one layer of a model with one thread, and with all; nothing of a model whose layers differ."""
+    dtype, kv_dtype, text = sys.argv[1:]
+    spec = ModelSpec.model_validate_json(text)
+    if spec.blocks:
+        return
+    few = {"num_layers": 1, "num_encoder_layers": min(1, spec.num_encoder_layers), "vocab_size": 64}
+    spec = spec.model_copy(update=few)
+    settings = WorkerSettings(
+        spec=spec,
+        dtype=dtype,  # type: ignore[arg-type]
+        kv_dtype=kv_dtype or None,  # type: ignore[arg-type]
+        checkpoint=None,
+        num_blocks=BLOCKS,
+        block_size=BLOCK_SIZE,
+        device="cpu",
+        layouts={},
+    )
+    worker = build_worker(settings)
+    with torch.inference_mode():
+        bench = bench_of(worker)(worker, lambda done, total, what: None)
+        for threads in sorted({1, torch.get_num_threads()}):
+            torch.set_num_threads(threads)
+            bench.typical_step()
+
+
+if __name__ == "__main__":
+    main()
