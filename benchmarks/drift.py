@@ -1,13 +1,17 @@
 """Lengths that change in mid-run: what that costs without re-planning, and how soon re-planning makes it good.
 
-    python -m benchmarks.drift [real] [shifts] [stationary] [--num-requests 900] [--refresh]
+    python -m benchmarks.drift [real] [shifts] [stationary] [rra] [waa] [t5] [--num-requests 900] [--refresh]
 
 real: requests of azure-conv, scaled to the model's context, turn into azure-code's, and the other way, on the simulated
 clock and then through `xgpt serve`. shifts: both on the simulated clock, and ExeGPT's Figure 11. stationary: 10,000
-requests of one workload, and 3,000 each on machines that are steadily slower or faster than their profile. The model is
-one of nineteen million parameters, profiled on this machine. Prints tables, writes results/drift.json, and ends with 1
-where the bound or 5% of throughput is lost after 500 requests, one has no answer, a stationary workload re-plans, or a
-steady machine does so twice.
+requests of one workload, and 3,000 each on machines that are steadily slower or faster than their profile. rra, waa,
+t5: conv's turn into code's on two devices, under RRA, WAA, or RRA of an encoder-decoder, the only policy allowed; every
+token is compared with that of a server that keeps its plan. Models have nineteen million parameters, and are profiled
+on this machine.
+
+Prints tables, writes results/drift.json, and ends with 1 where the bound or 5% of throughput is lost after 500
+requests, one has no answer, a stationary workload re-plans, or a steady machine does so twice; on two devices, where
+the plan does not change, another policy runs, or a request is lost or has a wrong token.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from benchmarks.lib.changing_lengths import Phase, Run, real, scaled, shifted, s
 from xgpt.cli.render import show, table
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import write_atomic
-from xgpt.core.schema import Constraint, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema import Constraint, ModelSpec, Pinned, Plan, Profile, Workload
+from xgpt.core.schema.policy import PolicyChoice
 from xgpt.resolve import load_cluster, load_workload
 from xprofiler.store import measured_profile, obtain_profile
 from xscheduler.problem import Problem
@@ -44,7 +49,21 @@ SMALL = ModelSpec(
     vocab_size=2048,
     max_context=2048,
 )
+T5 = SMALL.model_copy(
+    update={
+        "name": "t5-19m",
+        "family": "t5",
+        "num_layers": 3,
+        "num_encoder_layers": 3,
+        "activation": "relu",
+        "tie_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_ids": (1,),
+    }
+)
 KINDS = ("rra", "chunked", "orca")
+ON_TWO: dict[str, tuple[ModelSpec, PolicyChoice]] = {"rra": (SMALL, "rra"), "waa": (SMALL, "waa"), "t5": (T5, "rra")}
+"""Models on two devices, and the policies that may run."""
 SCALE = 1 / 16
 REACTION = 500
 """Ended requests within which re-planning must have made it good."""
@@ -94,21 +113,23 @@ class Row:
 
 
 class Lab:
-    """Plans of the small model on this machine.
+    """Plans of a small model on this machine.
 
     Args:
         refresh: measure its profile anew, whether or not there is one.
     """
 
-    def __init__(self, *, refresh: bool = False) -> None:
-        self.cluster = load_cluster("local")
-        self.profile: Profile = (measured_profile if refresh else obtain_profile)(SMALL, None, self.cluster)
+    def __init__(
+        self, spec: ModelSpec = SMALL, cluster: str = "local", kinds: Sequence[str] = KINDS, *, refresh: bool = False
+    ) -> None:
+        self.spec, self.kinds, self.cluster = spec, kinds, load_cluster(cluster)
+        self.profile: Profile = (measured_profile if refresh else obtain_profile)(spec, None, self.cluster)
 
     def plan(self, workload: Workload, bound_s: float | None, slowdown: float = 1.0) -> Plan:
         """The best plan on a machine that takes so many times as long as the profile says."""
         constraint = Constraint(latency_bound_s=bound_s, headroom=self.profile.headroom)
-        problem = Problem(SMALL, None, self.cluster, workload, self.profile.slowed(slowdown), constraint)
-        return Scheduler(problem).best(KINDS)
+        problem = Problem(self.spec, None, self.cluster, workload, self.profile.slowed(slowdown), constraint)
+        return Scheduler(problem).best(self.kinds)
 
     def bound(self, workload: Workload, factor: float) -> float:
         """Return a latency bound of `factor` times the tightest that some plan keeps."""
@@ -153,6 +174,30 @@ class Lab:
         return Row(name, "real" if is_real else "simulated", bound_s, runs, figures)
 
 
+def on_two_devices(name: str, num_requests: int, factor: float, seed: int, *, refresh: bool) -> dict[str, Any]:
+    """Serve requests whose lengths change on two devices, by a plan that is kept and by one that may change."""
+    spec, policy = ON_TWO[name]
+    lab = Lab(spec, "local:2", (policy,), refresh=refresh)
+    before, after = (scaled(load_workload(trace), SCALE, spec) for trace in ("azure-conv", "azure-code"))
+    plan = lab.plan(before, lab.bound(before, factor)).model_copy(update={"pinned": Pinned(policy=policy)})
+    phases = Phase(before, num_requests // 3), Phase(after, num_requests)
+    kept = real(plan, phases, np.random.default_rng(seed), replan=False)
+    found = real(plan, phases, np.random.default_rng(seed), expected=kept.tokens)
+    decisions = [decision for _, decision in found.changes]
+    for decision in decisions:
+        click.echo(f"  {decision.action} (steps x{decision.slowdown:.2f}): {decision.reason}", err=True)
+    changes = [decision for decision in decisions if decision.action != "keep" and decision.best is not None]
+    return {
+        "case": f"{spec.name}, {policy}",
+        "requests": len(found.tokens),
+        "changes": len(changes),
+        "pace at changes": " ".join(f"{decision.slowdown:.2f}" for decision in changes),
+        "policies": " ".join(sorted({plan.policy.kind, *(d.best.policy.kind for d in changes if d.best)})),
+        "lost": kept.num_lost + found.num_lost,
+        "wrong": found.num_wrong,
+    }
+
+
 def steady(lab: Lab, workload: Workload, factor: float, seed: int, slowdown: float, count: int) -> dict[str, float]:
     """One workload on a machine whose steps last so many times as long as its profile says; simulated."""
     plan = lab.plan(workload, lab.bound(workload, factor))
@@ -168,20 +213,19 @@ def steady(lab: Lab, workload: Workload, factor: float, seed: int, slowdown: flo
 
 
 @click.command()
-@click.argument("parts", nargs=-1, type=click.Choice(("real", "shifts", "stationary")))
+@click.argument("parts", nargs=-1, type=click.Choice(("real", "shifts", "stationary", *ON_TWO)))
 @click.option("--num-requests", default=900, show_default=True, help="After the shift; a third as many before it.")
 @click.option("--factor", default=3.0, show_default=True, help="Latency bound over the nearest that some plan keeps.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--refresh", is_flag=True, help="Measure the profile anew.")
 def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *, refresh: bool) -> None:
     """Shift lengths in mid-run, with and without re-planning."""
-    lab = Lab(refresh=refresh)
-    conv, code = (scaled(load_workload(name), SCALE, SMALL) for name in ("azure-conv", "azure-code"))
     rows: list[Row] = []
     steadies: list[dict[str, float]] = []
+    on_two: list[dict[str, Any]] = []
 
     def save() -> None:
-        result = {"rows": [row.as_json() for row in rows], "stationary": steadies, "seed": seed}
+        result = {"rows": [row.as_json() for row in rows], "stationary": steadies, "on two": on_two, "seed": seed}
         write_atomic(RESULTS, json.dumps(result, indent=1) + "\n")
 
     def add(name: str, before: Workload, after: Workload, *, is_real: bool = False) -> None:
@@ -190,6 +234,16 @@ def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *,
         click.echo("  " + " | ".join(rows[-1].cells()), err=True)
         save()
 
+    for name in ON_TWO:
+        if not parts or name in parts:
+            on_two.append(on_two_devices(name, num_requests, factor, seed, refresh=refresh))
+            save()
+    if on_two:
+        show(table("on two devices", list(on_two[0]), [[str(value) for value in row.values()] for row in on_two]))
+    if parts and set(parts) <= ON_TWO.keys():
+        raise SystemExit(not all(_is_well(row) for row in on_two))
+    lab = Lab(refresh=refresh)
+    conv, code = (scaled(load_workload(name), SCALE, SMALL) for name in ("azure-conv", "azure-code"))
     for name, before, after in (("conv to code", conv, code), ("code to conv", code, conv)):
         if not parts or "real" in parts or "shifts" in parts:
             add(name, before, after)  # on the real clock, too: what is expected is told before it is measured
@@ -212,7 +266,12 @@ def main(parts: tuple[str, ...], num_requests: int, factor: float, seed: int, *,
         title = f"requests/s and latency from {REACTION} requests after the shift"
         show(table(title, columns, [r.cells() for r in rows]))
     is_restless = any(row["replans"] > (row["slowdown"] != 1) for row in steadies)
-    raise SystemExit(is_restless or not all(row.is_good for row in rows))
+    raise SystemExit(is_restless or not all(row.is_good for row in rows) or not all(map(_is_well, on_two)))
+
+
+def _is_well(row: dict[str, Any]) -> bool:
+    """Return whether a plan on two devices changed, within its policy, and no request suffered."""
+    return bool(row["changes"]) and " " not in row["policies"] and not row["lost"] and not row["wrong"]
 
 
 if __name__ == "__main__":

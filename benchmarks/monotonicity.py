@@ -12,7 +12,8 @@ Writes results/monotonicity.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +23,9 @@ import numpy as np
 from benchmarks.scheduler import LARGE, SMALL, task_problem
 from xgpt.core.io import write_atomic
 from xgpt.core.schema.policy import Direction
+from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
-from xscheduler.space import POLICIES, Space
+from xscheduler.space import POLICIES, Evaluation, Space
 
 RESULTS = Path("results/monotonicity.json")
 MODELS = (
@@ -45,6 +47,12 @@ class Counts:
         """[throughput, latency]"""
         self.steps = 0
         self.broken = np.zeros((2, len(TOLERANCES)), int)  # [throughput, latency]
+
+    def add(self, figure: int, steps: np.ndarray, scale: float) -> None:
+        """Add steps of the throughput (0) or the latency (1); the scale is what tolerances are shares of."""
+        self.steps += (figure == 0) * len(steps)
+        against = steps if self.directions[figure] == "falls" else -steps
+        self.broken[figure] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
 
     def cell(self, tolerance: int) -> str:
         """(latency, throughput) in percent, as in the paper."""
@@ -69,12 +77,67 @@ def count(space: Space, counts: dict[str, Counts]) -> None:
         directions = (axis.variable.throughput, axis.variable.latency)
         both_fit = np.moveaxis(fits, i, -1)
         both_fit = both_fit[..., 1:] & both_fit[..., :-1]
-        count_of = counts.setdefault(f"{space.kind}.{axis.variable.name}", Counts(directions))
-        count_of.steps += int(both_fit.sum())
-        for j, (values, scale, direction) in enumerate(zip((throughput, latency), scales, directions, strict=True)):
-            steps = np.diff(np.moveaxis(values, i, -1), axis=-1)[both_fit]
-            against = steps if direction == "falls" else -steps
-            count_of.broken[j] += [int((against > tolerance * scale).sum()) for tolerance in TOLERANCES]
+        seen = counts.setdefault(f"{space.kind}.{axis.variable.name}", Counts(directions))
+        for j, (values, scale) in enumerate(zip((throughput, latency), scales, strict=True)):
+            seen.add(j, np.diff(np.moveaxis(values, i, -1), axis=-1)[both_fit], scale)
+
+
+Count = Callable[[Sequence[Space], dict[str, Counts]], None]
+"""Adds what a policy's placements show to the counts of its variables."""
+
+
+def count_swept(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
+    """Sweep each variable on some of the placements."""
+    for i in np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)):
+        count(spaces[i], counts)
+
+
+def count_waa_uncapped(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
+    """Compare WAA's encode batches, and its placements that differ in one variable, as the paper has them.
+
+    As many requests decode as its B_D = B_E S_D gives: our own variable, a cap on them, is at its most. More devices in
+    tensor-parallel groups, and more micro-batches, lower latency and throughput (ExeGPT sec. 4.2).
+    """
+
+    def microbatches(where: Placement) -> int:
+        return int(where.fixed["decode_microbatches"])
+
+    def shape(where: Placement) -> tuple[object, ...]:
+        return where.replicas, where.layouts[0], where.layouts[1].num_devices, where.layouts[1].tp.degree
+
+    def add(name: str, directions: tuple[Direction, Direction], less: Evaluation, more: Evaluation) -> None:
+        fits = less.fits & more.fits
+        if fits.any():
+            seen = counts.setdefault(f"waa.{name}", Counts(directions))
+            throughput, latency = less.throughput[fits], less.performance.latency[fits]
+            seen.add(0, more.throughput[fits] - throughput, float(throughput.max()))
+            seen.add(1, more.performance.latency[fits] - latency, float(np.quantile(latency, 0.7)))
+
+    def uncapped(*compared: Space) -> dict[str, np.ndarray]:
+        columns = min(compared, key=lambda space: space.num_points).grid_points(NUM_POINTS)
+        at = columns["max_decode_batch"] == columns["max_decode_batch"].max()
+        return {name: values[at] for name, values in columns.items()}
+
+    for space in spaces:
+        columns = uncapped(space)
+        less, more = ({name: values[part] for name, values in columns.items()} for part in (slice(-1), slice(1, None)))
+        if len(less["encode_batch"]):
+            add("encode_batch", ("rises", "rises"), space.evaluate(less), space.evaluate(more))
+    for name, value, rest in (
+        (
+            "tp_devices",
+            lambda where: where.layouts[1].tp.devices,
+            lambda where: (*shape(where), microbatches(where) > 1),
+        ),
+        ("decode_microbatches", microbatches, lambda where: (*shape(where), where.layouts[1])),
+    ):
+        groups: dict[object, list[Space]] = {}
+        for space in spaces:
+            groups.setdefault(rest(space.placement), []).append(space)
+        for group in groups.values():
+            for pair in pairwise(sorted(group, key=lambda space: value(space.placement))):
+                columns = uncapped(*pair)
+                add(name, ("falls", "falls"), *(space.evaluate(columns) for space in pair))
 
 
 class Monotone(NamedTuple):
@@ -95,8 +158,16 @@ class Monotone(NamedTuple):
         return np.asarray(100 * (1 - self.broken[:, tolerance] / np.maximum(self.steps, 1)))
 
 
-def count_all(only: str | None = None, show: Callable[[str], None] = lambda line: None) -> Monotone:
-    """Count the steps of every task, or of one model's."""
+def count_all(
+    only: str | None = None,
+    show: Callable[[str], None] = lambda line: None,
+    how: Mapping[str, Count] = dict.fromkeys(POLICIES, count_swept),
+) -> Monotone:
+    """Count the steps of every task, or of one model's.
+
+    Args:
+        how: what counts each policy's.
+    """
     rows: list[dict[str, object]] = []
     steps, broken = np.zeros(2, int), np.zeros((2, len(TOLERANCES)), int)
     for model, cluster, workloads in MODELS:
@@ -105,22 +176,17 @@ def count_all(only: str | None = None, show: Callable[[str], None] = lambda line
         for workload in workloads:
             scheduler = Scheduler(task_problem(model, cluster, workload, None))
             counts: dict[str, Counts] = {}
-            for kind in POLICIES:
-                spaces = scheduler.candidates.spaces(kind)
-                if spaces:
-                    for i in np.unique(np.linspace(0, len(spaces) - 1, NUM_PLACEMENTS).astype(int)):
-                        count(spaces[i], counts)
-            for name, axis_counts in counts.items():
-                declared = np.asarray([direction != "none" for direction in axis_counts.directions])
-                steps += declared * axis_counts.steps
-                broken += declared[:, None] * axis_counts.broken
-                cells = "  ".join(f"{t:.0%}: {axis_counts.cell(k)}" for k, t in enumerate(TOLERANCES))
-                show(f"{model:10} {workload:15} {name:26} {axis_counts.steps:7d} steps  {cells}")
-                rows.append({"model": model, "workload": workload, "variable": name, "steps": axis_counts.steps})
-                rows[-1] |= {
-                    "broken_throughput": axis_counts.broken[0].tolist(),
-                    "broken_latency": axis_counts.broken[1].tolist(),
-                }
+            for kind, count_of in how.items():
+                if spaces := scheduler.candidates.spaces(kind):
+                    count_of(spaces, counts)
+            for name, seen in counts.items():
+                declared = np.asarray([direction != "none" for direction in seen.directions])
+                steps += declared * seen.steps
+                broken += declared[:, None] * seen.broken
+                cells = "  ".join(f"{t:.0%}: {seen.cell(k)}" for k, t in enumerate(TOLERANCES))
+                show(f"{model:10} {workload:15} {name:26} {seen.steps:7d} steps  {cells}")
+                rows.append({"model": model, "workload": workload, "variable": name, "steps": seen.steps})
+                rows[-1] |= {"broken_throughput": seen.broken[0].tolist(), "broken_latency": seen.broken[1].tolist()}
     return Monotone(rows, steps, broken)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -47,7 +47,10 @@ SCENARIOS = (
     ("gpt3-175b", "a100x16", LARGE),
     ("gpt3-341b", "a40x48", LARGE),
 )
-CHOICES = {"exegpt": ("rra", "waa"), "auto": tuple(POLICIES)}
+Choices = Mapping[str, Sequence[str]]
+CHOICES: Choices = {"exegpt": ("rra", "waa"), "auto": tuple(POLICIES)}
+OF_PAPER: Choices = {"exegpt": ("rra", "waa"), "static": ("static",)}
+"""What `benchmarks.papers` shows."""
 EXTRA = {"opt-13b": (3.1, 5.9, 11.5), "gpt3-39b": (9.8,)}
 """Bounds that the paper's text and Table 6 name, for summarization."""
 
@@ -115,12 +118,12 @@ def _runs(degrees: Sequence[int]) -> Iterator[str]:
 # Searches ------------------------------------------------------------------------------------------------------------
 
 
-def searched(subject: Problem, ft_rps: float | None) -> list[Row]:
+def searched(subject: Problem, ft_rps: float | None, choices: Choices) -> list[Row]:
     """What each choice of policies gives under one bound."""
     rows = []
     bound_s = subject.constraint.latency_bound_s
     static: Plan | None = None
-    for choice, kinds in reversed(CHOICES.items()):
+    for choice, kinds in reversed(choices.items()):
         empty = Row(subject.model.name, subject.cluster.name, subject.workload.name, bound_s, choice, None)
         started = time.process_time()
         try:
@@ -151,13 +154,13 @@ def searched(subject: Problem, ft_rps: float | None) -> list[Row]:
     return rows[::-1]
 
 
-def task_rows(model: str, cluster: str, workload: str) -> list[Row]:
+def task_rows(model: str, cluster: str, workload: str, choices: Choices) -> list[Row]:
     baseline = faster_transformer(task_problem(model, cluster, workload, None))
     bounds = baseline.bounds()
     bounds += EXTRA.get(model, ()) if workload == "summarization" else ()
     rows = []
     for bound_s in bounds:
-        found = searched(task_problem(model, cluster, workload, bound_s), baseline.at(bound_s) or None)
+        found = searched(task_problem(model, cluster, workload, bound_s), baseline.at(bound_s) or None, choices)
         ft, at_quantile = baseline.at(bound_s), baseline.at(bound_s, at_quantile=True)
         rows += [replace(row, ft_rps=ft, ft_at_quantile_rps=at_quantile) for row in found]
     return rows
@@ -320,16 +323,16 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
                 yield f"  {name} of {len(beaten)} rows: {100 * min(beaten):+.2f}% to {100 * max(beaten):+.2f}%"
 
 
-def path_of(model: str, cluster: str, workload: str) -> Path:
-    return RESULTS / f"{model}-{cluster}-{workload}.json"
+def path_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES) -> Path:
+    return RESULTS / f"{'-'.join((model, cluster, workload, *(choices if choices is not CHOICES else ())))}.json"
 
 
-def rows_of(model: str, cluster: str, workload: str, *, again: bool = False) -> list[Row]:
+def rows_of(model: str, cluster: str, workload: str, choices: Choices = CHOICES, *, again: bool = False) -> list[Row]:
     """Return a task's rows: as they were written, or searched for now."""
-    path = path_of(model, cluster, workload)
+    path = path_of(model, cluster, workload, choices)
     if path.is_file() and not again:
         return [Row(**row) for row in json.loads(path.read_text())]
-    rows = task_rows(model, cluster, workload)
+    rows = task_rows(model, cluster, workload, choices)
     _write(path, rows)
     return rows
 

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import httpx
 
 from xgpt.benchmark import served
 from xgpt.client import ClientRequest, ClientResult, replay
@@ -30,6 +33,10 @@ PLANNING_S = 1.0
 """Time from a look to the new plan, on the simulated clock: what a planning process takes next to a busy engine."""
 
 
+TIE = 1e-3
+"""Difference of log probabilities up to which either of two tokens may be the highest in another batch."""
+
+
 class Phase(NamedTuple):
     """A number of requests of these lengths."""
 
@@ -44,6 +51,8 @@ class Run:
     Attributes:
         changes: (ended requests, decision) of each time that the plan was judged.
         num_lost: requests without an answer, or with another length than asked for.
+        tokens: those of each request.
+        num_wrong: requests with another token than expected, where the expected one is not as probable.
         slowdown: measured time of the steps over the profile's, at the end.
     """
 
@@ -52,6 +61,8 @@ class Run:
     num_lost: int = 0
     longest_look_s: float = 0.0
     slowdown: float = 1.0
+    tokens: list[list[int]] = field(default_factory=list)
+    num_wrong: int = 0
 
     def tail(self, plan: Plan, workload: Workload, skip: int, count: int) -> Measured:
         """Throughput and latency after `skip` ended requests."""
@@ -152,8 +163,19 @@ def simulated(
     return Run(log, [] if watch is None else watch.decided, num_lost, slowdown=slowdown)
 
 
-def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, replan: bool = True) -> Run:
-    """The same through `xgpt serve` in a process of its own."""
+def real(
+    plan: Plan,
+    phases: Sequence[Phase],
+    rng: np.random.Generator,
+    *,
+    replan: bool = True,
+    expected: Sequence[Sequence[int]] | None = None,
+) -> Run:
+    """The same through `xgpt serve` in a process of its own.
+
+    Args:
+        expected: tokens of each request in another run; None: they are not compared.
+    """
     import httpx
 
     requests = [
@@ -162,17 +184,33 @@ def real(plan: Plan, phases: Sequence[Phase], rng: np.random.Generator, *, repla
     ]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
-        with served(plan, Path(directory), step_log, replan=replan) as url:
+        with served(plan, Path(directory), step_log, replan=replan) as url, httpx.Client(trust_env=False) as client:
             loop = replay(url, requests, concurrency=outstanding_requests(plan), stream=False)
             results = asyncio.run(loop)
-            history = httpx.get(f"{url}/plan/history", trust_env=False).json()
-            observed = httpx.get(f"{url}/plan", trust_env=False).json()["observed"]
-            metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+            history = client.get(f"{url}/plan/history").json()
+            observed = client.get(f"{url}/plan").json()["observed"]
+            metrics = client.get(f"{url}/metrics").text
+            others = zip(requests, results, expected or (), strict=False)
+            wrong = sum(_is_wrong(client, url, request, result.token_ids, want) for request, result, want in others)
         log = read_step_log(step_log)
     look = [float(line.split()[1]) for line in metrics.splitlines() if line.startswith("xgpt_look_seconds_max")]
     lost = sum(is_lost(result, request) for result, request in zip(results, requests, strict=True))
     changes = [(0, Decision.model_validate(entry)) for entry in history]
-    return Run(log, changes, lost, max(look, default=0.0), observed["slowdown"] or 1.0)
+    tokens = [result.token_ids for result in results]
+    return Run(log, changes, lost, max(look, default=0.0), observed["slowdown"] or 1.0, tokens, wrong)
+
+
+def _is_wrong(
+    client: httpx.Client, url: str, request: ClientRequest, tokens: Sequence[int], expected: Sequence[int]
+) -> bool:
+    """Return whether tokens differ from those expected, and the first that does is not nearly as probable."""
+    at = next((i for i, (one, other) in enumerate(zip(tokens, expected, strict=True)) if one != other), None)
+    if at is None:
+        return False
+    body = {"prompt": list(request.prompt_ids), "max_tokens": at + 1, "logprobs": 2, "ignore_eos": True}
+    [choice] = client.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status().json()["choices"]
+    first, second = sorted(choice["logprobs"]["top_logprobs"][at].values(), reverse=True)[:2]
+    return bool(first - second > TIE)
 
 
 def is_lost(result: ClientResult, request: ClientRequest) -> bool:

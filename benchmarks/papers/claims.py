@@ -57,12 +57,12 @@ def within(source: str, what: str, paper: float, ours: float, tolerance: float, 
     )
 
 
-def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: str = "", share: float = 1.0) -> Claim:
-    """Return the claim that ours reaches the paper's figure, or a share of it."""
+def at_least(source: str, what: str, paper: float, ours: float, unit: str, why: str = "") -> Claim:
+    """Return the claim that ours reaches the paper's figure."""
     space = "" if unit == "x" else " "
-    held_if = f"at least {share * paper:.3g}{space}{unit}"
+    held_if = f"at least {paper:.3g}{space}{unit}"
     shown = f"{ours:.3g}{space}{unit}"
-    holds = bool(ours >= share * paper * (1 - 1e-9))
+    holds = bool(ours >= paper * (1 - 1e-9))
     return Claim(source, what, f"{paper:g}{space}{unit}", shown, float(ours / paper), held_if, holds, why)
 
 
@@ -83,16 +83,7 @@ def claims_table(claims: Sequence[tuple[str, Claim]]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def where_it_holds(tried: Sequence[float], holds: Sequence[float]) -> str:
-    """Return at which of the values tried a row holds, in words; `held` are some that lie together."""
-    if not holds:
-        return "it holds at none of these"
-    if len(holds) == len(tried):
-        return "it holds at all of these"
-    return f"it holds at {holds[0]:g}" if len(holds) == 1 else f"it holds from {holds[0]:g} to {holds[-1]:g}"
-
-
-def as_markdown(table: Table) -> str:
+def as_markdown(table: Table, level: int) -> str:
     lines = [table.columns, ("---",) * len(table.columns), *table.rows]
     text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-    return f"## {table.title}\n\n{table.note + chr(10) * 2 if table.note else ''}{text}\n"
+    return f"{'#' * level} {table.title}\n\n{table.note + chr(10) * 2 if table.note else ''}{text}\n"

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.papers import orca
 from benchmarks.papers.claims import Found, at_least, judged
-from benchmarks.papers.settings import problem, workload_of
+from benchmarks.papers.settings import workload_of
 from xgpt.core.workload import sample
 
 RATE = 0.15
@@ -21,8 +21,8 @@ BATCHES = 4000
 
 def claims() -> Iterator[Found]:
     workload = workload_of("orca", orca.MODEL)
-    at_orca, _, at_ft = orca.rates_at(orca.BOUND_S)
-    yield at_least("PeriFlow", "throughput over FT at the same latency, 175B", 36.9, at_orca / at_ft, "x")
+    at = orca.at_twice_one_request()
+    yield at_least("PeriFlow", "throughput over FT at the same latency, 175B", 36.9, at.orca / at.ft, "x")
     _, outputs = sample(workload, 8 * BATCHES, np.random.default_rng(0))
     batches = outputs.reshape(BATCHES, 8)
     longest = batches.max(axis=1, keepdims=True)
@@ -45,11 +45,11 @@ def claims() -> Iterator[Found]:
         late > 0,
     )
     demand = orca.draw(workload, RATE)
-    ft = orca.FasterTransformer(problem(orca.MODEL, orca.CLUSTER, workload))
+    ft = orca.FasterTransformer(orca.problem_of(orca.MODEL, workload))
     ends = ft.ends(demand, 8)
     begins = ends - np.array([ft.batch_s(demand.inputs[ends == end], demand.outputs[ends == end]) for end in ends])
     wait_ft = float(np.mean(np.maximum(begins - demand.arrivals_s, 0)))
-    wait_orca = orca.seconds_a_token(orca.lane_cost(problem(orca.MODEL, orca.CLUSTER, workload)))
+    wait_orca = orca.seconds_a_token(orca.lane_cost(orca.problem_of(orca.MODEL, workload)))
     yield judged(
         "PeriFlow",
         f"a new request's wait at {RATE:g} req/s: for the batch under way, or for the next iteration",

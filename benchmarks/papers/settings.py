@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.schema import Constraint, Histogram, Plan, Workload
+from xgpt.core.schema import ClusterSpec, Constraint, Histogram, Plan, Workload
 from xgpt.resolve import load_cluster, load_model, load_workload
 from xprofiler import analytic
 from xscheduler.problem import Problem
@@ -51,10 +51,10 @@ def trace_of(task: str, longest_input: int, longest_output: int) -> Workload:
     return whole.model_copy(update=lengths)
 
 
-def problem(model: str, cluster: str, workload: Workload, bound_s: float | None = None) -> Problem:
+def problem(model: str, cluster: str | ClusterSpec, workload: Workload, bound_s: float | None = None) -> Problem:
     """Return the problem in the model's own type, on a datasheet's profile."""
     spec, _ = load_model(model)
-    devices = load_cluster(cluster)
+    devices = load_cluster(cluster) if isinstance(cluster, str) else cluster
     profile = analytic.profile(spec, devices, spec.default_dtype)
     return Problem(spec, None, devices, workload, profile, Constraint(latency_bound_s=bound_s))
 

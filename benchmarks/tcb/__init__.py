@@ -1,1 +1,1 @@
-"""The tables of TCB: rows of every kind and the flattened batch, run here and simulated on a V100."""
+"""TCB on a simulated V100: rows of every kind and the flattened batch; `benchmarks.papers` shows what comes of it."""

@@ -1,14 +1,12 @@
-"""TCB's systems and its baselines: each forms batches of waiting requests, on a real or on a simulated machine.
+"""TCB's systems and its baselines: each forms batches of waiting requests, on a simulated machine.
 
 One loop serves all of them: take in arrivals, drop requests that are too late, form batches, run them. The machine owns
-the clock: on the real one it is the computer's, idle time skipped; on the simulated one each batch takes what its cost
-model says.
+the clock: each batch takes what its cost model says.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,34 +53,9 @@ def draw(rate: float, seconds: float, variance: float, slack_s: tuple[float, flo
     return Demand(requests, {one.id: one.max_output for one in requests})
 
 
-class Machine(ABC):
+class Machine:
     """What runs batches, and its clock in nanoseconds."""
 
-    @abstractmethod
-    def now(self) -> int: ...
-
-    @abstractmethod
-    def skip_to(self, time_ns: int) -> None:
-        """Nothing happens until then."""
-
-    @abstractmethod
-    def run_rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> None: ...
-
-    @abstractmethod
-    def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
-        """One batch without padding, to the end of its longest answer; a request that has ended computes no more."""
-
-    @abstractmethod
-    def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
-        """The engine that serves, iteration by iteration, until the last request has arrived; its log, from time 0."""
-
-    def seconds(self, run: Callable[[], None]) -> float:
-        start = self.now()
-        run()
-        return (self.now() - start) / 1e9
-
-
-class SimulatedMachine(Machine):
     def __init__(self, cost: RowCost) -> None:
         self._cost = cost
         self._now = 0
@@ -91,12 +64,14 @@ class SimulatedMachine(Machine):
         return self._now
 
     def skip_to(self, time_ns: int) -> None:
+        """Nothing happens until then."""
         self._now = max(self._now, time_ns)
 
     def run_rows(self, batch: RowBatch, output_lengths: Mapping[int, int], *, free_slots: bool = False) -> None:
         self._now += round(1e9 * self._cost.rows(batch, output_lengths, free_slots=free_slots))
 
     def run_flattened(self, requests: Sequence[Request], output_lengths: Mapping[int, int]) -> None:
+        """One batch without padding, to the end of its longest answer; a request that has ended computes no more."""
         prompts = np.array([one.input_length for one in requests])
         ends = np.array([output_lengths[one.id] for one in requests])
         seconds = self._cost.flattened(prompts, [], [])
@@ -106,6 +81,7 @@ class SimulatedMachine(Machine):
         self._now += round(1e9 * seconds)
 
     def run_iterations(self, schedule: Schedule, demand: Demand) -> list[StepRecord]:
+        """The engine that serves, iteration by iteration, until the last request has arrived; its log, from time 0."""
         running = schedule.pool.running
 
         def end_ns(start_ns: int, step: Step) -> int:
@@ -124,6 +100,11 @@ class SimulatedMachine(Machine):
         while engine.now_ns < demand.requests[-1].arrival_ns and (record := engine.step()) is not None:
             log.append(record)
         return log
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        start = self.now()
+        run()
+        return (self.now() - start) / 1e9
 
 
 class PaddedCost:

@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.papers.__main__ import PARTS, Made, page
-from benchmarks.papers.claims import Claim, Table, at_least, where_it_holds, within
-from benchmarks.papers.tcb import where
+from benchmarks.papers.__main__ import PARTS, page
+from benchmarks.papers.claims import Claim, Table, at_least, within
 from benchmarks.tcb import competitive
 from tests.rings import few
 
 PAGE = Path(__file__).parents[2] / "docs/results/papers.md"
 
 
-def test_every_row_of_the_page_has_a_part_and_every_part_its_code() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?:ExeGPT|ORCA|TCB|PeriFlow).*\[([\w-]+)\]\(#\1\) \|$", text, re.MULTILINE)
-    line = r'^\| <a id="([\w-]+)"></a>\1 \| `python -m benchmarks.papers \1` \| `([\w.]+)`.* \| [0-9a-f]{7,}\+? \|$'
-    commands = dict(re.findall(line, text, re.MULTILINE))
-    assert len(rows) > 60 and set(rows) == set(commands) == set(PARTS)
-    assert commands == {name: f"{part.make.__module__}.{part.make.__name__}" for name, part in PARTS.items()}
-
-
 def test_a_row_that_does_not_hold_names_its_assumption() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     failed = [line.split(" | ") for line in lines if " | **no** | " in line]
-    assert failed and all(len(cells[-2]) > 40 for cells in failed)
+    assert all(len(cells[-2]) > 40 for cells in failed)
 
 
-@pytest.mark.parametrize("name", ["exegpt-tables-6-7", "orca-figure-9"])
+@pytest.mark.parametrize("name", ["exegpt-figure-4", "orca-figure-9"])
 def test_a_part_is_made_and_printed(name: str) -> None:
     entries = list(PARTS[name].make())
-    text = page({name: Made(entries, 0.1, "0123abc")})
+    text = page({name: entries}, "0123abc")
     assert all(claim.what in text for claim in entries if isinstance(claim, Claim))
     assert all(table.title in text for table in entries if isinstance(table, Table))
-
-
-def test_values_at_which_a_row_holds() -> None:
-    tried = (1.0, 1.1, 1.2)
-    assert where_it_holds(tried, (1.0,)) == "it holds at 1"
-    assert where_it_holds(tried, (1.0, 1.1)) == "it holds from 1 to 1.1"
-    assert where_it_holds(tried, ()) == "it holds at none of these"
-    assert where_it_holds(tried, tried) == "it holds at all of these"
 
 
 def test_verdicts() -> None:
     assert within("x", "y", 2.0, 2.29, 0.15, "s").holds and not within("x", "y", 2.0, 2.31, 0.15, "s").holds
     assert at_least("x", "y", 2.0, 2.0, "s").holds and not at_least("x", "y", 2.0, 1.99, "s").holds
-    assert where(1.5, {1.0: 1.0, 2.0: 2.0}) == "1.5" and where(3.0, {1.0: 1.0, 2.0: 2.0}).startswith("none tried")
 
 
 def test_the_integer_programme_finds_what_trying_all_schedules_finds() -> None:

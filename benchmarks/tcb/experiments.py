@@ -1,28 +1,17 @@
-"""TCB's experiments: padded, length-sorted, concatenated, slotted and flattened batches, under deadlines.
+"""TCB's experiments on a simulated V100: padded, length-sorted, concatenated, slotted and flattened batches.
 
-    python -m benchmarks.tcb [PART ...] [--seconds S] [--width W] [--threads N]
-
-The paper's workload (prompts of 3 to 100 tokens, normal, mean 20; Poisson arrivals; 64 rows of 400 tokens; three
-encoder and three decoder layers) is served on this machine, with the model's width scaled down, and on a simulated
-V100, at its own. Of what the paper leaves open: answers are as long as prompts, independently; deadlines come one to
-three times a full concatenated batch's time after the arrival; rates are multiples of what TNB serves at saturation.
-
-Each part writes its rows to results/tcb.json and the tables of all parts to results/tcb.md; the last are in
-docs/results/tcb.md.
+The paper's workload: prompts of 3 to 100 tokens, normal, mean 20; Poisson arrivals; 64 rows of 400 tokens; three
+encoder and three decoder layers. Of what it leaves open: answers are as long as prompts, independently; deadlines come
+one to three times a full concatenated batch's time after the arrival; rates are multiples of what TNB serves at
+saturation.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import platform
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-import click
 import numpy as np
 
 from benchmarks.tcb.layouts import slotted_rows
@@ -34,7 +23,6 @@ from benchmarks.tcb.systems import (
     Machine,
     Outcome,
     PaddedCost,
-    SimulatedMachine,
     System,
     draw,
     form_flattened,
@@ -45,7 +33,6 @@ from benchmarks.tcb.systems import (
     serve,
     serve_iterations,
 )
-from xgpt.core.io import write_atomic
 from xgpt.core.policies.admission import make_queue
 from xgpt.core.policies.request import Request
 from xgpt.core.policies.tcb import RowBatch, concatenated_rows, even_rows
@@ -53,7 +40,6 @@ from xgpt.core.schema import AdmissionOrder, DType, ModelSpec
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.analytic import profile
 
-RESULTS = Path("results/tcb.json")
 ROWS, ROW_TOKENS = 64, 400
 ORDERS: tuple[AdmissionOrder, ...] = ("das", "sjf", "edf", "fcfs")
 SLACK = (1.0, 3.0)
@@ -61,14 +47,6 @@ SLACK = (1.0, 3.0)
 SLOT_COUNTS = (1, 2, 4, 7, 10)
 TYPICAL_STEPS = 35
 """Decode steps of the batches that TTB's costs are learnt from: the longest of some hundred answers."""
-TABLES = {
-    "real": "This machine, deadline-aware (Figures 9, 10) and first come first served (11, 12)",
-    "v100": "Simulated V100",
-    "slots": "Slots (Figures 13, 14): time of the same requests in pure rows over that in slots",
-    "orders": "Orders of admission on concatenated rows (Figure 15), V100 in float16: utility a second",
-    "overhead": "Computing time of DAS beside the batches' (Figure 16)",
-}
-
 Json = dict[str, object]
 
 
@@ -88,17 +66,9 @@ def scaled(spec: ModelSpec, width: int) -> ModelSpec:
 def v100(dtype: DType, step_s: float = 0.0) -> Machine:
     """The paper's device; `step_s`: seconds that every step takes besides."""
     spec, _ = load_model("tcb-seq2seq")
-    problem = profile(spec, load_cluster("v100x1"), dtype)
-    slower = problem.overhead.model_copy(
-        update={"seconds": tuple(step_s + seconds for seconds in problem.overhead.seconds)}
-    )
-    return SimulatedMachine(RowCost(spec, problem.model_copy(update={"overhead": slower})))
-
-
-def real(width: int, threads: int) -> Machine:
-    from benchmarks.tcb.real import RealMachine
-
-    return RealMachine(scaled(load_model("tcb-seq2seq")[0], width), threads)
+    base = profile(spec, load_cluster("v100x1"), dtype)
+    slower = base.overhead.model_copy(update={"seconds": tuple(step_s + seconds for seconds in base.overhead.seconds)})
+    return Machine(RowCost(spec, base.model_copy(update={"overhead": slower})))
 
 
 def full_rows(num_rows: int, row_tokens: int, variance: float) -> tuple[list[list[Request]], Demand]:
@@ -116,7 +86,6 @@ class Bench:
     def __init__(self, machine: Machine, variance: float) -> None:
         self.machine, self.variance = machine, variance
         rows, demand = full_rows(ROWS, ROW_TOKENS, variance)
-        self._run(concatenated_rows(rows), demand)
         self.batch_s = self._run(concatenated_rows(rows), demand)
         """Seconds of a full concatenated batch."""
         self.costs = PaddedCost(machine, TYPICAL_STEPS, (1, 16, 64, 256, 1024), (3, 20, 40))
@@ -155,34 +124,7 @@ class Bench:
 SYSTEMS = ("TNB", "TTB", "TCB", "TCB slotted", "flattened", "iteration")
 
 
-def serving(where: str, bench: Bench, order: AdmissionOrder, multiples: Sequence[float], seconds: float) -> list[Json]:
-    """Every system at every rate."""
-    table: list[Json] = []
-    for multiple in multiples:
-        demand = bench.demand(multiple * bench.tnb_rps, seconds)
-        for name in SYSTEMS:
-            if name == "TCB slotted" and order != "das":
-                continue  # Algorithm 2 takes the slots' length from DAS
-            outcome = bench.outcome(name, order, demand)
-            row: Json = {
-                "machine": where,
-                "order": order,
-                "variance": bench.variance,
-                "x TNB": multiple,
-                "offered/s": round(multiple * bench.tnb_rps, 1),
-                "system": name,
-                "served/s": round(outcome.throughput_rps, 1),
-                "in time/s": round(outcome.answered / outcome.seconds, 1),
-                "utility/s": round(outcome.utility_per_s, 2),
-                "batches": outcome.batches,
-                "scheduling share": f"{outcome.scheduling_s / outcome.running_s:.2%}",
-            }
-            table.append(row)
-            click.echo("  ".join(f"{key} {value}" for key, value in row.items()))
-    return table
-
-
-def slots(where: str, machine: Machine, repeats: int, *, end_anywhere: bool = False) -> list[Json]:
+def slots(machine: Machine, *, end_anywhere: bool = False) -> list[Json]:
     """The same requests in pure rows and in slots.
 
     Args:
@@ -202,11 +144,10 @@ def slots(where: str, machine: Machine, repeats: int, *, end_anywhere: bool = Fa
             pure = concatenated_rows([[one for one in row if one.id not in gone] for row in rows])
 
             pure_s, kept_s, freed_s = (
-                _median_s(machine, layout, demand, repeats, free_slots=free)
+                _seconds(machine, layout, demand, free_slots=free)
                 for layout, free in ((pure, False), (batch, False), (batch, True))
             )
             row: Json = {
-                "machine": where,
                 "rows": num_rows,
                 "slots a row": count,
                 "requests": len(batch.places),
@@ -216,13 +157,11 @@ def slots(where: str, machine: Machine, repeats: int, *, end_anywhere: bool = Fa
                 "slots freed early": f"{pure_s / freed_s:.2f}x",
             }
             table.append(row)
-            click.echo("  ".join(f"{key} {value}" for key, value in row.items()))
     return table
 
 
-def _median_s(machine: Machine, batch: RowBatch, demand: Demand, repeats: int, *, free_slots: bool) -> float:
-    run = functools.partial(machine.run_rows, batch, demand.output_lengths, free_slots=free_slots)
-    return float(np.median([machine.seconds(run) for _ in range(repeats)]))
+def _seconds(machine: Machine, batch: RowBatch, demand: Demand, *, free_slots: bool) -> float:
+    return machine.seconds(lambda: machine.run_rows(batch, demand.output_lengths, free_slots=free_slots))
 
 
 class Case(NamedTuple):
@@ -257,7 +196,6 @@ def orders(bench: Bench, seconds: float) -> list[Json]:
         row |= {order: round(value, 1) for order, value in worth.items()}
         row |= {"das over the best other": f"{worth['das'] / others:.2f}x"}
         table.append(row)
-        click.echo("  ".join(f"{key} {cell}" for key, cell in row.items()))
     return table
 
 
@@ -293,79 +231,4 @@ def overhead() -> list[Json]:
                 "share of batch time": f"arrival: {1e6 * (pushed - start) / len(demand.requests):.1f} us each",
             }
         )
-    for row in table:
-        click.echo("  ".join(f"{key} {cell}" for key, cell in row.items()))
     return table
-
-
-def write(part: str, rows: list[Json], setting: str) -> None:
-    """Put a part's rows with those of other parts, and all tables on one page."""
-    parts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    parts[part] = {"setting": setting, "rows": rows}
-    write_atomic(RESULTS, json.dumps(parts, indent=1) + "\n")
-    lines: list[str] = []
-    for name, title in TABLES.items():
-        for key in sorted(key for key in parts if key.split(" ")[0] == name):
-            columns = list(parts[key]["rows"][0])
-            lines += [f"## {title}", "", parts[key]["setting"], "", "| " + " | ".join(columns) + " |"]
-            lines += ["|" + "---|" * len(columns)]
-            lines += ["| " + " | ".join(str(row[column]) for column in columns) + " |" for row in parts[key]["rows"]]
-            lines += [""]
-    write_atomic(RESULTS.with_suffix(".md"), "\n".join(lines))
-
-
-@click.command()
-@click.argument(
-    "parts",
-    nargs=-1,
-    type=click.Choice(["real-das", "real-fcfs", "real-fcfs-100", "v100", "slots", "v100-slots", "orders", "overhead"]),
-)
-@click.option("--seconds", default=6.0, show_default=True, help="Arrivals at each point of this machine.")
-@click.option("--width", default=128, show_default=True, help="Of the model on this machine; 3072 in the paper.")
-@click.option("--threads", default=2, show_default=True)
-@click.option("--multiples", default="0.5,1,2,4", show_default=True, help="Rates, in what TNB serves at saturation.")
-def main(parts: tuple[str, ...], seconds: float, width: int, threads: int, multiples: str) -> None:
-    """Run these parts; without any, all that need no machine of their own: v100, v100-slots, orders, overhead."""
-    here = f"{platform.machine()}, {threads} threads, width {width}, float32"
-    rates = [float(multiple) for multiple in multiples.split(",")]
-    for part in parts or ("v100", "v100-slots", "orders", "overhead"):
-        if part.startswith("real"):
-            variance = 100.0 if part.endswith("100") else 20.0
-            order: AdmissionOrder = "das" if "das" in part else "fcfs"
-            bench = Bench(real(width, threads), variance)
-            setting = f"{here}; full concatenated batch {bench.batch_s:.2f} s, TNB at saturation {bench.tnb_rps:.0f}/s."
-            click.echo(setting)
-            measured: list[Json] = []
-            for rate in rates:  # what a run that is cut short has found stays
-                measured += serving("real", bench, order, [rate], seconds)
-                write(f"real {part}", measured, setting)
-        elif part == "v100":
-            rows: list[Json] = []
-            settings = []
-            for dtype in ("float16", "float32"):
-                for variance, order in ((20.0, "das"), (20.0, "fcfs"), (100.0, "fcfs")):
-                    bench = Bench(v100(dtype), variance)
-                    settings.append(
-                        f"{dtype}, variance {variance:.0f}: full concatenated batch {bench.batch_s:.2f} s, "
-                        f"TNB at saturation {bench.tnb_rps:.0f}/s."
-                    )
-                    rows += serving(f"V100 {dtype}", bench, order, rates, 15 * bench.batch_s)
-            write("v100", rows, " ".join(dict.fromkeys(settings)))
-        elif part == "slots":
-            write("slots real", slots("real", real(width, threads), 1), here)
-        elif part == "v100-slots":
-            rows = slots("V100 float16", v100("float16"), 1) + slots("V100 float32", v100("float32"), 1)
-            write("slots v100", rows, "Simulated.")
-        elif part == "orders":
-            bench = Bench(v100("float16"), 20)
-            write(
-                "orders",
-                orders(bench, 20 * bench.batch_s),
-                f"Simulated; load 1 is {bench.tnb_rps:.0f} requests a second.",
-            )
-        else:
-            write("overhead", overhead(), "DAS computes on this machine; batches take the simulated V100's time.")
-
-
-if __name__ == "__main__":
-    main()
