@@ -286,27 +286,33 @@ def figure_9() -> Iterator[Found]:
     )
 
 
-def figure_10() -> Iterator[Found]:
-    """Requests of all lengths: 101B, 175B and 341B."""
-    for name, model in (("10a", "gpt3-101b"), ("10b", MODEL), ("10c", "gpt3-341b")):
-        workload = workload_of("orca", model)
-        runs = {name_: system(kind, workload, size, model) for name_, (kind, size) in SYSTEMS.items()}
-        medians = {name_: 1e3 * curve(ends, workload) for name_, ends in runs.items()}
-        orca, ft = medians["orca(128)"], np.minimum(medians["ft(1, 1)"], medians["ft(8, 8)"])
-        yield Table(
-            f"ORCA Figure {name}: latency against request rate, {model}",
-            ("req/s", *SYSTEMS),
-            tuple((f"{rate:g}", *(_shown(values[i]) for values in medians.values())) for i, rate in enumerate(RATES)),
-            "Median latency over generated tokens in ms, simulated, Poisson arrivals; -: the rate is not sustained. "
-            "orca(max_bs) and ft(max_bs, microbatch) as in the paper, whose text states two points: for 175B FT takes "
-            "190 ms at 0.185 req/s, and orca(128) at 6.81.",
+def figure_10a() -> Iterator[Found]:
+    """Requests of all lengths, 101B."""
+    yield from _figure_10("10a", "gpt3-101b")
+    workload = workload_of("orca", "gpt3-101b")
+    peak = FasterTransformer(problem_of("gpt3-101b", workload)).peak_rps(workload, 8)
+    why = f"how long FT's iterations are: it is 0.49 where they take {peak / 0.49:.1f} times as long"
+    yield within("ORCA Fig. 10a", "peak of FT, 101B", 0.49, peak, 0.3, "req/s", why)
+
+
+def figure_10b() -> Iterator[Found]:
+    """175B, and the two rates that the text states: 0.185 and 6.81 req/s at twice one request's time a token."""
+    yield from _figure_10("10b", MODEL)
+    at = at_twice_one_request()
+    what = f"175B, at twice one request's time a token, {2e3 * at.token_s:.0f} ms here and 190 ms there"
+    yield at_least("ORCA Fig. 10b", f"{what}: orca(128) over FT", 36.9, at.orca / at.ft, "x")
+    for name, paper, ours in (("orca(128)", 6.81, at.orca), ("FT", 0.185, at.ft)):
+        slower = PAPER_TOKEN_MS / 1e3 / at.token_s
+        why = (
+            f"how long an iteration takes: {1e3 * at.token_s:.0f} ms here, {PAPER_TOKEN_MS:.0f} ms there. Were all "
+            f"{slower:.1f} times as long, as there, it would be {ours / slower:.3g} req/s"
         )
-        yield from _at_every_load(f"ORCA Fig. {name}", model, orca, ft)
-        if model == "gpt3-101b":
-            peak = FasterTransformer(problem_of(model, workload)).peak_rps(workload, 8)
-            why = f"how long FT's iterations are: it is 0.49 where they take {peak / 0.49:.1f} times as long"
-            yield within("ORCA Fig. 10a", "peak of FT, 101B", 0.49, peak, 0.3, "req/s", why)
-    yield from _figure_10b()
+        yield within("ORCA Fig. 10b", f"{what}: {name}", paper, ours, 0.3, "req/s", why)
+
+
+def figure_10c() -> Iterator[Found]:
+    """341B."""
+    yield from _figure_10("10c", "gpt3-341b")
     at = at_twice_one_request("gpt3-341b")
     yield at_least(
         "ORCA Fig. 10c",
@@ -315,6 +321,23 @@ def figure_10() -> Iterator[Found]:
         at.orca / at.ft,
         "x",
     )
+
+
+def _figure_10(name: str, model: str) -> Iterator[Found]:
+    """The curves of one model, and what the paper says of them."""
+    workload = workload_of("orca", model)
+    runs = {name_: system(kind, workload, size, model) for name_, (kind, size) in SYSTEMS.items()}
+    medians = {name_: 1e3 * curve(ends, workload) for name_, ends in runs.items()}
+    orca, ft = medians["orca(128)"], np.minimum(medians["ft(1, 1)"], medians["ft(8, 8)"])
+    yield Table(
+        f"ORCA Figure {name}: latency against request rate, {model}",
+        ("req/s", *SYSTEMS),
+        tuple((f"{rate:g}", *(_shown(values[i]) for values in medians.values())) for i, rate in enumerate(RATES)),
+        "Median latency over generated tokens in ms, simulated, Poisson arrivals; -: the rate is not sustained. "
+        "orca(max_bs) and ft(max_bs, microbatch) as in the paper, whose text states two points: for 175B FT takes "
+        "190 ms at 0.185 req/s, and orca(128) at 6.81.",
+    )
+    yield from _at_every_load(f"ORCA Fig. {name}", model, orca, ft)
 
 
 def _at_every_load(source: str, model: str, orca: np.ndarray, ft: np.ndarray) -> Iterator[Found]:
@@ -345,20 +368,6 @@ def _at_every_load(source: str, model: str, orca: np.ndarray, ft: np.ndarray) ->
         "all",
         below >= sustained,
     )
-
-
-def _figure_10b() -> Iterator[Found]:
-    """The two points that the paper's text states: 0.185 and 6.81 req/s at twice one request's time a token."""
-    at = at_twice_one_request()
-    what = f"175B, at twice one request's time a token, {2e3 * at.token_s:.0f} ms here and 190 ms there"
-    yield at_least("ORCA Fig. 10b", f"{what}: orca(128) over FT", 36.9, at.orca / at.ft, "x")
-    for name, paper, ours in (("orca(128)", 6.81, at.orca), ("FT", 0.185, at.ft)):
-        slower = PAPER_TOKEN_MS / 1e3 / at.token_s
-        why = (
-            f"how long an iteration takes: {1e3 * at.token_s:.0f} ms here, {PAPER_TOKEN_MS:.0f} ms there. Were all "
-            f"{slower:.1f} times as long, as there, it would be {ours / slower:.3g} req/s"
-        )
-        yield within("ORCA Fig. 10b", f"{what}: {name}", paper, ours, 0.3, "req/s", why)
 
 
 def _shown(value: float) -> str:
