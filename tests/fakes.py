@@ -30,14 +30,13 @@ from xgpt.core.schema import (
     Stage,
     Workload,
 )
-from xrunner.channel.remote import in_threads
+from xrunner.channel.remote import RemoteEngine, in_threads
 from xrunner.engine import Engine
 from xrunner.executor import OneAtATime
 from xrunner.generation import Generation, Logprobs
 from xrunner.server import ChatTemplate, EngineClient, ServedModel, TextCodec, Watch, create_app
 from xrunner.server.http.connections import Listener
 from xrunner.server.http.process import Server
-from xrunner.server.served import ServedEngine
 
 SPEC = ModelSpec(
     name="fake",
@@ -187,7 +186,7 @@ def byte_codec(template: str | None = CHAT_TEMPLATE) -> TextCodec:
     return TextCodec(byte_tokenizer(), None if template is None else ChatTemplate(template, {"eos_token": "</s>"}))
 
 
-def fake_app(engine: Engine | ServedEngine, watch: Watch | None = None, **options: Any) -> Starlette:
+def fake_app(engine: Engine | RemoteEngine, watch: Watch | None = None, **options: Any) -> Starlette:
     """The endpoint of model "fake"; `options` go to `ServedModel` or to create_app."""
     model = {field.name: options.pop(field.name) for field in fields(ServedModel) if field.name in options}
     return create_app(

@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "xrunner.channel": LOW | {"xrunner.channel", "xrunner.executor", "xrunner.generation"},
     "xrunner.server.api": LOW | {"xrunner.generation", "xrunner.grammar", "xrunner.server.api"},
     "xrunner.server.access": LOW | {"xrunner.server.access", "xrunner.server.api.errors"},
-    "xrunner.server.observe": LOW | {"xrunner.server.observe", "xrunner.server.served", "xrunner.server.request_info"},
+    "xrunner.server.observe": LOW | {"xrunner.server.observe", "xrunner.server.request_info", "xrunner.channel"},
     "xrunner.cpu": LOW | ROOM,
     "xrunner.vllm": LOW | {"xrunner.vllm", "xrunner.channel", "xrunner.generation"},
     "xprofiler": LOW | {"xgpt.resolve", "xprofiler"},

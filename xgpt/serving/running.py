@@ -21,7 +21,6 @@ from xrunner import server
 from xrunner.channel.remote import EngineProcess, RemoteEngine
 from xrunner.grammar import grammars_of
 from xrunner.server import EngineClient, ServedModel
-from xrunner.server.served import ServedEngine
 from xrunner.vllm.engine import VllmEngine
 from xrunner.vllm.machines import Machines
 from xscheduler.replanning.replanner import BackgroundPlanner
@@ -85,7 +84,7 @@ def running(
         )
 
 
-def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None) -> ServedEngine:
+def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None) -> RemoteEngine:
     """Return the engine of a plan, ready to take requests: ours in a process of its own, or vLLM.
 
     Raises:

@@ -4,7 +4,7 @@ The front has the clients: HTTP, tokenizer, templates, metrics, logs, and the de
 the model: it schedules and executes steps, and knows nothing of the front but this channel. Each is a process of its
 own, so that neither takes the other's interpreter.
 
-Contract of an engine in the front (`ServedEngine`, one thread, nothing blocks but `restart` and `close`):
+Contract of an engine in the front (`RemoteEngine`, one thread, nothing blocks but `restart` and `close`):
     submit          token ids and sampling parameters, with deadline, account and the output's limits
     cancel          takes a request out
     go_over_to      has further steps follow another plan; `on_refused` says why that one does not run

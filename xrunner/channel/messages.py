@@ -45,7 +45,7 @@ class Room(NamedTuple):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine takes requests; for the fields see `ServedEngine`."""
+    """The engine takes requests; for the fields see `RemoteEngine`."""
 
     takes_seeds: bool
     scores_prompts: bool

@@ -16,6 +16,7 @@ from xgpt.core.policies import Request
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import ANYONE, Account, StepRecord
 from xgpt.observation.windows import Seen
+from xrunner.channel.remote import Inside, RemoteEngine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.errors import ApiError
@@ -25,7 +26,6 @@ from xrunner.server.observe.live import Live
 from xrunner.server.observe.metrics import NO_BOUNDS, Metrics, RequestBounds
 from xrunner.server.observe.recent import Ended
 from xrunner.server.observe.watch import Watch
-from xrunner.server.served import ServedEngine, ServedPool
 
 MAX_RETRY_AFTER_S = 60
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
@@ -115,7 +115,7 @@ class EngineClient:
         watch: what observes the requests, and re-plans; None: nothing does, and a lost engine is not started again.
     """
 
-    def __init__(self, engine: ServedEngine, watch: Watch | None = None) -> None:
+    def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:
         self.metrics = Metrics(engine, watch)
         self.watch = watch
         self.failure: str | None = None
@@ -232,7 +232,7 @@ class EngineClient:
         return self._lasting.is_restarting
 
     @property
-    def pool(self) -> ServedPool:
+    def pool(self) -> Inside:
         return self._engine.pool
 
     def submit(

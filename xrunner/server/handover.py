@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
+from xrunner.channel.remote import RemoteEngine
 from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
-from xrunner.server.served import ServedEngine
 
 RESTARTS, PERIOD_S = 3, 600.0
 """An engine is started anew at most this many times within this time; the next loss ends the server."""
@@ -73,7 +73,7 @@ class Handover:
         if self._tried == id_:
             self._tried = None
 
-    def lose(self, error: MachineError, engine: ServedEngine) -> list[Token]:
+    def lose(self, error: MachineError, engine: RemoteEngine) -> list[Token]:
         """Have all requests wait for another engine; return the ends of those that cannot go on.
 
         A request goes on after its output so far, if that can be encoded with its prompt and changes nothing; else the
@@ -114,7 +114,7 @@ class Handover:
             (self._suspects if self._losses[id_] > 1 else self._waiting).append(id_)
         return ended
 
-    def _prepare(self, generation: Generation, engine: ServedEngine) -> bool:
+    def _prepare(self, generation: Generation, engine: RemoteEngine) -> bool:
         """Prepare a request to continue where it was; return False if its tokens cannot be generated again."""
         begun = Request(
             generation.id, len(generation.prompt), generation.max_output, promised_output=generation.promised_output

@@ -11,9 +11,9 @@ from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import ALIVE_S, EngineLost
+from xrunner.channel.remote import RemoteEngine
 from xrunner.generation import Generation, Token
 from xrunner.server.handover import Handover
-from xrunner.server.served import ServedEngine
 
 STEPS_AT_ONCE = 8
 """Steps whose tokens are handed out before the event loop has another turn."""
@@ -40,7 +40,7 @@ class LastingEngine:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: RemoteEngine,
         *,
         running: Callable[[], Plan] | None,
         on_step: OnStep,

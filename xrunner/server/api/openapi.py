@@ -30,6 +30,7 @@ _REFUSALS = {
 }
 _READING = ("401", "403", "421")
 _WITH_BODY = ("400", "408", "413", "429", "503")
+_GENERATION = ("400", "401", "403", "404", "408", "413", "421", "429", "500", "503", "504")
 
 _SAMPLING = (
     "temperature, top_p, top_k, min_p and repetition_penalty that are left out are those of the checkpoint's "
@@ -111,66 +112,65 @@ _ANSWERS: dict[str, Json] = {
 }
 
 
+_POSTS: tuple[tuple[str, str, str, Sequence[str], str, str], ...] = (
+    ("/v1/completions", "Continue prompts.", "Completion", _GENERATION, "Error", _SAMPLING + _COMPLETION),
+    ("/v1/chat/completions", "Answer a chat.", "Chat", _GENERATION, "Error", _SAMPLING + _CHAT),
+    ("/v1/responses", "Answer as OpenAI's Responses.", "Response", _GENERATION, "Error", _SAMPLING + _CHAT + _NOT_KEPT),
+    ("/v1/messages", "Answer as Anthropic's Messages.", "Message", _GENERATION, _ANTHROPIC, _SAMPLING),
+    ("/v1/messages/count_tokens", "Tokens of the prompt of a message.", "Counted", _COUNTING, _ANTHROPIC, ""),
+    ("/tokenize", "Token ids of a text, or of a chat.", "Tokens", _READING + _WITH_BODY, "Error", ""),
+    ("/detokenize", "The text of token ids.", "Text", _READING + _WITH_BODY, "Error", ""),
+)
+"""Path, summary, schemas of the answer and of errors, refusals between them, and what else is said."""
+
+
+def _json(schema: str | Json, *, stream: bool = False) -> Json:
+    """Return the content of an answer, from a schema or its name; with `stream`, also as server-sent events."""
+    content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
+    return content | ({"text/event-stream": {"schema": {}}} if stream else {})
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_GETS: tuple[tuple[str, str, Json, Sequence[str]], ...] = (
+    ("/v1/models", "The model that is served.", _json("Models"), _READING),
+    ("/health", "Whether the engine runs.", _json(_OBJECT), ("503",)),
+    ("/ready", "Whether new requests are accepted.", _json(_OBJECT), ("503",)),
+    ("/metrics", "Prometheus metrics.", {"text/plain": {"schema": _TEXT}}, _READING),
+    ("/plan", "The running plan, and the observed lengths.", _json(_OBJECT), _READING),
+    ("/plan/history", "All decisions on another plan.", _json({"type": "array", "items": _OBJECT}), _READING),
+    (
+        "/plan/decision",
+        "What re-planning would decide now; nothing is changed. Null: too few requests were observed.",
+        _json({"type": ["object", "null"]}),
+        (*_READING, "503"),
+    ),
+    ("/live", "What the page at / shows.", _json(_OBJECT), _READING),
+)
+
+
 def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
     """Return the OpenAPI document of a server of a model with these names."""
-    bodies, components = msgspec.json.schema_components(
-        (
-            CompletionRequest,
-            ChatRequest,
-            TokenizeRequest,
-            DetokenizeRequest,
-            ResponsesRequest,
-            MessagesRequest,
-            CountRequest,
-        ),
-        ref_template="#/components/schemas/{name}",
+    kinds = (
+        CompletionRequest,
+        ChatRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
     )
+    bodies, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _say_what_types_do_not(components, names, spec)
-    generation = ("400", "401", "403", "404", "408", "413", "421", "429", "500", "503", "504")
-    text: Json = {"text/plain": {"schema": _TEXT}}
-    paths = {
-        "/v1/completions": {
-            "post": _operation("Continue prompts.", _json("Completion", stream=True), generation, bodies[0])
-            | {"description": _SAMPLING + _COMPLETION}
-        },
-        "/v1/chat/completions": {
-            "post": _operation("Answer a chat.", _json("Chat", stream=True), generation, bodies[1])
-            | {"description": _SAMPLING + _CHAT}
-        },
-        "/v1/responses": {
-            "post": _operation("Answer as OpenAI's Responses.", _json("Response", stream=True), generation, bodies[4])
-            | {"description": _SAMPLING + _CHAT + _NOT_KEPT}
-        },
-        "/v1/messages": {
-            "post": _operation(
-                "Answer as Anthropic's Messages.", _json("Message", stream=True), generation, bodies[5], _ANTHROPIC
-            )
-            | {"description": _SAMPLING}
-        },
-        "/v1/messages/count_tokens": {
-            "post": _operation("Tokens of the prompt of a message.", _json("Counted"), _COUNTING, bodies[6], _ANTHROPIC)
-        },
-        "/tokenize": {
-            "post": _operation("Token ids of a text, or of a chat.", _json("Tokens"), _READING + _WITH_BODY, bodies[2])
-        },
-        "/detokenize": {"post": _operation("The text of token ids.", _json("Text"), _READING + _WITH_BODY, bodies[3])},
-        "/v1/models": {"get": _operation("The model that is served.", _json("Models"), _READING)},
-        "/health": {"get": _operation("Whether the engine runs.", _json(_OBJECT), ("503",))},
-        "/ready": {"get": _operation("Whether new requests are accepted.", _json(_OBJECT), ("503",))},
-        "/metrics": {"get": _operation("Prometheus metrics.", text, _READING)},
-        "/plan": {"get": _operation("The running plan, and the observed lengths.", _json(_OBJECT), _READING)},
-        "/plan/history": {
-            "get": _operation("All decisions on another plan.", _json({"type": "array", "items": _OBJECT}), _READING)
-        },
-        "/plan/decision": {
-            "get": _operation(
-                "What re-planning would decide now; nothing is changed. Null: too few requests were observed.",
-                _json({"type": ["object", "null"]}),
-                (*_READING, "503"),
-            )
-        },
-        "/live": {"get": _operation("What the page at / shows.", _json(_OBJECT), _READING)},
-    }
+    paths: dict[str, Json] = {}
+    for (path, summary, answer, refusals, error, more), body in zip(_POSTS, bodies, strict=True):
+        content = _json(answer, stream=refusals is _GENERATION)
+        operation = _operation(summary, content, refusals, body, error)
+        paths[path] = {"post": operation | ({"description": more} if more else {})}
+    for path, summary, content, refusals in _GETS:
+        paths[path] = {"get": _operation(summary, content, refusals)}
     keyed: Json = {}
     if has_keys:
         keyed["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -217,16 +217,6 @@ def _mapped(schema: Any) -> Iterator[str]:
     if isinstance(schema, list):
         for inner in schema:
             yield from _mapped(inner)
-
-
-def _json(schema: str | Json, *, stream: bool = False) -> Json:
-    """Return the content of an answer, from a schema or its name; with `stream`, also as server-sent events."""
-    content = {"application/json": {"schema": _reference(schema) if isinstance(schema, str) else schema}}
-    return content | ({"text/event-stream": {"schema": {}}} if stream else {})
-
-
-def _reference(name: str) -> Json:
-    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def _operation(

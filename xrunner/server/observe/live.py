@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.schema import Histogram
+from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.watch import MAX_HISTORY, Watch
-from xrunner.server.served import ServedEngine
 
 SAMPLE_S = 2.0
 MAX_SAMPLES = 450
@@ -27,7 +27,7 @@ class Live:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: RemoteEngine,
         backlog: Backlog,
         watch: Watch,
         goodput: Callable[[], dict[str, dict[str, int]]] = dict,

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from xgpt.core.schema import Account, Decision
+from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.watch import Watch
-from xrunner.server.served import ServedEngine
 
 NAN = float("nan")
 
@@ -39,7 +39,7 @@ NO_BOUNDS = RequestBounds()
 class Metrics:
     """The server's metrics; only the event loop changes them, and gauges read the pool when rendered."""
 
-    def __init__(self, engine: ServedEngine, watch: Watch | None) -> None:
+    def __init__(self, engine: RemoteEngine, watch: Watch | None) -> None:
         self._registry = CollectorRegistry()
         counter, buckets = self._counter, self._buckets
         self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
@@ -209,7 +209,7 @@ class BucketCounts(Collector):
 class _Processes(Collector):
     """Exports what each process of a plan for several devices has sent and computed since its start."""
 
-    def __init__(self, engine: ServedEngine) -> None:
+    def __init__(self, engine: RemoteEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
