@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Decision, Observation, OrcaSettings, Outcome, Plan, Proposal
 from xgpt.observation.windows import observe, observe_lengths
 from xrunner.server import Watch
+from xscheduler.replanning import replanner
 from xscheduler.replanning.replanner import NICENESS, BackgroundPlanner, observe_source
 from xscheduler.schedule import Scheduler
 
@@ -174,6 +176,32 @@ def test_planning_runs_in_a_process_of_its_own() -> None:
     first, second = asyncio.run(ask_twice())
     assert first.decision.action == "swap" and first.plan is not None
     assert second.plan is not None and second.plan.policy == first.plan.policy
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_planner_that_ends_or_hangs_is_replaced(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = problem("opt-13b", "h200x1", "summarization", 1.5)
+    plan = Scheduler(subject).best(("rra",))
+    lengths = observe_lengths([500] * 400, list(plan.workload.output.lengths) * 4, plan.workload)
+
+    async def lose_one() -> Proposal:
+        planner = BackgroundPlanner(plan, subject.profile)
+        try:
+            await planner.propose(plan, lengths)
+            assert planner._process is not None
+            lost = planner._process
+            os.kill(lost.pid, number)
+            with monkeypatch.context() as patch:
+                patch.setattr(replanner, "PATIENCE_S", 2.0)
+                with pytest.raises(MachineError, match="planning failed"):
+                    await planner.propose(plan, lengths)
+            assert lost.returncode is not None
+            return await planner.propose(plan, lengths)
+        finally:
+            await planner.close()
+
+    assert asyncio.run(lose_one()).decision.plan_sha256
 
 
 def test_a_plan_that_the_engine_refuses_is_gone_back_from_and_not_tried_again() -> None:
