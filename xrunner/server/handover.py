@@ -97,11 +97,11 @@ class Handover:
         ended = [] if self._tried is None else [self._end(self._tried, f"the engine ends with this request: {error}")]
         return ended + self._take_back(engine, 1)
 
-    def take_back(self, engine: ServedEngine) -> list[Token]:
+    def take_back(self, engine: RemoteEngine) -> list[Token]:
         """Have all requests wait for an engine that is started anew on purpose; as `lose`, without a loss."""
         return self._take_back(engine, 0)
 
-    def _take_back(self, engine: ServedEngine, losses: int) -> list[Token]:
+    def _take_back(self, engine: RemoteEngine, losses: int) -> list[Token]:
         ended, requests = [], {*self._waiting, *self._suspects}
         self._tried = None
         self._waiting.clear()

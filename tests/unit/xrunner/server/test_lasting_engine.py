@@ -12,9 +12,9 @@ import pytest
 from tests.fakes import fake_plan
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import Plan
+from xrunner.channel.remote import RemoteEngine
 from xrunner.generation import Generation, Token
 from xrunner.server.lasting_engine import LastingEngine
-from xrunner.server.served import ServedEngine
 
 TOKENS = 6
 
@@ -91,7 +91,7 @@ def test_another_number_of_replicas_loses_no_request(bad: int) -> None:
         await lasting.stop()
 
     lasting = LastingEngine(
-        cast(ServedEngine, engine),
+        cast(RemoteEngine, engine),
         running=lambda: one,
         on_step=on_step,
         on_return=returned.append,
