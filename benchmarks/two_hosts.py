@@ -43,8 +43,8 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACE = "xgpt-link"
 """Its name in both namespaces; each end is made under a name of its own, as both begin in the same namespace."""
 SECRET = "of two namespaces alone"
-KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.host", "xrunner.vllm.supervised",
-         "xrunner.cluster.launcher", "xgpt.serving.engine_process", "xgpt serve")  # fmt: skip
+KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", "xrunner.cluster.launcher",
+         "xgpt.serving.engine_process", "xgpt serve")  # fmt: skip
 """What command lines of the processes contain, the most telling first."""
 FRONT = "xgpt serve"
 CONCURRENCY = 16
