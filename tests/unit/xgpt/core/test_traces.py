@@ -99,7 +99,7 @@ def test_bad_csv_names_line_and_value(tmp_path: Path, text: str, says: str) -> N
         ('{"input_length": 1, "output_length": ' + "9" * 5000 + "}", "line 1"),
         (
             '{"input_length":1,"output_length":2}\n{"input_length":1,"output_length":2,"timestamp":1}',
-            "line 2: 1 is not accepted; either every request or none",
+            "line 2: 1 is not accepted; either all requests or none",
         ),
     ],
 )
