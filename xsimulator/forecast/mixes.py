@@ -180,6 +180,11 @@ class Mixes:
     ) -> tuple[Array, Array, Array, Array]:
         """Represent the tokens of busy steps by a few values: of steps with one prompt, and of steps with several.
 
+        Their mean tokens and mean prompts are those of a busy step, whatever the room. So a step's cost that is linear
+        in both is exact, and what a table bends is all that predictions may be off by. Tokens that room moves from one
+        value to another therefore bring their own prompts: counted at the other value's density, the short one's, they
+        would be paid for several times, and a saturated engine would serve more than is predicted for it.
+
         Args:
             requests, tokens: mean prompts and prompt tokens of a busy step.
             alone: probability that a busy step encodes one prompt.
@@ -205,11 +210,16 @@ class Mixes:
         values[: len(PROMPTS)], values[len(PROMPTS) :] = self.prompt, spread
         each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self.prompt, count / mean
         shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
-        if room is not None:  # what does not fit into one step goes to the others
+        counts = each * (values if room is None else np.minimum(values, room))
+        if room is not None:  # tokens that do not fit into one step go to the others, and their requests with them
             values = np.minimum(values, room)
             short, left = tokens - (values * shares).sum(axis=0), room - values
-            values += left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)
-        return values, values * each, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
+            added = left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)
+            values += added
+            fitting = (counts * shares).sum(axis=0)
+            counts *= np.minimum(requests / fitting, 1.0)
+            counts += added * np.maximum(requests - fitting, 0.0) / np.maximum((added * shares).sum(axis=0), 1e-9)
+        return values, counts, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
 
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
         """Return the steady state in which slots (`max_batch`) and tokens a step (`budget`) balance."""

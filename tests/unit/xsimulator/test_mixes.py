@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from xgpt.core.schema import Histogram, Workload
 from xsimulator.forecast.mixes import mixes_of, most_displaced
 from xsimulator.lengths import Lengths
 
@@ -25,3 +26,14 @@ def test_steps_that_encode_decode_hardly_fewer_requests_than_the_mean(
     displaced = (1 - mix.busy) * (mix.columns[0, 0] - mix.decode_batch)
     assert 0.3 < displaced.max() <= most_displaced(lengths)
     assert (mix.decode_batch - mix.busy * mix.columns[0, 1] <= (1 - mix.busy) * mix.columns[0, 0] + 1e-9).all()
+
+
+def test_a_step_that_a_long_prompt_fills_encodes_no_prompt_twice() -> None:
+    """Tokens that do not fit into one step fill others: with long prompts' share of requests, not with short ones'."""
+    prompts = Histogram(lengths=(6, 44, 248), probabilities=(0.3, 0.3, 0.4))
+    outputs = Histogram(lengths=(1, 6, 28), probabilities=(0.2, 0.3, 0.5))
+    lengths = Lengths(Workload(name="ragged", input=prompts, output=outputs))
+    budget, max_batch = np.repeat([40.0, 88.0, 256.0, 1024.0], 3), np.tile([2.0, 8.0, 30.0], 4)
+    mix = mixes_of(lengths)(max_batch, budget, np.ones(12))
+    assert (mix.counts * mix.shares).sum(axis=0) == pytest.approx(mix.requests)
+    assert (mix.columns[2, 1:-1] * mix.shares).sum(axis=0) == pytest.approx(mix.tokens)
