@@ -32,8 +32,7 @@ from tests.contract.test_claims import Case
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Plan, Profile
-from xscheduler.arrival_rate import closed_rate
-from xscheduler.objectives.best_plans import plan_each
+from xscheduler.objectives.best_plans import best_by_rate, kinds_of, plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
@@ -106,10 +105,12 @@ def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: i
     quantile, kind = float(rng.choice([0.5, 0.9, 0.99])), str(rng.choice(kinds))
     seed, monotone = int(rng.integers(2**32)), bool(rng.integers(2))
     case = Case(seed, int(rng.integers(1, devices + 1)), kind, "length", monotone, quantile)  # type: ignore[arg-type]
-    best = next(iter(case.plans(None).values()), None)
-    if best is None:
+    free = case.subject.under(Constraint(quantile=quantile))
+    try:
+        estimate = scheduler(free).best(kinds_of(free, kind)).estimate  # type: ignore[arg-type]
+    except InfeasibleError:
         return None
-    estimate, looser = best.estimate, float(rng.choice([1.1, 1.6, 2.5, 5.0]))
+    looser = float(rng.choice([1.1, 1.6, 2.5, 5.0]))
     bound = (
         {"ttft_s": looser * estimate.ttft_s}
         if rng.random() < 0.25
@@ -119,9 +120,9 @@ def problem(rng: np.random.Generator, kinds: tuple[str, ...] = KINDS, devices: i
 
 
 def planned(subject: Problem, kind: str) -> Plan | None:
-    """Return the best plan; None: none keeps the bounds."""
+    """Return the best plan, its error not estimated; None: none keeps the bounds."""
     try:
-        return next(iter(plan_each(subject, kind).values()))  # type: ignore[arg-type]
+        return best_by_rate(subject, kinds_of(subject, kind))  # type: ignore[arg-type]
     except InfeasibleError:
         return None
 
@@ -145,18 +146,20 @@ def attack_bounds(rng: np.random.Generator, scale: float) -> Attacked | None:
 
 
 def settings_of(by: Scheduler, kind: str, plan: Plan, rng: np.random.Generator) -> Iterator[Plan]:
-    """Yield plans of random settings: of many the best in closed form, and one at random."""
-    found: list[tuple[float, Plan]] = []
+    """Yield plans of random settings: of many those that serve most within the bounds at saturation, and one more."""
+    found: list[tuple[float, Space, int]] = []
     for space in sorted(by.candidates.spaces(kind), key=lambda space: -space.bound)[:PLACEMENTS]:
         if space.num_points:
             indices = np.unique((space.num_points ** rng.random(POINTS)).astype(int) - 1)
-            found += [
-                (closed_rate(space, p.policy, by.problem.constraint), p) for p in plans_at(by, space, indices, plan)
-            ]
-    found.sort(key=lambda pair: -pair[0])
-    yield from (p for _, p in found[: TRIED - 1])
+            judged = space.evaluate(space.points(indices))
+            served = np.where(judged.feasible, judged.throughput, -judged.throughput)
+            found += [(float(one), space, int(i)) for one, i in zip(served, indices, strict=True)]
+    found.sort(key=lambda one: -one[0])
+    drawn = found[: TRIED - 1]
     if len(found) >= TRIED:
-        yield found[int(rng.integers(TRIED - 1, len(found)))][1]
+        drawn.append(found[int(rng.integers(TRIED - 1, len(found)))])
+    for _, space, index in drawn:
+        yield from plans_at(by, space, np.asarray([index]), plan)
 
 
 def plans_at(by: Scheduler, space: Space, indices: np.ndarray, plan: Plan) -> Iterator[Plan]:

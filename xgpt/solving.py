@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import Plan
+from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
 from xgpt.problems import resolve
@@ -15,7 +16,7 @@ from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
 from xscheduler.expression import maximised
-from xscheduler.objectives.best_plans import Task, check_held, is_uniform, plan_uniform
+from xscheduler.objectives.best_plans import UNIFORM_KINDS, Task, check_held, is_uniform, plan_uniform
 from xscheduler.objectives.mixing import with_mixing_edge
 from xscheduler.objectives.rates import predicted_rate, with_capacities
 from xscheduler.objectives.reusing import with_reuse
@@ -66,9 +67,15 @@ class Planned:
         return next(iter(_task(self.request, replace(problem, even=False)).settle().values()))
 
     def best_uniform(self) -> Plan | None:
-        """Return the best plan of equal stages, without rra and waa; None: none keeps the bound."""
-        if is_uniform(self.best):
-            return self.best
+        """Return the best plan of equal stages, without rra and waa; None: none keeps the bound.
+
+        It is the best plan of these policies if that has equal stages; only otherwise is there one to look for.
+        """
+        all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
+        of_kinds = (plan for plan in self.plans.values() if plan.policy.kind in UNIFORM_KINDS)
+        best = next(of_kinds, None) if all_tried else self.best
+        if best is not None and is_uniform(best):
+            return best
         return plan_uniform(self.problem, self.request.search)
 
 

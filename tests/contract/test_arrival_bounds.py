@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from benchmarks import certificates
 from tests.contract.scenarios import problem
 from tests.contract.spaces import EVERY_KIND, SEEDS, Spaces
 from tests.contract.test_claims import Case
 from tests.rings import few
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
-from xgpt.core.schema import Constraint, Histogram, Plan, Workload
+from xgpt.core.schema import ChunkedSettings, Constraint, Histogram, Plan, SearchCertificate, Workload
 from xgpt.requests import plan_request
 from xscheduler.arrival_bounds import PromptSteps, Waits, _waits_for_one_of, loosened
 from xscheduler.arrival_rate import closed_rate
 from xscheduler.box_bounds import breach
-from xscheduler.objectives import arrivals
+from xscheduler.objectives import arrivals, branches
 from xscheduler.objectives.best_plans import Task, plan_each
 from xscheduler.objectives.saturation import with_simulated_figures
 from xscheduler.problem import Problem
 from xscheduler.schedule import Scheduler, scheduler
 from xscheduler.search.branch_and_bound import upper_bound
 from xscheduler.space import Evaluation, Space
-from xsimulator.capacity import CapacitySearch
+from xsimulator.capacity import CapacitySearch, Trial
 from xsimulator.lengths import Lengths
 
 MANY = 16_000
@@ -35,6 +38,9 @@ BETWEEN_ERROR = 0.025
 """Share by which a real batch between whole ones may exceed the bound, where batches are of at most 14 requests."""
 OF_A_PROBLEM = 5
 """Settings of a problem that are simulated."""
+SEARCHED = SearchCertificate(
+    method="given", evaluations=1, space_size=1, seconds=0.0, gap=None, bound="none: nothing was searched"
+)
 
 
 def lengths(outputs: dict[int, float], inputs: dict[int, float] | None = None) -> Lengths:
@@ -88,6 +94,18 @@ def throughput_of_real_batches(space: Space, rng: np.random.Generator) -> float:
     fixed = {name: np.full(400, value) for name, value in space.placement.fixed.items() if "microbatches" in name}
     found = Evaluation(space.forecast.evaluate(space.models.model, **columns, **fixed), space)
     return float(np.where(found.feasible & space.evaluate(whole).fits, found.throughput, 0.0).max())
+
+
+def test_short_prompts_beside_pieces_of_long_ones_are_not_counted_twice() -> None:
+    """Steps of few tokens were predicted 10% too long, and with them a bound that half of the requests had to keep."""
+    rng = np.random.default_rng((0, 668))
+    of, kind = certificates.problem(rng) or pytest.fail("a problem of chunked's")
+    by = scheduler(of)
+    (space,) = by.candidates.spaces(kind)
+    settings = ChunkedSettings(token_budget=88, max_batch=30, microbatches=1)
+    plan = by.plan_at(space, settings, SEARCHED)
+    assert plan is not None
+    assert Trial(plan, of.profile).saturated() <= 1.01 * plan.estimate.throughput_rps
 
 
 def random_problem(seed: int) -> tuple[Problem, dict[str, Plan]]:
@@ -277,6 +295,29 @@ def test_a_search_whose_time_is_up_keeps_the_best_plan_so_far_and_says_so(monkey
     assert rate_of(plan) > 0 and plan.search.gap is not None
     assert arrivals.ENDED_EARLY in plan.search.bound
     assert any(what.startswith("simulating rra") for what in said)
+
+
+def test_a_long_search_speaks_all_the_time_and_ends_when_its_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts how often the search looks at it, a second each time: the same on every machine."""
+    looks, said = count(), list[str]()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(looks)))
+    monkeypatch.setattr(arrivals, "time", clock)
+    monkeypatch.setattr(branches, "time", clock)
+    of = problem("llama-3.1-70b", "h100x8", "azure-conv").under(Constraint(latency_bound_s=15.0, objective="arrivals"))
+    task = Task(of, "exegpt")
+    plan = next(iter(task.settle(lambda done, parts, what: said.append(f"{next(looks)} {what}")).values()))
+    assert rate_of(plan) > 0 and plan.search.gap is not None
+    assert arrivals.ENDED_EARLY in plan.search.bound
+    at = [int(what.split()[0]) for what in said]
+    assert max(np.diff([0, *at])) < arrivals.MOST_SECONDS / 2
+    assert next(looks) < 1.5 * arrivals.MOST_SECONDS
+
+
+def test_one_plan_under_two_names_is_not_its_own_rival() -> None:
+    """Of two devices waa-c and waa-m both give one to each lane."""
+    of = problem("llama-3.1-8b", "h100x8", "chat-short").under(Constraint(latency_bound_s=4.0, objective="arrivals"))
+    plans = plan_each(replace(of, max_devices=2), "waa")
+    assert list(plans) == ["waa"] and plans["waa"].search.rival is None
 
 
 def test_waits_leave_less_with_the_rate_and_with_smaller_steps() -> None:

@@ -80,7 +80,7 @@ class Arrivals(Objective):
 
     def rank(self, kinds: Sequence[str]) -> Ranked:
         started = time.perf_counter()
-        self._branches = Branches(self.scheduler.candidates, kinds, self._in_loop)
+        self._branches = Branches(self.scheduler.candidates, kinds, self._in_loop, self.progress)
         ranked = {kind: self._ranked(self._branches.spaces(kind), kind, MOST_TRIED) for kind in kinds}
         spent, searched = time.perf_counter() - started, [kind for kind in kinds if ranked[kind]]
         self._seconds = {kind: spent / len(searched) for kind in searched}
@@ -130,6 +130,8 @@ class Arrivals(Objective):
         started = time.perf_counter()
         self._say(len(order), len(order), "its neighbours")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
+        # Each policy has been simulated by now: compiling its simulation, once on a machine, does not count.
+        self._until = time.perf_counter() + MOST_SECONDS
         best = self._settled(self._best_rival(self._best_nearby(best), near))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
@@ -146,8 +148,8 @@ class Arrivals(Objective):
     def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
         asked = self.scheduler.problem.constraint.arrival_rate_per_s or 0.0
         ordered = dict(sorted(plans.items(), key=lambda item: -rate_of(item[1])))
-        best, *others = ordered
-        ordered[best] = _with_rival(ordered[best], [ordered[kind] for kind in others])
+        best = next(iter(ordered))
+        ordered[best] = _with_rival(ordered)
         spaces = {kind: self.scheduler.space_of(plan) for kind, plan in ordered.items()}
         breach = {
             kind: self._branches.breach(spaces[kind], rate_of(plan), waits=kind == best)
@@ -213,13 +215,14 @@ class Arrivals(Objective):
     def _best_nearby(self, best: CapacitySearch) -> CapacitySearch:
         """Return the best plan, or the one that repeated steps to better settings of its placement lead to."""
         tried = {repr(best.plan.policy)}
-        while True:
+        while time.perf_counter() < self._until:
             near = [(other, rate) for other, rate in self._nearby(best.plan) if repr(other.policy) not in tried]
             tried.update(repr(other.policy) for other, _ in near)
             found = self._best_of(sorted(near, key=lambda item: -item[1]), best, DOUBT_NEARBY)
             if found is None:
-                return best
+                break
             best = found
+        return best
 
     def _nearby(self, plan: Plan) -> list[tuple[Plan, float]]:
         """Return plans for the same placement, each with its rate in closed form: those that differ a little in one
@@ -252,9 +255,8 @@ class Arrivals(Objective):
             self._branches.count_waits()
         if self.scheduler.method == "optuna" or self._branches.breach(space, best.rate) > NOISE:
             return self._sampled_by_optuna(best)
-        # Each policy has been simulated by now: compiling its simulation, once on a machine, does not count.
-        until, settled, self._branches.best_rate = time.perf_counter() + MOST_SECONDS, 0, best.rate
-        for branch in self._branches.open(until):
+        settled, self._branches.best_rate = 0, best.rate
+        for branch in self._branches.open(self._until):
             if settled == MOST_SETTLED:
                 break
             if branch.space not in self._rated:
@@ -271,7 +273,7 @@ class Arrivals(Objective):
                 best = self._best_nearby(better)
                 best.precision = SHARP
                 self._branches.best_rate = best.rate
-        self._ended_early = not self._branches.tighten(until)
+        self._ended_early = not self._branches.tighten(self._until)
         return best
 
     def _sampled_by_optuna(self, best: CapacitySearch) -> CapacitySearch:
@@ -321,13 +323,16 @@ class Arrivals(Objective):
         )
 
 
-def _with_rival(plan: Plan, others: Sequence[Plan]) -> Plan:
-    """Return the plan with the best other one, if simulation does not tell their rates apart."""
+def _with_rival(ordered: dict[str, Plan]) -> Plan:
+    """Return the best of the policies' plans, with the next one as its rival if simulation does not tell them apart."""
+    plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
-    if not others or rate_of(others[0]) < (1 - noise) * rate_of(plan):
+    # waa-c and waa-m may divide devices alike: these are one plan.
+    other = next((one for one in others if (one.policy.kind, one.stages) != (plan.policy.kind, plan.stages)), None)
+    if other is None or rate_of(other) < (1 - noise) * rate_of(plan):
         return plan
-    rival = f"{others[0].policy.kind} keeps the bounds up to {rate_of(others[0]):.4g} requests/s"
+    rival = f"{other.policy.kind} keeps the bounds up to {rate_of(other):.4g} requests/s"
     return plan.model_copy(update={"search": plan.search.model_copy(update={"rival": rival})})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -135,11 +135,11 @@ def _check_maximised(problem: Problem) -> None:
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return the plans with one `waa` in place of waa-c and waa-m where these are the same plan."""
-    by_compute, by_memory = plans.get("waa-c"), plans.get("waa-m")
-    if by_compute is None or by_memory is None or by_compute.stages != by_memory.stages:
+    """Return the plans with one `waa`, the better one, in place of waa-c and waa-m that divide devices alike."""
+    both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
+    if len(both) < 2 or plans[both[0]].stages != plans[both[1]].stages:
         return plans
-    return {"waa" if kind == "waa-c" else kind: plan for kind, plan in plans.items() if kind != "waa-m"}
+    return {"waa" if kind == both[0] else kind: plan for kind, plan in plans.items() if kind != both[1]}
 
 
 def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
@@ -205,17 +205,26 @@ def is_uniform(plan: Plan) -> bool:
 
 def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") -> Plan | None:
     """Return the best plan of replicas of equal stages, without rra and waa; None if no such plan fits."""
-    uniform_search = scheduler(replace(problem, uniform=True), search)
+    problem = replace(problem, uniform=True)
     kinds = [kind for kind in runnable(UNIFORM_KINDS, problem.model) if problem.fixed.keys() <= variables_of(kind)]
     if not kinds:
         return None
-    objective: Objective = Saturated(uniform_search)
-    if problem.constraint.maximises_arrivals:
-        objective = Arrivals(uniform_search, partial(_with_figures, problem=problem), only_best=True)
     try:
-        return next(iter(objective.settle(kinds).values()))
+        if problem.constraint.maximises_arrivals:
+            return best_by_rate(problem, kinds, search)
+        return next(iter(Saturated(scheduler(problem, search)).settle(kinds).values()))
     except InfeasibleError:
         return None
+
+
+def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = "branch-and-bound") -> Plan:
+    """Return the plan of the highest arrival rate of some policies, proven, without an estimate of its error.
+
+    Raises:
+        InfeasibleError: none keeps the bounds.
+    """
+    objective = Arrivals(scheduler(problem, search), partial(_with_figures, problem=problem), only_best=True)
+    return next(iter(objective.settle(kinds).values()))
 
 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from xgpt.core.progress import Progress
 from xgpt.core.schema import Constraint
 from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
 from xscheduler.box_bounds import breach
@@ -131,17 +132,21 @@ class Branches:
 
     Args:
         constraint: the bounds that arriving requests must keep in the engine.
+        progress: is called for each branch that is bounded.
 
     Attributes:
         best_rate: the highest simulated rate so far.
     """
 
-    def __init__(self, candidates: Candidates, kinds: Sequence[str], constraint: Constraint) -> None:
+    def __init__(
+        self, candidates: Candidates, kinds: Sequence[str], constraint: Constraint, progress: Progress | None = None
+    ) -> None:
         relaxed = loosened(constraint, candidates.lengths)
         under = candidates.under(relaxed)
         self.best_rate = 0.0
         self._constraint, self._lengths = constraint, candidates.lengths
         self._waits: Waits | None = None
+        self._progress, self._num_bounded = progress, 0
         self._refined: dict[Hashable, float] = {}
         self.all = [
             _branch(candidates, kind, space, other)
@@ -192,6 +197,7 @@ class Branches:
         """Bound a branch; waa-c and waa-m may divide devices alike."""
         alike = branch.alike
         if alike not in self._refined:
+            self._say(branch)
             branch.refine(self.best_rate, self._waits)
             self._refined[alike] = branch.bound
         branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
@@ -205,11 +211,18 @@ class Branches:
             if time.perf_counter() > until:
                 return False
             if branch.alike not in closest:
+                self._say(branch)
                 branch.tighten(highest, self._waits)
                 closest[branch.alike] = branch.bound
             branch.bound = min(branch.bound, closest[branch.alike])
             highest = max(highest, branch.bound)
         return True
+
+    def _say(self, branch: Branch) -> None:
+        self._num_bounded += 1
+        if self._progress is not None:
+            parts = max(len(self.all), self._num_bounded)
+            self._progress(self._num_bounded, parts, f"bounding what placements keep: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
         """Return the rate that no settings of any branch, or of any of one policy, keep, or this rate if it is higher.
