@@ -83,6 +83,8 @@ def memory_of(row: dict[str, str]) -> LaneMemory:
     """Return the memory of a row's devices, whether or not the model fits."""
     spec, cluster, engine = model(row["model"]), load_cluster(row["cluster"]), load_engine(row["engine"])
     device = cluster.device.model_copy(update={"usable_memory": float(row["share"])})
+    if row["device_gib"]:
+        device = device.model_copy(update={"memory_bytes": round(float(row["device_gib"]) * 2**30)})
     if row["runs"] == "marlin":
         device = device.model_copy(update={"name": "installed without kernels of its own"})
     if row["runs"] == "flashinfer":

@@ -2,7 +2,8 @@
 
     python -m tools.make_config_defaults
 
-Only single numbers are kept: lists follow from the number of layers, and a reader makes them.
+Only single numbers are kept: lists follow from the number of layers, and a reader makes them; and what a class derives
+from other sizes where a config.json leaves it out, as K/V heads from heads, is derived here, too.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ LEFT_OUT = (
 
 
 def main() -> None:
-    found: dict[str, dict[str, float | bool]] = {}
+    table: dict[str, dict[str, float | bool]] = {}
     for family in sorted({*PLAIN, *ALSO}):
         if family not in CONFIG_MAPPING:
             continue
         values = CONFIG_MAPPING[family]().to_dict()
-        found[family] = {
+        table[family] = {
             name: value
             for name, value in sorted(values.items())
             if isinstance(value, (bool, int, float))
+            and getattr(CONFIG_MAPPING[family], name, value) is not None  # else it follows from other sizes
             and any(part in name for part in SIZES)
             and not any(part in name for part in LEFT_OUT)
         }
-    TABLE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(found)} families of transformers {__version__}")
+    TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(table)} families of transformers {__version__}")
 
 
 if __name__ == "__main__":

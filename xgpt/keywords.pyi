@@ -39,7 +39,7 @@ class PlanKeywords(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """config.json of the model, if `model` is a Hugging Face id. Nothing is downloaded."""
+    """config.json of the model: of the Hugging Face id that `model` is, or in its place. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
@@ -85,7 +85,7 @@ class FleetKeywords(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """config.json of the model, if `model` is a Hugging Face id. Nothing is downloaded."""
+    """config.json of the model: of the Hugging Face id that `model` is, or in its place. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
@@ -119,7 +119,7 @@ class ProfileKeywords(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """config.json of the model, if `model` is a Hugging Face id. Nothing is downloaded."""
+    """config.json of the model: of the Hugging Face id that `model` is, or in its place. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
@@ -171,7 +171,7 @@ class CompareKeywords(TypedDict, total=False):
     model: str | PathLike[str] | ModelSpec | None
     """Model: a shipped name, a YAML file, a checkpoint directory, or a Hugging Face id."""
     config: str | PathLike[str] | None
-    """config.json of the model, if `model` is a Hugging Face id. Nothing is downloaded."""
+    """config.json of the model: of the Hugging Face id that `model` is, or in its place. Nothing is downloaded."""
     cluster: str | PathLike[str] | ClusterSpec | None
     """Devices: local (this machine), local:N (N of its cores), a shipped name, or a YAML file."""
     dtype: Literal["float32", "float16", "bfloat16", "int8", "float8"] | None
@@ -275,7 +275,7 @@ class AutoscaleKeywords(TypedDict, total=False):
     arrival_rate_per_s: float | None
     """The present load, in requests a second, instead of `scrape`."""
     once: bool | None
-    """Print what is wanted now, and publish nothing."""
+    """Print the recommendation for now, and publish nothing."""
     look_s: float | None
     """Time between two looks at the load."""
     day_begins: str | PathLike[str] | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xgpt.checkpoints import hub
+from xgpt.checkpoints.files import read_config
 from xgpt.core.errors import InputError
 from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Profile, Workload
@@ -123,6 +124,8 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
         if request.config is not None:
             raise InputError("config", request.config, "it goes with a Hugging Face id as `model`")
         return model, None, None
+    if request.config is not None and "model" not in request.model_fields_set:  # a config alone is a model, too
+        return read_config(Path(request.config)), None, None
     spec, checkpoint = load_model(model, request.config)
     if hub.is_id(model) and not Path(model).exists():
         return spec, checkpoint, HUB + model

@@ -137,7 +137,11 @@ def _estimate(
         memory_bytes=memory_bytes,
         cost_per_million_tokens=None if hourly is None else hourly / 3600 / output_tokens_per_s * 1e6,
         reuse=None if problem.reused is None else _reuse(problem.reused, block_size),
-        warnings=(*_beyond_profile(problem, lengths, placement, values), *_taken_from_another(problem)),
+        warnings=(
+            *_beyond_profile(problem, lengths, placement, values),
+            *_taken_from_another(problem),
+            *_set_aside(problem),
+        ),
     )
 
 
@@ -152,6 +156,16 @@ def _taken_from_another(problem: Problem) -> tuple[str, ...]:
         return ()
     taken = problem.profile.provenance.get("efficiency", "another device")
     return (f"{device.name} states no `efficiency`: its step times have an A40's ({taken}); measure, or state them",)
+
+
+def _set_aside(problem: Problem) -> tuple[str, ...]:
+    """Return a warning if the engine also loads encoders of images or sound, and sets memory aside for their inputs."""
+    if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "native":
+        return ()
+    says = "what the engine sets aside for the largest image or sound is not counted: with vLLM serve text only"
+    return (
+        f"{problem.model.name} also reads images or sound; {says} (--language-model-only), or take a smaller share",
+    )
 
 
 def _beyond_profile(

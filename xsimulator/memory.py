@@ -24,7 +24,8 @@ from xsimulator.costs.speculating import Draft
 from xsimulator.lengths import Lengths
 from xsimulator.stages import Lane, StageShape
 
-WORKSPACE_BYTES = 256 * 2**20
+MIB = 2**20
+WORKSPACE_BYTES = 256 * MIB
 """Buffers of libraries and of the engine itself, activations not included."""
 
 
@@ -61,8 +62,8 @@ class StepBuffers:
     ) -> None:
         if keeps is None or keeps.framework == "native":
             self._most = float(SLICE_TOKENS)
-            state_bytes = float(activation_bytes_per_token(spec, precision.state))
-            self.rows: Array = np.asarray([(state_bytes, 0.0, 0.0)] * len(lane))
+            activations = float(activation_bytes_per_token(spec, precision.state))
+            self.rows: Array = np.asarray([(activations, 0.0, 0.0)] * len(lane))
             return
         self._most = np.inf
         size = 0 if keeps.shares_only_cache else BYTES_PER_ELEMENT[precision.state]
@@ -136,50 +137,14 @@ class LaneMemory:
         *,
         must_fit: bool = True,
     ) -> None:
-        size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
+        state = BYTES_PER_ELEMENT[precision.state]
         spec = spec.unpacked if precision.packs else spec
         self.lane = lane
         self.kept_blocks = kept_blocks
         self._usable = int(cluster.device.memory_bytes * cluster.device.usable_memory)
         tp = np.asarray([stage.tp for stage in lane], float)
-        decoder = np.asarray([stage.decoder_layers for stage in lane], float)
-        encoder = np.asarray([stage.encoder_layers for stage in lane], float)
-        table = spec.vocab_size * spec.hidden_size
-        # A tied matrix stands on both ends of a pipeline, and where they are one stage once, unless heads are packed.
-        shared = spec.tie_embeddings and not precision.packs
-        embeds, heads = (np.asarray([getattr(stage, end) for stage in lane], float) for end in ("embeds", "heads"))
-        # Products in eight bits leave embedding and head in half precision.
-        tables = embeds * state + heads * (1 - shared * embeds) * (state if precision.weights == "float8" else size)
-        if precision.screens:  # in eight bits, with two norms of each token, and as it was read: a tied embedding's
-            of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
-            tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
-        last = np.cumsum(decoder)
-        of_decoder = [
-            spec.layer_weight_bytes(precision.weights, int(end - count), int(end))
-            for end, count in zip(last, decoder, strict=True)
-        ]
-        unshared = np.asarray(
-            [
-                spec.unshared_bytes(precision.weights, int(end - count), int(end))
-                for end, count in zip(last, decoder, strict=True)
-            ]
-        )
-        shared = np.asarray(of_decoder) - unshared + encoder * spec.encoder_layer_params * size
-        tables = tables * table + embeds * state * spec.layer_embedding_params
-        # Where replicas hold the experts together, a device has fewer of them than its group's share.
-        fewer = 1 / tp - 1 / np.maximum(tp, [stage.ep for stage in lane])
-        experts = [
-            spec.expert_bytes(precision.weights, int(end - count), int(end))
-            for end, count in zip(last, decoder, strict=True)
-        ]
-        self.weight_bytes: Array = (shared + tables) / tp + unshared - fewer * experts
-        if keeps is not None:
-            multiples = 1, keeps.expert_multiple
-            if keeps.marlin_multiples is not None and not OWN_KERNELS.match(cluster.device.name):
-                multiples = keeps.marlin_multiples
-            self.weight_bytes += _padding(spec, precision.weights, lane, last, multiples)
-            if keeps.framework != "native":  # encoders of images and sound, which such engines load, too
-                self.weight_bytes += embeds * spec.tower_params * state / tp
+        last = np.cumsum([stage.decoder_layers for stage in lane])
+        self.weight_bytes: Array = _weight_bytes(spec, cluster, precision, lane, keeps)
         """Of one device of each stage."""
         kept = [
             _kept(spec, precision.kv, stage, int(end), context if keeps is not None and keeps.drops_windows else None)
@@ -193,7 +158,7 @@ class LaneMemory:
         self._block_bytes: Array = block_size * (np.asarray([grows for grows, _ in kept]) + drafted)
         self.request_bytes: Array = np.asarray([constant for _, constant in kept])
         """Bytes that a request of any length keeps on a device of each stage: states, and K/V within windows."""
-        if not decoder.any():
+        if not last[-1]:
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
         kept_bytes, group_bytes = WORKSPACE_BYTES, 0
@@ -216,10 +181,10 @@ class LaneMemory:
         worst = int(np.argmax(occupied))
         if must_fit and occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
+            weights = f"in {precision.weights}" if spec.quantization is None else "with weights as they are stored"
             raise InfeasibleError(
-                f"memory: {spec.name} needs {needed:.1f} GiB in {precision.weights} on a device of stage {worst} "
-                f"before any K/V, {cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller "
-                f"model",
+                f"memory: {spec.name} needs {needed:.1f} GiB {weights} on a device of stage {worst} before any K/V, "
+                f"{cluster.name} offers {offered:.1f} GiB; take more devices, larger ones or a smaller model",
                 nearest_bound_s=None,
                 binding="memory",
             )
@@ -255,6 +220,42 @@ class LaneMemory:
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
 
 
+def _weight_bytes(
+    spec: ModelSpec, cluster: ClusterSpec, precision: Precision, lane: Lane, keeps: EngineSpec | None
+) -> Array:
+    """Return the bytes of weights on one device of each stage."""
+    size, state = BYTES_PER_ELEMENT[precision.weights], BYTES_PER_ELEMENT[precision.state]
+    tp, decoder, encoder, embeds, heads = (
+        np.asarray([getattr(stage, name) for stage in lane], float)
+        for name in ("tp", "decoder_layers", "encoder_layers", "embeds", "heads")
+    )
+    # A tied matrix is on both ends of a pipeline, and once if they are one stage, unless heads are packed.
+    ties = spec.tie_embeddings and not precision.packs
+    # Products in eight bits leave embedding and head in half precision.
+    tables = embeds * state + heads * (1 - ties * embeds) * (state if precision.weights == "float8" else size)
+    if precision.screens:  # in eight bits, with two norms of each token, and as it was read: a tied embedding's
+        of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
+        tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
+    ends = np.cumsum(decoder)
+    spans = [(int(end - count), int(end)) for end, count in zip(ends, decoder, strict=True)]
+    layers, unshared, experts = (
+        np.asarray([bytes_of(precision.weights, *span) for span in spans])
+        for bytes_of in (spec.layer_weight_bytes, spec.unshared_bytes, spec.expert_bytes)
+    )
+    shared = layers - unshared + encoder * spec.encoder_layer_params * size
+    tables = tables * spec.vocab_size * spec.hidden_size + embeds * state * spec.layer_embedding_params
+    # If replicas hold the experts together, a device has fewer of them than its group's share.
+    fewer = 1 / tp - 1 / np.maximum(tp, [stage.ep for stage in lane])
+    weights: Array = (shared + tables) / tp + unshared - fewer * experts
+    if keeps is not None:
+        marlin = None if OWN_KERNELS.match(cluster.device.name) else keeps.marlin_multiples
+        multiples = marlin or (1, keeps.expert_multiple)
+        weights += _padding(spec, precision.weights, lane, ends, multiples, is_repacked=marlin is not None)
+        if keeps.framework != "native":  # encoders of images and sound, which such engines load, too
+            weights += embeds * spec.tower_params * state / tp
+    return weights
+
+
 def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: float | None) -> tuple[float, float]:
     """Return the bytes that a device of a stage keeps of each token, and of each request of any length."""
     grows = constant = 0.0
@@ -274,11 +275,15 @@ def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: f
     return grows, constant
 
 
-def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: tuple[int, int]) -> Array:
-    """Return the bytes by which experts grow on a device where kernels take sizes in multiples. # [stages]
+def _padding(
+    spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: tuple[int, int], *, is_repacked: bool
+) -> Array:
+    """Return the bytes by which experts in MXFP4 grow on a device whose kernels take sizes in multiples. # [stages]
 
     Args:
         multiples: of the hidden size, and of an expert's width.
+        is_repacked: whether kernels repack weights and scales into tensors of their own (Marlin's), beside which biases
+            count; in other figures they are contained.
     """
     stored = spec.quantization
     if stored is None or stored.kind != PADDED:
@@ -287,18 +292,32 @@ def _padding(spec: ModelSpec, dtype: DType, lane: Lane, ends: Array, multiples: 
     for stage, end in zip(lane, ends, strict=True):
         more = 0.0
         for kind in spec.kinds:
-            if (experts := kind.experts) is not None:
-                width = experts.ffn_size * min(stage.ep, stage.tp) / stage.tp
-                layers = kind.count(int(end) - stage.decoder_layers, int(end))
-                grows = _rounded(spec.hidden_size, multiples[0]) * _rounded(width, multiples[1]) - 1
-                more += grows * layers * experts.number * spec.sizes.expert(kind)
-        grown.append(more * size / max(stage.tp, stage.ep))
+            if (experts := kind.experts) is None:
+                continue
+            number, width = experts.number / stage.ep, experts.ffn_size * min(stage.ep, stage.tp) / stage.tp
+            hidden = _rounded_up(spec.hidden_size, multiples[0])
+            wide = _rounded_up(width, multiples[1])
+            products = [(spec.sizes.products - 1) * number * hidden * wide, number * hidden * wide]
+            layer = size * sum(products)
+            if is_repacked:
+                layer = sum(_allocated(product * part) for product in products for part in (0.5, size - 0.5))
+                layer += (
+                    experts.bias * BYTES_PER_ELEMENT["bfloat16"] * number * ((spec.sizes.products - 1) * wide + hidden)
+                )
+            layers = kind.count(int(end) - stage.decoder_layers, int(end))
+            more += layers * (layer - size * number * width * spec.hidden_size * spec.sizes.products)
+        grown.append(more)
     return np.asarray(grown)
 
 
-def _rounded(size: float, multiple: int) -> float:
-    """Return the factor by which a size grows to the next multiple of a number."""
-    return -(-size // multiple) * multiple / size
+def _rounded_up(size: float, multiple: int) -> float:
+    return float(-(-size // multiple) * multiple)
+
+
+def _allocated(size: float) -> float:
+    """Return the bytes that PyTorch's allocator uses for a tensor: it keeps a rest of up to 1 MiB of its last 2 MiB."""
+    rest = -size % (2 * MIB)
+    return size + rest if size >= 10 * MIB and rest <= MIB else size
 
 
 def capacity(

@@ -68,6 +68,13 @@ def test_the_cache_has_configs_and_weights(checkpoint: Path, tmp_path: Path, mon
         assert spec.name == "small-opt" and (directory is not None) == weights
 
 
+def test_a_config_is_a_model_by_itself(checkpoint: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "plan.json")
+    ran = CliRunner().invoke(cli, ["plan", "--config", config_of(checkpoint), *ASKED, "-o", out])
+    assert ran.exit_code == 0, ran.exception
+    assert json.loads(Path(out).read_text())["model"]["name"] == "wide"
+
+
 def test_an_unknown_id_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)

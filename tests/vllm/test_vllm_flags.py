@@ -9,17 +9,18 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from xgpt.comparing.flags import tables
 from xgpt.comparing.read import read_current
-from xgpt.comparing.vllm_command import GPU_SHARE
-from xgpt.comparing.vllm_flags import ALIASES, REFUSED, TAKES, VERSION, Takes
+from xgpt.comparing.vllm_command import GPU_SHARE, TABLE
+from xgpt.comparing.vllm_flags import REFUSED
 from xgpt.resolve import load_cluster
 from xrunner.vllm import TESTED_VERSION
 
 
-def takes(action: argparse.Action) -> Takes:
+def takes(action: argparse.Action) -> str:
     if isinstance(action, argparse.BooleanOptionalAction):
         return "switch"
-    found: dict[int | str | None, Takes] = {0: "nothing", None: "value", "?": "optional", "+": "many"}
+    found: dict[int | str | None, str] = {0: "nothing", None: "value", "?": "optional", "+": "many"}
     return found[action.nargs]
 
 
@@ -29,7 +30,7 @@ def parser() -> FlexibleArgumentParser:
 
 
 def test_flags_are_those_of_the_parser(parser: FlexibleArgumentParser) -> None:
-    assert VERSION == TESTED_VERSION
+    assert tables()["versions"]["vllm"] == TESTED_VERSION
     flags, aliases = {}, {}
     for action in parser._actions:
         names = [name for name in action.option_strings if not name.startswith("--no-")]
@@ -37,14 +38,14 @@ def test_flags_are_those_of_the_parser(parser: FlexibleArgumentParser) -> None:
         if first != "--help":
             flags[first[2:]] = takes(action)
             aliases |= {name: first[2:] for name in names if name != first}
-    assert flags == TAKES
-    assert aliases == ALIASES
+    assert flags == TABLE.takes
+    assert aliases == TABLE.aliases
 
 
 def test_neutral_values_hold_the_default(parser: FlexibleArgumentParser) -> None:
     defaults = {action.option_strings[0][2:]: action.default for action in parser._actions if action.option_strings}
     for name, (_, neutral) in REFUSED.items():
-        default = defaults[name]
+        default = defaults.get(name)  # None: a flag of earlier versions
         if default is None or not isinstance(default, str | int | float | bool):
             continue
         text = {True: "yes", False: "no"}.get(default, str(default)) if isinstance(default, bool) else str(default)

@@ -43,6 +43,20 @@ ALIASES: Mapping[str, str] = {
     "step3p7_text": "step3p5",
 }
 """Families that are another by the same fields."""
+_STATES_ONLY = "it has only state-space layers: nothing grows with tokens, so no K/V memory bounds a batch"
+NOT_READ: Mapping[str, str] = {
+    "dbrx": "it nests sizes in objects that are not read",
+    "falcon_mamba": _STATES_ONLY,
+    "mamba": _STATES_ONLY,
+    "mamba2": _STATES_ONLY,
+    "mpt": "its positions are biases on scores, which are not read",
+    "nemotron_3": "only vLLM calls it so; the checkpoint's own config.json says nemotron_h",
+    "timm_wrapper": "it generates no tokens",
+    "whisper": "its encoder reads sound",
+    "zamba": "several of its layers share one block of weights",
+    "zamba2": "several of its layers share one block of weights",
+}
+"""Families that are not read, and why."""
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where a config.json of a model that also reads images or sound holds its language model."""
 TOWERS = ("vision_config", "audio_config")
@@ -68,6 +82,8 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
             return language_model(outside | part | {"model_type": inner}, source)
     family = _known(f"{outer}")
     if family is None:
+        if (why := NOT_READ.get(f"{outer}")) is not None:
+            raise InputError(f"{source}: model_type", outer, f"this family is not planned: {why}")
         raise InputError(f"{source}: model_type", outer, f"known families: {', '.join(sorted(known_families()))}")
     return family, config
 
@@ -110,8 +126,7 @@ def _known(family: str) -> str | None:
 
 @cache
 def _defaults() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "defaults.json").read_text(encoding="utf-8"))
-    return found
+    return dict(json.loads((Path(__file__).parent / "defaults.json").read_text(encoding="utf-8")))
 
 
 def given_by_default(family: str) -> dict[str, Any]:

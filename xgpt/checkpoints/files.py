@@ -70,7 +70,8 @@ def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
     side = _read_object(path.parent / "hf_quant_config.json")
-    spec = spec_of(config, (directory or path).resolve().name, generation, headers, side, str(path))
+    named = directory or (path.parent if path.name == "config.json" else path.with_suffix(""))
+    spec = spec_of(config, named.resolve().name, generation, headers, side, str(path))
     end = None if directory is None else _tokenizer_end(directory)
     if end is None or end in spec.eos_token_ids or end >= spec.vocab_size:
         return spec
@@ -130,18 +131,18 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
     """
     path = directory / "generation_config.json"
     generation = _read_object(path) or {}
-    found = {name: generation[name] for name in SAMPLING_RANGES if generation.get(name) is not None}
-    for name, value in found.items():
+    settings = {name: generation[name] for name in SAMPLING_RANGES if generation.get(name) is not None}
+    for name, value in settings.items():
         low, high = SAMPLING_RANGES[name]
         if type(value) not in (int, float) or not low <= value <= high or (name == "top_k" and type(value) is not int):
             raise InputError(f"{path}: {name}", value, f"it must be {low:g} to {high:g}")
-    return found
+    return settings
 
 
 def default_output(directory: Path) -> int | None:
     """Return generation_config.json's limit on output tokens, for requests without one; None if it has none."""
-    found = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
-    return found if type(found) is int and found > 0 else None
+    most = (_read_object(directory / "generation_config.json") or {}).get("max_new_tokens")
+    return most if type(most) is int and most > 0 else None
 
 
 def _tokenizer_end(directory: Path) -> int | None:
@@ -217,8 +218,8 @@ def weight_files(directory: Path) -> list[Path]:
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
     """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None if none can be read."""
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
-    found = {STORED_DTYPES[name] for name in names}
-    return found.pop() if len(found) == 1 else None
+    dtypes = {STORED_DTYPES[name] for name in names}
+    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:

@@ -42,8 +42,8 @@ def cached(model_id: str) -> Path | None:
         return None
     if not re.fullmatch(r"[0-9a-f]{1,64}", revision):
         return None
-    found = model / "snapshots" / revision
-    return found if (found / "config.json").is_file() else None
+    snapshot = model / "snapshots" / revision
+    return snapshot if (snapshot / "config.json").is_file() else None
 
 
 def shipped_as(model_id: str) -> str | None:

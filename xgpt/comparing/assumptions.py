@@ -60,20 +60,20 @@ class Range(NamedTuple):
 
 def assumptions(workload: Workload, trace: TraceLengths | None) -> list[Assumption]:
     """Return the assumptions to vary, one at a time."""
-    found = [Assumption(f"mixed steps {100 * change:+.0f}% of their decodes", mixing=change) for change in MIXING]
-    found += [Assumption(f"steps of {100 * pace:.0f}% of their time", pace=pace) for pace in PACES]
+    varied = [Assumption(f"mixed steps {100 * change:+.0f}% of their decodes", mixing=change) for change in MIXING]
+    varied += [Assumption(f"steps of {100 * pace:.0f}% of their time", pace=pace) for pace in PACES]
     if trace is not None and len(trace.input) >= 2:
         half = len(trace.input) // 2
         for name, part in (("first", slice(half)), ("second", slice(half, None))):
             lengths = {"input": histogram_of(trace.input[part]), "output": histogram_of(trace.output[part])}
-            found.append(
+            varied.append(
                 Assumption(f"lengths of the trace's {name} half", workload=workload.model_copy(update=lengths))
             )
-        return found
+        return varied
     for factor in OUTPUTS:
         other = workload.model_copy(update={"output": _scaled(workload.output, factor)})
-        found.append(Assumption(f"outputs of {100 * factor:.0f}% of their length", workload=other))
-    return found
+        varied.append(Assumption(f"outputs of {100 * factor:.0f}% of their length", workload=other))
+    return varied
 
 
 def _scaled(lengths: Histogram, factor: float) -> Histogram:
@@ -94,10 +94,10 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
     now = _closed(plan, profile, Assumption("as planned"))
     if now <= 0:
         return [1.0] * (len(among) + 1)
-    found = [_closed(plan, profile, each) / now for each in among]
+    factors = [_closed(plan, profile, each) / now for each in among]
     constraint = plan.constraint.model_copy(update={"burstiness": BURSTS * plan.constraint.burstiness})
     burst = capacity(plan.model_copy(update={"constraint": constraint}), profile, rate_of(plan), edges=False)
-    return [*found, 1.0 if burst is None or rate_of(plan) <= 0 else burst.rate_per_s / rate_of(plan)]
+    return [*factors, 1.0 if burst is None or rate_of(plan) <= 0 else burst.rate_per_s / rate_of(plan)]
 
 
 def ranges(
@@ -107,12 +107,12 @@ def ranges(
     among = assumptions(current.workload, trace)
     names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
     now = np.asarray(changes(current, current_profile, among))
-    found = {}
+    by_policy = {}
     for kind, plan in plans.items():
         gain = rate_of(plan) / plan.num_devices / (rate_of(current) / current.num_devices)
         each = gain * np.asarray(changes(plan, profile, among)) / np.maximum(now, 1e-9)
-        found[kind] = Range(min(gain, float(each.min())), max(gain, float(each.max())), names[int(each.argmin())])
-    return found
+        by_policy[kind] = Range(min(gain, float(each.min())), max(gain, float(each.max())), names[int(each.argmin())])
+    return by_policy
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import floor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xgpt.benchmark import Load, bench_plan
+from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import Range, ranges
 from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.read import read_current
@@ -17,7 +18,17 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
 from xgpt.core.progress import Progress
 from xgpt.core.rates import rate_of
-from xgpt.core.schema import BenchReport, ChunkedSettings, ClusterSpec, DType, Plan, Precision, Profile, SearchMethod
+from xgpt.core.schema import (
+    BenchReport,
+    ChunkedSettings,
+    ClusterSpec,
+    DType,
+    ModelSpec,
+    Plan,
+    Precision,
+    Profile,
+    SearchMethod,
+)
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_cluster, load_engine, load_trace
@@ -103,8 +114,9 @@ def compare(
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
     running = None if current is None else read_current(current, cluster)
     notes = () if running is None else running.notes
-    if running is not None and running.model is not None and "model" not in request.model_fields_set:
-        request = request.model_copy(update={"model": running.model})
+    serves = None if running is None or "model" in request.model_fields_set else running.model
+    if serves is not None and (request.config is None or hub.is_id(serves)):
+        request = request.model_copy(update={"model": serves})
     if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":
         engine = engine_name(running)
         request = request.model_copy(update={"engine": engine})
@@ -117,21 +129,21 @@ def compare(
     if running is not None:
         trace = load_trace(request.workload) if isinstance(request.workload, str) else None
         longest = None if trace is None else int((trace.input + trace.output).max())
-        in_its_types = _in_types(request, problem, running, progress)
-        if in_its_types is not problem:
+        running_problem = _as_run(request, problem, running, progress)
+        if not _has_types(problem, running) and running_problem is not problem:
             weights, kv = types_of(problem, running)
             notes = (*notes, f"scored with weights in {weights} and K/V in {kv}, as it runs, unlike the plans")
-        scored = score_current(in_its_types, running, longest)
-        scored_profile = in_its_types.profile
+        scored = score_current(running_problem, running, longest)
+        scored_profile = running_problem.profile
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
-    found: dict[str, Range] = {}
+    gains: dict[str, Range] = {}
     if scored is not None and rate_of(scored) > 0:
-        found = ranges(plans, problem.profile, scored, scored_profile, trace)
-        kind = max(plans, key=lambda kind: found[kind].least)  # the first of equals
-        notes = (*notes, *_what_holds(plans, found, kind))
+        gains = ranges(plans, problem.profile, scored, scored_profile, trace)
+        kind = max(plans, key=lambda kind: gains[kind].least)  # the first of equals
+        notes = (*notes, *_what_holds(plans, gains, kind))
         plans = {kind: plans[kind], **plans}
     return Compared(
-        ranges=found,
+        ranges=gains,
         plans=plans,
         relaxed=relax(problem, request.search, next(iter(plans.values()))),
         current=scored,
@@ -142,16 +154,16 @@ def compare(
     )
 
 
-def _what_holds(plans: dict[str, Plan], found: dict[str, Range], kind: str) -> list[str]:
+def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
     """Return a line where the plan that gains most is not the one that holds up best, or none holds up."""
     first, lines = next(iter(plans)), []
     if kind != first:
         lines.append(
-            f"{first} gains more as planned, and {found[first].least:.2f} to {found[first].most:.2f} times whatever is "
-            f"assumed ({found[first].worst}): {kind} holds up better"
+            f"{first} gains more as planned, and {gains[first].least:.2f} to {gains[first].most:.2f} times whatever is "
+            f"assumed ({gains[first].worst}): {kind} holds up better"
         )
-    if found[kind].least < 1:
-        lines.append(f"no plan gains whatever is assumed: keep what runs now unless you measure ({found[kind].worst})")
+    if gains[kind].least < 1:
+        lines.append(f"no plan gains whatever is assumed: keep what runs now unless you measure ({gains[kind].worst})")
     return lines
 
 
@@ -174,14 +186,21 @@ def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
     return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
 
 
-def _in_types(
+def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
-    """Return the problem with step times in the types that the deployment runs in."""
-    if problem.cluster.device.type != "gpu" or request.profile is not None or _has_types(problem, current):
+    """Return the problem with step times in the types, and over the devices, that the deployment runs in and on."""
+    if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
-    dtype, kv_dtype = types_of(problem, current)
-    return resolve(request.model_copy(update={"dtype": dtype, "kv_dtype": kv_dtype}), progress)
+    changes: dict[str, Any] = {}
+    if not _has_types(problem, current):
+        changes = dict(zip(("dtype", "kv_dtype"), types_of(problem, current), strict=True))
+    if current.ep_degree > current.tp_degree and problem.model.experts is not None:  # replicas share the experts
+        nodes, rest = divmod(current.num_devices, problem.cluster.devices_per_node)
+        size = {"num_nodes": nodes} if not rest else {"num_nodes": 1, "devices_per_node": rest} if not nodes else {}
+        if size and current.num_devices < problem.cluster.num_devices:
+            changes["cluster"] = problem.cluster.model_copy(update=size)
+    return resolve(request.model_copy(update=changes), progress) if changes else problem
 
 
 def _has_types(problem: Problem, current: CurrentEngine) -> bool:
@@ -203,30 +222,36 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
             the engine accepts, so that it does not start.
     """
     check_current(problem, current, longest)
+    if current.text_only:
+        problem = replace(problem, model=problem.model.model_copy(update={"tower_params": 0}))
     device = problem.cluster.device
     if current.usable_memory is not None:
         device = device.model_copy(update={"usable_memory": current.usable_memory})
     cluster = problem.cluster.model_copy(update={"device": device})
-    deployed = problem.engine
+    engine = None if problem.engine is None else current.as_started(problem.engine)
+    deployed = engine
     if cluster.device.type == "gpu":
-        deployed = (deployed or load_engine("vllm")).model_copy(update={"max_batch": current.max_num_seqs})
-    search = scheduler(replace(problem, cluster=cluster, kv="quantile", deployed=deployed))
+        deployed = (engine or load_engine("vllm")).model_copy(update={"max_batch": current.max_num_seqs})
+    chooser = scheduler(replace(problem, cluster=cluster, kv="quantile", engine=engine, deployed=deployed))
     ep_degree = 1 if problem.model.experts is None else current.ep_degree
-    placement = search.candidates.uniform_placement(
+    placement = chooser.candidates.uniform_placement(
         "chunked", current.tp_degree, current.num_stages, current.replicas, ep_degree
     )
     micro = placement.microbatches
-    step_tokens = np.asarray([current.max_num_batched_tokens])
-    most = floor(search.candidates.space("chunked", placement).capacity_beside(step_tokens)[0])
+    step_tokens = current.step_tokens(problem.model.max_context)
+    space = chooser.candidates.space("chunked", placement)
+    if cluster.device.type == "gpu":
+        memory = space.limits.memory
+        blocks = float(memory.blocks_beside(step_tokens)[0]) - memory.request_blocks
+        _check_starts(current, problem.model, int(blocks) * space.limits.block_size)
+    most = floor(space.capacity_beside(np.asarray([step_tokens]))[0])
     settings = ChunkedSettings(
         # A step is a micro-batch's; vLLM's limits are those of a step, and of all requests inside.
-        token_budget=micro * current.max_num_batched_tokens,
+        token_budget=micro * step_tokens,
         max_batch=max(1, min(current.max_num_seqs, most)),
         **placement.fixed,
     )
-    plan = search.score(settings, placement)
-    if cluster.device.type == "gpu":
-        _check_starts(plan, current)
+    plan = chooser.score(settings, placement)
     return with_capacity(plan, problem.profile, predicted_rate(plan, problem.profile))
 
 
@@ -256,19 +281,21 @@ def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str
     )
 
 
-def _check_starts(plan: Plan, current: CurrentEngine) -> None:
+def _check_starts(current: CurrentEngine, model: ModelSpec, holds: int) -> None:
     """Refuse a deployment that does not start.
 
+    Args:
+        holds: tokens of the longest request for which K/V memory has room while no other request is there.
+
     Raises:
-        InfeasibleError: its K/V memory holds less than one request of the longest length that it accepts.
+        InfeasibleError: that is less than the longest request that it accepts.
     """
-    holds = min(stage.kv_blocks for stage in plan.stages) * plan.block_size
-    accepts = current.max_model_len or plan.model.max_context
+    accepts = current.max_model_len or model.max_context
     if holds < accepts and not current.shortens:
-        where = "--max-model-len" if current.max_model_len else f"the context of {plan.model.name}"
+        where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
         message = (
-            f"what runs now would not start: its K/V memory holds {holds} tokens, fewer than the {accepts} of {where}; "
-            "give it a shorter one, more devices, or more of their memory"
+            f"what runs now would not start: its K/V memory holds {max(0, holds)} tokens, fewer than the {accepts} of "
+            f"{where}; give it a shorter one, more devices, or more of their memory"
         )
         raise InfeasibleError(message, nearest_bound_s=None, binding="memory")
 
@@ -287,6 +314,10 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:
         raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
+    cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
+    if cuts_experts and problem.model.experts is not None:
+        accepted = "vLLM then cuts each expert across all replicas, which is not scored: add --enable-expert-parallel"
+        raise InputError("current: --data-parallel-size", current.replicas, accepted)
     # On a CPU vLLM runs in what the config says, and plans are in float32: their step times are all there is.
     is_known = current.dtype in (None, problem.profile.dtype)
     if cluster.device.type == "gpu":

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from xgpt.core.errors import InputError
-from xgpt.core.schema import DType
+from xgpt.core.schema import DType, EngineSpec
 
 
 @dataclass(frozen=True)
 class CurrentEngine:
-    """The settings of a running engine, which cuts prompts into chunks.
+    """The settings of a running engine.
 
     Attributes:
         num_stages: pipeline stages of a replica, `tp_degree` devices each.
-        ep_degree: parts into which these devices divide the experts of a layer.
+        ep_degree: devices that divide the whole experts of a layer among them, perhaps those of several replicas.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
         usable_memory: share of a device's memory that it uses; None: the cluster's.
@@ -28,6 +29,10 @@ class CurrentEngine:
         framework: the engine, as configs/engines names it.
         version: its version, as far as the image's tag says it.
         model: the model that the command serves; None if it names none.
+        cuts_prompts: whether a step may take a part of a prompt.
+        drops_windows: whether it frees keys and values that have left all windows of a layer.
+        text_only: whether it leaves out the encoders of images and sound that a model has.
+        schedules_ahead: whether it decides a step while the one before it runs; None: as the engine does by default.
     """
 
     tp_degree: int
@@ -46,10 +51,35 @@ class CurrentEngine:
     framework: str = "vllm"
     version: str | None = None
     model: str | None = None
+    cuts_prompts: bool = True
+    drops_windows: bool = True
+    text_only: bool = False
+    schedules_ahead: bool | None = None
 
     @property
     def num_devices(self) -> int:
         return self.tp_degree * self.num_stages * self.replicas
+
+    def step_tokens(self, context: int) -> int:
+        """Return the tokens of a largest step, which holds the longest request if prompts are not cut.
+
+        Args:
+            context: the model's.
+        """
+        longest = 0 if self.cuts_prompts else self.max_model_len or context
+        return max(self.max_num_batched_tokens, longest)
+
+    def as_started(self, engine: EngineSpec) -> EngineSpec:
+        """Return an engine with the loop that the command asks for."""
+        changes: dict[str, Any] = {}
+        if self.schedules_ahead is not None:
+            changes["schedules_ahead"] = self.schedules_ahead
+        if not self.drops_windows:
+            changes["drops_windows"] = False
+        if not self.cuts_prompts:
+            sources = engine.sources | {"cuts_prompts": "--no-enable-chunked-prefill"}
+            changes |= {"cuts_prompts": False, "sources": sources}
+        return engine.model_copy(update=changes)
 
 
 def is_model(served: str, name: str) -> bool:

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from xgpt.core.errors import InputError, nearest
 from xgpt.core.io import load_yaml
+from xgpt.core.schema import DType
 
 T = TypeVar("T")
 
+DTYPES: dict[str, DType | None] = {
+    "auto": None, "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
+    "float32": "float32",
+}  # fmt: skip
+"""Types by the names that engines share."""
+NO_TABLES = "no step times are known for it"
+DRAFTS = "how many tokens a step gives depends on the drafts that are accepted"
+TRANSFER = "traffic of K/V between engines is not scored"
+SCHEDULE = "it changes which requests run together, in a way that is not scored"
+CAPTURED = "step times are those of captured graphs"
 VARIABLE = "it is a variable of the shell: write its value"
 
 Given = dict[str, str]
 """Flags by their long name: the value, "yes" or "no" for a switch, JSON for a value given in parts."""
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """Return what `python -m tools.make_flags` read of released engines: versions, flags, aliases, quantisations."""
+    return dict(json.loads((Path(__file__).parent / "engine_flags.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,18 @@ class FlagTable:
     aliases: Mapping[str, str]
     abbreviates: bool = True
     earlier: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, engine: str, name: str, *, abbreviates: bool = True) -> FlagTable:
+        """Return the table of an engine's release.
+
+        Args:
+            name: the engine's, for messages.
+        """
+        document = tables()
+        takes, earlier = document["takes"][engine], document["takes"].get(f"{engine}, earlier", {})
+        aliases = document["aliases"][engine]
+        return cls(f"{name} {document['versions'][engine]}", takes, aliases, abbreviates, earlier)
 
     def read(self, words: list[str]) -> tuple[Given, list[str]]:
         """Return the flags of words like `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`, and
@@ -150,6 +180,43 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
         return cast(T, read(given[name]))
     except ValueError as error:
         raise InputError(f"current: --{name}", given[name], str(error)) from None
+
+
+def refuse(given: Given, why: Mapping[str, str]) -> None:
+    """Refuse flags that change speed or memory in a way that is not scored.
+
+    Args:
+        why: the reason, by the name or by a pattern of names.
+
+    Raises:
+        InputError: such a flag is given, and switched on.
+    """
+    for name, value in given.items():
+        reason = why.get(name) or next((why[pattern] for pattern in why if re.fullmatch(pattern, name)), None)
+        if reason is not None and value != "no":
+            raise InputError(f"current: --{name}", value, f"{reason}; leave it out to compare without it")
+
+
+def types_of(
+    given: Given, dtypes: Mapping[str, DType | None], kv_names: Sequence[str], weights_names: Sequence[str]
+) -> tuple[DType | None, DType | None, str | None]:
+    """Return the types of weights and K/V (None: the model's), and how the checkpoint stores its weights.
+
+    Args:
+        dtypes: the types of the engine, by its names.
+        kv_names: the engine's names of K/V in eight bits.
+        weights_names: its names of quantisations to eight bits.
+
+    Raises:
+        InputError: a type is not known.
+    """
+    weights = value_of(given, "quantization", str, "") or None
+    kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")
+    for flag, value, known in (("kv-cache-dtype", kv, (*dtypes, *kv_names)), ("dtype", name, tuple(dtypes))):
+        if value not in known:
+            raise InputError(f"current: --{flag}", value, f"known: {', '.join(known)}")
+    kv_dtype: DType | None = "float8" if kv in kv_names else dtypes[kv] or dtypes[name]
+    return ("float8", kv_dtype, None) if weights in weights_names else (dtypes[name], kv_dtype, weights)
 
 
 def count(text: str) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -63,13 +63,12 @@ class Launched:
     words: list[str]
     image: str = ""
     devices: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def version(self) -> str | None:
         """Version in the image's tag, such as 0.15.1; None if it has none."""
-        found = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
-        return None if found is None else found[1]
+        tag = re.search(r":v?(\d+\.\d+(\.\d+)?)", self.image)
+        return None if tag is None else tag[1]
 
 
 def find_engine(text: str) -> Launched:
@@ -89,7 +88,7 @@ def find_engine(text: str) -> Launched:
             raise InputError("current", text, "it cannot be read as text") from None
     documents = _documents(text)
     if documents:
-        return _one([found for document in documents for found in in_manifest(document)], "the manifest")
+        return _one([launched for document in documents for launched in in_manifest(document)], "the manifest")
     return _one(list(in_shell(text)), shorten(text))
 
 
@@ -99,18 +98,18 @@ def shorten(text: str) -> str:
     return line if len(line) <= 100 else line[:97] + "..."
 
 
-def _one(found: list[Launched], text: str) -> Launched:
-    if len(found) == 1:
-        return found[0]
-    if not found:
+def _one(launched: list[Launched], text: str) -> Launched:
+    if len(launched) == 1:
+        return launched[0]
+    if not launched:
         accepted = (
             "give a command that starts with vllm serve, sglang serve or trtllm-serve, or a docker run, Compose file, "
             "pod or Helm values that have one"
         )
         raise InputError("current", text, accepted)
-    if all((each.engine, each.words) == (found[0].engine, found[0].words) for each in found):
-        return found[0]
-    raise InputError("current", text, f"it starts {len(found)} engines: give the command of one")
+    if all((each.engine, each.words) == (launched[0].engine, launched[0].words) for each in launched):
+        return launched[0]
+    raise InputError("current", text, f"it starts {len(launched)} engines: give the command of one")
 
 
 def _documents(text: str) -> list[Any]:
@@ -231,9 +230,9 @@ def _in_docker(words: list[str]) -> Iterator[Launched]:
 
 
 def _in_container(image: str, entrypoint: list[str], arguments: list[str]) -> Iterator[Launched]:
-    found = list(_in_words([*entrypoint, *arguments], image))
-    if found or entrypoint:
-        yield from (Launched(each.engine, each.words, image) for each in found)
+    launched = list(_in_words([*entrypoint, *arguments], image))
+    if launched or entrypoint:
+        yield from (Launched(each.engine, each.words, image) for each in launched)
         return
     name = image.lower()
     engine = next((engine for part, engine in IMAGES.items() if part in name), None)
@@ -262,8 +261,8 @@ def in_manifest(node: Any) -> Iterator[Launched]:
         entrypoint = [_filled(word, environment) for word in entrypoint]
         arguments = [_filled(word, environment) for word in arguments]
         devices = _devices(node)
-        for found in _in_container(node["image"], entrypoint, arguments):
-            yield Launched(found.engine, found.words, found.image, devices)
+        for launched in _in_container(node["image"], entrypoint, arguments):
+            yield Launched(launched.engine, launched.words, launched.image, devices)
         return
     for value in node.values():
         yield from in_manifest(value)
@@ -303,14 +302,14 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
     given = node.get("env", node.get("environment", {}))
     if isinstance(given, dict):
         return {str(name): str(value) for name, value in given.items()}
-    found = {}
+    variables = {}
     for each in given or []:
         if isinstance(each, dict) and "value" in each:
-            found[str(each.get("name"))] = str(each["value"])
+            variables[str(each.get("name"))] = str(each["value"])
         elif isinstance(each, str) and "=" in each:
             name, _, value = each.partition("=")
-            found[name] = value
-    return found
+            variables[name] = value
+    return variables
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:
@@ -326,8 +325,8 @@ def _filled(word: str, environment: Mapping[str, str]) -> str:
 def _devices(node: dict[str, Any]) -> int | None:
     resources = node.get("resources", {})
     for kind in ("limits", "requests"):
-        limits = resources.get(kind, {}) if isinstance(resources, dict) else {}
-        for name, number in (limits or {}).items():
+        resource = resources.get(kind, {}) if isinstance(resources, dict) else {}
+        for name, number in (resource or {}).items():
             if str(name).endswith("/gpu") and str(number).isdecimal():
                 return int(number)
     return None

@@ -24,12 +24,12 @@ def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
             a way that is not scored.
     """
     launched = find_engine(text)
-    found = READERS[launched.engine](launched.words, cluster)
-    notes = (*found.notes, *_device_note(found, launched))
-    return replace(found, version=launched.version, notes=notes)
+    current = READERS[launched.engine](launched.words, cluster)
+    notes = (*current.notes, *_device_note(current, launched))
+    return replace(current, version=launched.version, notes=notes)
 
 
-def _device_note(found: CurrentEngine, launched: Launched) -> list[str]:
-    if launched.devices in (None, found.num_devices):
+def _device_note(current: CurrentEngine, launched: Launched) -> list[str]:
+    if launched.devices in (None, current.num_devices):
         return []
-    return [f"the manifest requests {launched.devices} devices, the engine uses {found.num_devices}"]
+    return [f"the manifest requests {launched.devices} devices, the engine uses {current.num_devices}"]

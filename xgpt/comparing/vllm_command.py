@@ -7,11 +7,21 @@ import re
 from collections.abc import Mapping
 
 from xgpt.comparing.current import CurrentEngine
-from xgpt.comparing.flag_tables import flags_of
-from xgpt.comparing.flags import VARIABLE, FlagTable, Given, count, share, value_of
-from xgpt.comparing.vllm_flags import ALIASES, NEUTRAL_PARTS, QUANTIZATIONS, REFUSED, TAKES, VERSION
+from xgpt.comparing.flags import (
+    CAPTURED,
+    DTYPES,
+    NO_TABLES,
+    VARIABLE,
+    FlagTable,
+    count,
+    share,
+    tables,
+    types_of,
+    value_of,
+)  # fmt: skip
+from xgpt.comparing.vllm_flags import NEUTRAL_PARTS, REFUSED
 from xgpt.core.errors import InputError
-from xgpt.core.schema import ClusterSpec, DType
+from xgpt.core.schema import ClusterSpec
 
 DEFAULTS = ((160, 1024, 16384), (70, 1024, 8192), (0, 256, 2048))
 """Defaults of vLLM's server: (GiB of device memory from which they hold, requests, tokens in a step)."""
@@ -22,37 +32,16 @@ CPU_DEFAULTS = (128, 2048)
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM uses by default."""
 BLOCK_SIZE = 16
-DTYPES: dict[str, DType | None] = {
-    "auto": None,
-    "half": "float16",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float": "float32",
-    "float32": "float32",
-}
 EIGHT_BIT_KV = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla")
 EIGHT_BIT_WEIGHTS = ("fp8", "fbgemm_fp8", "ptpc_fp8", "modelopt")
 STORED = (
-    "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4", "modelopt_fp4",
-    "modelopt_mixed", "quark", "nvfp4",
+    "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "moe_wna16", "compressed-tensors", "mxfp4",
+    "gpt_oss_mxfp4", "modelopt_fp4", "modelopt_mixed", "quark", "deepseek_v4_fp8",
 )  # fmt: skip
 """Names of how a checkpoint stores its weights: its config says the same."""
 MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
-TABLE = FlagTable(f"vLLM {VERSION}", TAKES, ALIASES, earlier=flags_of("vllm"))
-EARLIER_REFUSED = {
-    "calculate-kv-scales": "no step times are known for it",
-    "enable-lora-bias": "no step times are known for it",
-    "num-lookahead-slots": "how many tokens a step gives depends on the drafts that are accepted",
-    "max-long-partial-prefills": "it changes which requests run together, in a way that is not scored",
-    "max-num-partial-prefills": "it changes which requests run together, in a way that is not scored",
-    "num-scheduler-steps": "it changes which requests run together, in a way that is not scored",
-    "scheduler-delay-factor": "it changes which requests run together, in a way that is not scored",
-    "rope-scaling": "it changes the model: give its config.json as `config`",
-    "max-seq-len-to-capture": "step times are those of captured graphs",
-    "cuda-graph-sizes": "step times are those of captured graphs",
-}
-"""Flags of earlier versions that change speed or memory; the others of them do not."""
+TABLE = FlagTable.of("vllm", "vLLM")
 
 
 def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
@@ -72,21 +61,15 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         raise InputError("current", free[1], why)
     for name, value in given.items():
         value = _as_json(name, value)
-        why, neutral = REFUSED.get(name, (EARLIER_REFUSED.get(name, ""), ()))
+        why, neutral = REFUSED.get(name, ("", ()))
         if why and value not in neutral and value != "{}":
             raise InputError(f"current: --{name}", value, f"{why}; leave it out to compare without it")
     on_gpu = cluster.device.type == "gpu"
-    _only(given, "enable-chunked-prefill", ["yes"], "only engines with chunked prompts can be scored")
-    if on_gpu:
-        _only(given, "enforce-eager", ["no"], "step times are those of captured graphs")
-        _only(given, "async-scheduling", ["yes"], "step times are those of a loop that runs during the device's work")
+    if on_gpu and given.get("enforce-eager") == "yes":
+        raise InputError("current: --enforce-eager", "--enforce-eager", CAPTURED)
     stages = value_of(given, "pipeline-parallel-size", count, 1)
     degree = value_of(given, "tensor-parallel-size", count, 1)
     replicas = value_of(given, "data-parallel-size", count, 1)
-    by_experts = given.get("enable-expert-parallel") == "yes"
-    if by_experts and replicas > 1:
-        accepted = "with it experts would be divided among all replicas, which is not scored; leave one of them out"
-        raise InputError("current: --enable-expert-parallel", f"--data-parallel-size {replicas}", accepted)
     default_seqs, default_tokens = _defaults(cluster, degree * stages)
     tokens = value_of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = value_of(given, "max-num-seqs", count, min(default_seqs, tokens))
@@ -94,6 +77,10 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         raise InputError(
             "current: --max-num-batched-tokens", tokens, f"vLLM wants no fewer than --max-num-seqs, {seqs}"
         )
+    longest, cuts_prompts = value_of(given, "max-model-len", _length, None), given.get("enable-chunked-prefill") != "no"
+    if not cuts_prompts and "max-num-batched-tokens" in given and tokens < (longest or 0):
+        accepted = f"without chunked prefill vLLM wants no fewer than --max-model-len, {longest}"
+        raise InputError("current: --max-num-batched-tokens", tokens, accepted)
     notes = [
         f"{name} {value}: vLLM's default on this device"
         for name, value in (("max-num-seqs", seqs), ("max-num-batched-tokens", tokens))
@@ -103,24 +90,29 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         notes.append("prefix caching: no hits are counted, as the workload says lengths alone")
     if (size := value_of(given, "block-size", count, BLOCK_SIZE)) != BLOCK_SIZE:
         notes.append(f"block-size {size}: K/V are scored in blocks of {BLOCK_SIZE} tokens")
-    dtype, kv_dtype, quantization = _dtypes(given)
+    _check_quantization(value_of(given, "quantization", str, None))
+    dtype, kv_dtype, quantization = types_of(given, DTYPES, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
     if not on_gpu and dtype is None:
         notes.append("dtype: taken to be what the plans are in")
     return CurrentEngine(
         tp_degree=degree,
         num_stages=stages,
         replicas=replicas,
-        ep_degree=degree if by_experts else 1,
+        ep_degree=degree * replicas if given.get("enable-expert-parallel") == "yes" else 1,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         usable_memory=value_of(given, "gpu-memory-utilization", share, GPU_SHARE if on_gpu else None),
-        max_model_len=value_of(given, "max-model-len", _length, None),
+        max_model_len=longest,
         shortens=given.get("max-model-len") in ("-1", "auto"),
         dtype=dtype,
         kv_dtype=kv_dtype,
         quantization=quantization,
         notes=tuple(notes),
         model=next(iter(free), given.get("model")),
+        cuts_prompts=cuts_prompts,
+        drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
+        text_only=given.get("language-model-only") == "yes",
+        schedules_ahead={"yes": True, "no": False}.get(given.get("async-scheduling", "")),
     )
 
 
@@ -145,12 +137,6 @@ def _without_neutral(value: dict[str, object], neutral: Mapping[str, tuple[objec
     return kept
 
 
-def _only(given: Given, name: str, accepted: list[str], why: str) -> None:
-    if given.get(name, accepted[0]) not in accepted:
-        shown = {"yes": f"--{name}", "no": f"--no-{name}"}.get(given[name], given[name])
-        raise InputError(f"current: --{name}", shown, why)
-
-
 def _whole(text: str) -> int:
     """Return the number in text like 8192, 8k (8,000), 8K (8,192) or 1.5k."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in MULTIPLES else (text, "")
@@ -163,22 +149,11 @@ def _length(text: str) -> int | None:
     return None if text in ("-1", "auto") else _whole(text)
 
 
-def _dtypes(given: Given) -> tuple[DType | None, DType | None, str | None]:
-    """Return the types of weights and K/V (None: the model's), and how the checkpoint stores its weights."""
-    weights = value_of(given, "quantization", str, "") or None
-    kv, name = value_of(given, "kv-cache-dtype", str, "auto"), value_of(given, "dtype", str, "auto")
+def _check_quantization(weights: str | None) -> None:
     if weights is not None and weights not in (*EIGHT_BIT_WEIGHTS, *STORED):
         scored = f"those that are scored: {', '.join((*EIGHT_BIT_WEIGHTS, *STORED))}"
-        why = "no step times are known for it" if weights in QUANTIZATIONS else "vLLM has no such method"
+        why = NO_TABLES if weights in tables()["quantizations"] else "vLLM has no such method"
         raise InputError("current: --quantization", weights, f"{why}; {scored}")
-    if kv not in DTYPES and kv not in EIGHT_BIT_KV:
-        raise InputError("current: --kv-cache-dtype", kv, f"known: {', '.join((*DTYPES, *EIGHT_BIT_KV))}")
-    if name not in DTYPES:
-        raise InputError("current: --dtype", name, f"known: {', '.join(DTYPES)}")
-    kv_dtype: DType | None = "float8" if kv in EIGHT_BIT_KV else DTYPES[kv] or DTYPES[name]
-    if weights in EIGHT_BIT_WEIGHTS:
-        return "float8", kv_dtype, None
-    return DTYPES[name], kv_dtype, weights
 
 
 def _defaults(cluster: ClusterSpec, replica_devices: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
-    found = read_rows(path, field)
+    trace = read_rows(path, field)
     inputs: list[int] = []
     outputs: list[int] = []
     times: list[float] = []
@@ -96,7 +96,7 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
     answers: list[tuple[int, ...]] = []
     sizes: set[int] = set()
     num_rows, are_dates = 0, False
-    for row in found.rows:
+    for row in trace.rows:
         num_rows += 1
         tokens = [_length(row.where, name, value) for name, value in (("input", row.input), ("output", row.output))]
         if 0 in tokens:
@@ -123,18 +123,18 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
     if not inputs:
         empty = f"none of its {num_rows} rows has input and output tokens" if num_rows else "it holds no requests"
         raise InputError(field, str(path), empty)
-    notes = list(found.notes)
+    notes = list(trace.notes)
     if (left_out := num_rows - len(inputs)) > 0:
         notes.append(f"{left_out} of {num_rows} rows have no input or no output tokens and are left out")
     prefixes = TracePrefixes(sizes.pop(), tuple(prompts), tuple(answers)) if prompts else None
     seconds = None
     if times:
-        unit, is_known = ("s", True) if are_dates else _unit(path, field, found.time_name, times, row, prefixes)
+        unit, is_known = ("s", True) if are_dates else _unit(path, field, trace.time_name, times, row, prefixes)
         seconds = UNITS[unit] * np.array(times)
         if not is_known:
             span_s = float(seconds.max() - seconds.min())
             rate = f", {(len(times) - 1) / span_s:.3g} a second" if span_s > 0 else ""
-            says = f"`{found.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {span_s:.4g} s{rate}"
+            says = f"`{trace.time_name}` is read as {WORDS[unit]}: {len(times)} requests in {span_s:.4g} s{rate}"
             notes.append(f"{says}; a name like timestamp_ms states the unit")
     for note in notes:
         logger.warning("%s: %s", path.name, note)
@@ -223,14 +223,14 @@ def _date_s(text: str) -> float:
 
 def _read_metrics(path: Path, text: str, field: str) -> Workload:
     """Return the lengths in the histograms of a page of metrics, spread evenly over each bucket."""
-    found = {role: _buckets(text, names) for role, names in METRICS.items()}
-    for role, (buckets, _) in found.items():
+    histograms = {role: _buckets(text, names) for role, names in METRICS.items()}
+    for role, (buckets, _) in histograms.items():
         if not buckets or not max(buckets.values()):
             accepted = f"it has no requests in a histogram of {role} lengths, such as vllm:{METRICS[role][0]}"
             raise InputError(field, str(path), accepted)
-    spread = {role: _spread(buckets) for role, (buckets, _) in found.items()}
+    spread = {role: _spread(buckets) for role, (buckets, _) in histograms.items()}
     for role, histogram in spread.items():
-        mean = found[role][1]
+        mean = histograms[role][1]
         logger.warning(
             "%s: %s lengths are spread evenly over each bucket: %.0f tokens in the mean%s; which inputs go with which "
             "outputs is not known",

@@ -90,7 +90,7 @@ class LaneCost:
         self._degrees = {stage.group: tables[stage.group] for stage, _ in self.kinds}
         self._embedding = Line.of(profile.embedding)
         self._overhead = Line.of(profile.overhead)
-        if engine is not None and engine.scheduler == "xgpt" and profile.source != "measured":
+        if engine is not None and not engine.schedules_ahead and profile.source != "measured":
             self._overhead += Line([1, 2], [engine.waiting_step_s + n * engine.waiting_request_s for n in (1, 2)])
         self._near = None if profile.hop is None else Line.of(profile.hop)
         self._far = None if profile.inter_node_hop is None else Line.of(profile.inter_node_hop)

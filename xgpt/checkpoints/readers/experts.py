@@ -54,6 +54,7 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
         "number": count({"num_local_experts": 128} | config, "num_local_experts"),
         "active": count({"num_experts_per_tok": 4} | config, "num_experts_per_tok"),
         "ffn_size": fields["ffn_size"],
+        "bias": True,
     }
     expert_fields = {"experts": experts, "attention_sinks": True}
     return fields | expert_fields | windows(config, 128, 2) | rope(config, ANY, 150000.0)

@@ -58,12 +58,12 @@ def _fields(family: str, config: Config) -> Config:
         config["num_hidden_layers"] = config["num_layers"]
     number, hidden = count(config, "num_hidden_layers"), count(config, "hidden_size")
     mixers, feeds = _mixers(family, config, number), _feeds(family, config, number)
-    found: dict[tuple[Any, ...], list[int]] = {}
+    layers_of: dict[tuple[Any, ...], list[int]] = {}
     for layer in range(number):
-        found.setdefault((*mixers[layer], *feeds[layer]), []).append(layer)
+        layers_of.setdefault((*mixers[layer], *feeds[layer]), []).append(layer)
     blocks = [
         Block(layers=tuple(layers), attention=attention, recurrent=recurrent, ffn_size=ffn, experts=experts)
-        for (attention, recurrent, ffn, experts), layers in found.items()
+        for (attention, recurrent, ffn, experts), layers in layers_of.items()
     ]
     attentions = [block.attention for block in blocks if block.attention is not None]
     if not attentions:
@@ -104,17 +104,17 @@ def _layer_embeddings(config: Config, number: int) -> int:
 
 def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | None, Recurrent | None]]:
     kinds = _layer_types(family, config, number)
-    found: list[tuple[Attention | None, Recurrent | None]] = []
+    mixers: list[tuple[Attention | None, Recurrent | None]] = []
     if (searched := config.get("block_configs")) is not None:
         return [(_searched_attention(config, block["attention"]), None) for block in searched]
     for layer, kind in enumerate(kinds):
         if kind in ("moe", "mlp"):
-            found.append((None, None))
+            mixers.append((None, None))
         elif kind in RECURRENT:
-            found.append((None, _recurrent(family, config)))
+            mixers.append((None, _recurrent(family, config)))
         else:
-            found.append((_attention(family, config, layer, kind), None))
-    return found
+            mixers.append((_attention(family, config, layer, kind), None))
+    return mixers
 
 
 def _layer_types(family: str, config: Config, number: int) -> list[str]:
@@ -302,15 +302,15 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
     kinds = config.get("layers_block_type")
-    found: list[tuple[int, Experts | None]] = []
+    feeds: list[tuple[int, Experts | None]] = []
     for layer in range(number):
         if kinds is not None and kinds[layer] not in ("moe", "mlp"):
-            found.append((0, None))
+            feeds.append((0, None))
         elif experts is not None and (kinds[layer] == "moe" if kinds else _is_sparse(family, config, layer, number)):
-            found.append((ffn if family in ("gemma4_text", "longcat_flash") else 0, experts))
+            feeds.append((ffn if family in ("gemma4_text", "longcat_flash") else 0, experts))
         else:
-            found.append((ffn, None))
-    return found
+            feeds.append((ffn, None))
+    return feeds
 
 
 def _searched_width(config: Config, block: Config) -> int:

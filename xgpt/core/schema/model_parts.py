@@ -38,6 +38,8 @@ class Experts(Frozen):
     """Number of groups from which a token chooses, by its highest score; with sigmoid, by its two highest."""
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
+    bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
+    """Whether the products of an expert have biases."""
     latent_size: PositiveInt | None = None
     """Width that tokens are projected to before routed experts, and back after them; None: the hidden size."""
 

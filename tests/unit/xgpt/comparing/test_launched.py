@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import yaml
 
 from xgpt.comparing.compare import Compared, compare, engine_name
 from xgpt.comparing.current import CurrentEngine, is_model
-from xgpt.comparing.flag_tables import aliases_of, flags_of
+from xgpt.comparing.other_engines import SGLANG
 from xgpt.comparing.read import read_current
-from xgpt.comparing.vllm_flags import TAKES
+from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.requests import plan_request
-from xgpt.resolve import load_cluster
+from xgpt.resolve import load_cluster, load_model
 
 SAME = CurrentEngine(
     tp_degree=2, num_stages=1, replicas=1, ep_degree=1, max_num_seqs=64, max_num_batched_tokens=4096, usable_memory=0.9,
@@ -137,13 +138,12 @@ def test_other_engines(text: str, expected: tuple[object, ...]) -> None:
     ("text", "says"),
     [
         ("sglang serve m --speculative-algorithm EAGLE", "drafts that are accepted"),
-        ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "divided among replicas"),
+        ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "give --ep 8, and a --dp that divides it"),
         ("sglang serve m --tpp 8", "SGLang .* has no such flag"),
         ("trtllm-serve m --config extra.yaml", "may set anything"),
         ("trtllm-serve m --tp 2", "TensorRT-LLM .* has no such flag"),
         ("docker run nginx -g off", "give a command that starts with vllm serve"),
         ("services: {a: {image: nginx, command: [x]}}", "give a command that starts with vllm serve"),
-        ("vllm serve m -dp 8 -ep", "experts would be divided among all replicas"),
     ],
 )
 def test_what_is_not_scored_is_said(text: str, says: str) -> None:
@@ -151,12 +151,20 @@ def test_what_is_not_scored_is_said(text: str, says: str) -> None:
         read_current(text, load_cluster("h100x8"))
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["vllm serve m -tp 2 -dp 4 -ep", "sglang serve m --tp 8 --dp 4 --ep 8 --enable-dp-attention"],
+)
+def test_replicas_may_share_the_experts(command: str) -> None:
+    found = read_current(command, load_cluster("h100x8"))
+    assert (found.tp_degree, found.replicas, found.ep_degree) == (2, 4, 8)
+
+
 def test_flags_that_were_removed_take_what_they_took() -> None:
-    earlier = flags_of("vllm")
-    assert earlier["disable-log-requests"] == "switch" and earlier["swap-space"] == "optional"
-    assert not set(earlier) & set(TAKES)
-    assert flags_of("sglang")["chunked-prefill-size"] == "value"
-    assert aliases_of("sglang")["--tp-size"] == "tensor-parallel-size"
+    assert TABLE.earlier["disable-log-requests"] == "nothing" and TABLE.earlier["swap-space"] == "value"
+    assert not set(TABLE.earlier) & set(TABLE.takes)
+    assert SGLANG.takes["chunked-prefill-size"] == "value"
+    assert SGLANG.aliases["--tensor-parallel-size"] == "tp-size"
 
 
 def test_engines_are_the_nearest_known_ones() -> None:
@@ -212,6 +220,27 @@ def test_what_would_not_start_or_is_another_model(command: str, error: type[Exce
         assert compared(f"{command} --max-model-len auto").current is not None
 
 
+def test_a_server_starts_if_one_longest_request_fits(tmp_path: Path) -> None:
+    """States of linear layers, and K/V within windows, are those of this request, not of all that may come."""
+    config = {"model_type": "qwen3_next", "dtype": "bfloat16", "max_position_embeddings": 600_000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked: dict[str, Any] = {"cluster": "h200x8", "workload": "orca", "policy": "chunked", "objective": "saturated"}
+    request = plan_request(config=str(tmp_path / "config.json"), **asked)
+    found = compare(request, "vllm serve m -tp 2 --max-num-seqs 4096 --max-num-batched-tokens 8192").current
+    assert found is not None and min(stage.kv_blocks for stage in found.stages) * found.block_size < 600_000
+
+
+def test_encoders_that_are_left_out_leave_room() -> None:
+    """What a server sets aside for the largest image is not known, so a plan for it says so."""
+    model = load_model("llama-3.1-8b")[0].model_copy(update={"tower_params": 2 * 10**9})
+    command = "vllm serve m --max-model-len 8192"
+    both, text = (compared(command + flag, model=model).current for flag in ("", " --language-model-only"))
+    assert both is not None and text is not None
+    assert text.stages[0].kv_blocks > both.stages[0].kv_blocks + 1_800
+    assert any("reads images or sound" in warning for warning in both.estimate.warnings)
+    assert not any("reads images or sound" in warning for warning in text.estimate.warnings)
+
+
 def test_the_model_is_the_command_s_if_none_is_given() -> None:
     asked: dict[str, Any] = {"cluster": "h100x1", "workload": "orca", "policy": "chunked", "latency_bound_s": 30}
     request = plan_request(objective="saturated", **asked)
@@ -219,6 +248,38 @@ def test_the_model_is_the_command_s_if_none_is_given() -> None:
     assert found.best.model.num_layers == 32 and found.best.checkpoint == "hf://meta-llama/Llama-3.1-8B"
     rates = [plan.estimate.throughput_rps for plan in (found.best, *found.relaxed.values())]
     assert len(rates) == 5 and rates == sorted(rates)
+
+
+@pytest.mark.parametrize(("cluster", "devices"), [("h200x8", 8), ("h200x8", 4), ("h200x32", 16)])
+def test_shared_experts_are_scored_on_the_devices_of_the_command(cluster: str, devices: int) -> None:
+    found = compared(f"vllm serve m -dp {devices} -ep -q fp8", model="qwen3-235b-a22b", cluster=cluster).current
+    assert found is not None and found.num_devices == found.replicas == devices
+    assert {stage.ep for stage in found.stages} == {devices}
+
+
+def test_replicas_of_vllm_that_cut_experts_are_refused() -> None:
+    """Without expert parallelism vLLM cuts each expert across all data-parallel replicas."""
+    with pytest.raises(InputError, match=r"cuts each expert across all replicas, .* add --enable-expert-parallel"):
+        compared("vllm serve m -dp 2", model="qwen3-30b-a3b", cluster="h200x8")
+
+
+def test_windows_take_room_if_nothing_leaves_them() -> None:
+    command, asked = "vllm serve m -tp 2 --max-model-len 32768", {"model": "gpt-oss-120b", "cluster": "h200x8"}
+    flags = ("", " --disable-hybrid-kv-cache-manager")
+    frees, keeps = (compared(command + flag, workload="azure-conv", **asked).current for flag in flags)
+    assert frees is not None and keeps is not None
+    assert keeps.stages[0].kv_blocks < 0.7 * frees.stages[0].kv_blocks
+
+
+def test_the_loop_is_the_one_of_the_command() -> None:
+    """Without scheduling ahead, and with whole prompts, a server is slower; the plans' engine stays as it is."""
+    rates, command = {}, "vllm serve m --max-model-len 8192"
+    for flags in ("", " --async-scheduling", " --no-async-scheduling", " --no-enable-chunked-prefill"):
+        found = compared(command + flags)
+        assert found.current is not None and found.best.engine is not None and found.best.engine.schedules_ahead
+        rates[flags] = found.current.estimate.throughput_rps
+    assert rates[" --async-scheduling"] == rates[""] > rates[" --no-async-scheduling"] > 0.7 * rates[""]
+    assert 0.8 * rates[""] < rates[" --no-enable-chunked-prefill"] <= rates[""]
 
 
 def test_known_pairs_count(tmp_path: Path) -> None:

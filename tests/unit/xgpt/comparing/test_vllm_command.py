@@ -10,7 +10,8 @@ import pytest
 from tests.contract.scenarios import problem
 from xgpt.comparing.compare import check_current, score_current
 from xgpt.comparing.read import read_current
-from xgpt.comparing.vllm_flags import REFUSED, TAKES
+from xgpt.comparing.vllm_command import TABLE
+from xgpt.comparing.vllm_flags import REFUSED
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Constraint
 from xgpt.problems import resolve
@@ -19,8 +20,16 @@ from xgpt.resolve import load_cluster
 from xscheduler.problem import Problem
 
 SCORED = {
+    "disable-hybrid-kv-cache-manager",
     *("async-scheduling", "block-size", "config", "data-parallel-size", "dtype", "enable-chunked-prefill"),
-    *("enable-prefix-caching", "enforce-eager", "gpu-memory-utilization", "kv-cache-dtype", "max-model-len"),
+    *(
+        "enable-prefix-caching",
+        "enforce-eager",
+        "language-model-only",
+        "gpu-memory-utilization",
+        "kv-cache-dtype",
+        "max-model-len",
+    ),
     *("max-num-batched-tokens", "max-num-seqs", "pipeline-parallel-size", "quantization", "tensor-parallel-size"),
 }
 
@@ -76,7 +85,10 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --max-num-seqs many", "max-num-seqs"),
         ("vllm serve m --max-num-seqs", "max-num-seqs: '' is not accepted; give a value"),
         ("vllm serve m -tp 0", "tensor-parallel-size: '0'"),
-        ("vllm serve m --no-enable-chunked-prefill", "chunked"),
+        (
+            "vllm serve m --no-enable-chunked-prefill --max-model-len 9k --max-num-batched-tokens 8k",
+            "without chunked prefill vLLM wants no fewer than --max-model-len, 9000",
+        ),
         ("vllm serve m --max-num-sequences 8", "did you mean --max-num-seqs?"),
         ("vllm serve m --tp 8", "did you mean -tp?"),
         ("vllm serve m --no-enable-prefix-cache", "did you mean --no-enable-prefix-caching?"),
@@ -93,11 +105,9 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --dtype bf16", "--dtype: 'bf16'"),
         ('vllm serve m --speculative-config \'{"method": "ngram"}\'', "drafts that are accepted; leave it out"),
         ("vllm serve m -sc.num_speculative_tokens 3", "speculative-config"),
-        ("vllm serve m -O3", "optimization-level: '3'"),
         ("vllm serve m -O=0", "optimization-level: '0'"),
         ("vllm serve m --performance-mode throughput", "performance-mode: 'throughput'"),
         ("vllm serve m --enforce-eager", "captured graphs"),
-        ("vllm serve m --no-async-scheduling", "during the device"),
         ("vllm serve m --block-size big", "block-size: 'big'"),
         ("vllm serve m --gpu-memory-utilization 1.2", "gpu-memory-utilization: '1.2'"),
         ("vllm serve m --gpu-memory-utilization nan", "gpu-memory-utilization: 'nan'"),
@@ -137,18 +147,19 @@ def test_json_that_changes_nothing_is_passed_over(flags: str) -> None:
 
 
 def test_each_flag_is_scored_refused_or_changes_nothing() -> None:
-    assert set(TAKES) >= SCORED | set(REFUSED)
+    takes = {**TABLE.earlier, **TABLE.takes}
+    assert set(takes) >= SCORED | set(REFUSED)
     assert not SCORED & set(REFUSED)
     a40 = load_cluster("a40x4")
     for name, (_, neutral) in REFUSED.items():
-        flag, off = (f"--{name}", f"--no-{name}") if TAKES[name] == "switch" else (f"--{name} 7", "")
+        flag, off = (f"--{name}", f"--no-{name}") if takes[name] == "switch" else (f"--{name} 7", "")
         with pytest.raises(InputError, match=f"current: --{name}"):
             read_current(f"vllm serve m {off if neutral == ('yes',) else flag}", a40)
         for value in neutral:
             words = {"yes": f"--{name}", "no": f"--no-{name}"}.get(value, f"--{name} '{value}'")
             assert read_current(f"vllm serve m {words}", a40) == read_current("vllm serve m", a40)
-    for name in set(TAKES) - SCORED - set(REFUSED):
-        words = f"--{name}" if TAKES[name] in ("nothing", "switch") else f"--{name} 7"
+    for name in set(takes) - SCORED - set(REFUSED):
+        words = f"--{name}" if takes[name] in ("nothing", "switch") else f"--{name} 7"
         assert read_current(f"vllm serve m {words}", a40) == read_current("vllm serve m", a40)
 
 

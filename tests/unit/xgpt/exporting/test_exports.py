@@ -475,7 +475,7 @@ def test_one_lane_keeps_its_schedule_under_dynamo() -> None:
 
 def test_engine_arguments_that_are_exported_are_vllms() -> None:
     """tests/vllm asks vLLM's own parser."""
-    from xgpt.comparing.vllm_flags import TAKES
+    from xgpt.comparing.vllm_command import TABLE
 
     commands = [
         template["spec"]["containers"][0]["command"]
@@ -487,7 +487,7 @@ def test_engine_arguments_that_are_exported_are_vllms() -> None:
     assert len(of_vllm) == 5
     for command in of_vllm:
         flags = {word[2:] for word in command if word.startswith("--")} - {"disaggregation-mode"}
-        assert {flag.removeprefix("no-") for flag in flags} <= TAKES.keys()
+        assert {flag.removeprefix("no-") for flag in flags} <= TABLE.takes.keys()
 
 
 def test_weights_of_an_id_are_fetched_where_it_is_deployed(tmp_path: Path) -> None:

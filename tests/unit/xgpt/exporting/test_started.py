@@ -10,15 +10,13 @@ import pytest
 import yaml
 
 import xgpt
-from xgpt.comparing.flags import FlagTable
-from xgpt.comparing.vllm_flags import ALIASES, TAKES
+from xgpt.comparing.vllm_command import TABLE
 from xgpt.core.errors import InputError
 from xgpt.core.schema import Plan
 from xgpt.exporting.export import Target, export
 from xgpt.reporting.engine_command import engine_command
 from xrunner.vllm.command import SCHEDULER, launch, launch_lane, step_tokens
 
-TABLE = FlagTable("vLLM", TAKES, ALIASES)
 PLANNED = {
     "by itself": ("vllm", "chunked"),
     "by itself, an older one": ("vllm-0.10", "chunked"),

@@ -1,0 +1,136 @@
+"""Traces as public tools write them, each of the same two requests: 10 and 2 tokens, and 2 s later 30 and 4."""
+
+from __future__ import annotations
+
+import json
+
+
+def lines(*rows: object) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def otlp(*spans: dict[str, object]) -> dict[str, object]:
+    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"scope": {"name": "vllm"}, "spans": list(spans)}]}]}
+
+
+def span(span_id: str, parent: str, start_ns: int, *, new: bool = True, **tokens: int) -> dict[str, object]:
+    names = {"i": "gen_ai.usage.input_tokens" if new else "gen_ai.usage.prompt_tokens"}
+    names |= {"o": "gen_ai.usage.output_tokens" if new else "gen_ai.usage.completion_tokens"}
+    attributes = [{"key": names[name], "value": {"intValue": str(count)}} for name, count in tokens.items()]
+    fields = {"spanId": span_id, "parentSpanId": parent, "name": "llm_request", "startTimeUnixNano": str(start_ns)}
+    return fields | {"attributes": attributes}
+
+
+def usage(created: int, prompt: int, completion: int) -> dict[str, object]:
+    tokens = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {"id": "chatcmpl-1", "object": "chat.completion", "created": created, "usage": tokens}
+
+
+def aiperf(start_ns: int, input_: int, output: int | None) -> dict[str, object]:
+    metrics = {
+        "input_sequence_length": {"value": input_, "unit": "tokens"},
+        "request_latency": {"value": 297.5, "unit": "ms"},
+        "output_token_count": {"value": output, "unit": "tokens"},
+        "output_sequence_length": {"value": output, "unit": "tokens"},
+    }
+    failed = {
+        "metrics": {"error_isl": {"value": input_, "unit": "tokens"}},
+        "error": {"code": 499, "type": "Cancelled"},
+    }
+    record = {"metadata": {"session_num": 45, "request_start_ns": start_ns, "request_end_ns": start_ns + 10**8}}
+    return record | ({"metrics": metrics, "error": None} if output is not None else failed)
+
+
+T = 1_759_813_207
+"""Seconds since 1970."""
+PUBLIC: dict[str, str] = {
+    "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,10,2\n"
+    "2023-11-16 18:17:05.9799600,30,4\n",
+    "burstgpt.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,10,2,12,API log\n"
+    "6,GPT-4,417,0,417,API log\n7,ChatGPT,30,4,34,Conversation log\n",
+    "vidur.csv": "arrived_at,num_prefill_tokens,num_decode_tokens,pd_ratio\n0.5,10,2,5.0\n2.5,30,4,7.5\n",
+    "mooncake.jsonl": lines(
+        {"timestamp": 27482, "input_length": 10, "output_length": 2, "hash_ids": [1]},
+        {"timestamp": 29482, "input_length": 30, "output_length": 4, "hash_ids": [1]},
+    ),
+    "dynamo.jsonl": lines(
+        {"timestamp": 0, "input_length": 10, "output_length": 2},
+        {"timestamp": 2000, "input_length": 30, "output_length": 4},
+    ),
+    "vllm.json": json.dumps(
+        {
+            "date": "20260101-120000", "backend": "vllm", "num_prompts": 3, "duration": 12.5, "completed": 2,
+            "input_lens": [10, 77, 30], "start_times": [812.5, 813.0, 814.5], "output_lens": [2, 0, 4],
+            "ttfts": [0.1, 0.0, 0.1], "itls": [[0.01], [], [0.01]], "errors": ["", "refused", ""],
+        }
+    ),
+    "aiperf.jsonl": lines(
+        aiperf(T * 10**9, 10, 2), aiperf(T * 10**9 + 5, 550, None), aiperf((T + 2) * 10**9, 30, 4)
+    ),
+    "openai.jsonl": lines(usage(T, 10, 2), usage(T + 2, 30, 4)),
+    "batch.jsonl": lines(
+        *(
+            {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": usage(*r)}, "error": None}
+            for r in ((T, 10, 2), (T + 2, 30, 4))
+        )
+    ),
+    "responses.jsonl": lines(
+        *(
+            {"object": "response", "created_at": T + s, "input": "text",
+             "usage": {"input_tokens": i, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": o}}
+            for s, i, o in ((0, 10, 2), (2, 30, 4))
+        )
+    ),
+    "spans.json": json.dumps(
+        otlp(
+            span("a", "", T * 10**9, i=10, o=2),
+            span("b", "a", T * 10**9 + 7, new=False, i=10, o=2),
+            span("c", "", (T + 2) * 10**9, new=False, i=30, o=4),
+            span("d", "", (T + 3) * 10**9),
+        )
+    ),
+    "spans.jsonl": lines(
+        otlp(span("a", "", T * 10**9, i=10, o=2)), otlp(span("c", "", (T + 2) * 10**9, i=30, o=4))
+    ),
+    "proxy.csv": "request_id,prompt_tokens,completion_tokens,created_at\nx,10,2,2026-01-01 00:00:00 UTC\n"
+    "y,30,4,2026-01-01 00:00:02 UTC\n",
+    "millis.csv": f"timestamp,prompt_tokens,completion_tokens\n{T}000,10,2\n{T + 2}000,30,4\n",
+    "excel.csv": "time_s;isl;osl\n0,5;10;2\n2,5;30;4\n",
+    "pandas.tsv": "timestamp_ms\tinput_tokens\toutput_tokens\n0.0\t10.0\t2.0\n2000.0\t30.0\t4.0\n1.0\t0\t0\n",
+    "list.json": json.dumps([{"isl": 10, "osl": 2, "arrival_s": 1}, {"isl": 30, "osl": 4, "arrival_s": 3}]),
+}  # fmt: skip
+SAID: dict[str, list[str]] = {
+    "burstgpt.csv": ["1 of 3 rows have no input or no output tokens", "`Timestamp` is read as seconds"],
+    "dynamo.jsonl": ["`timestamp` is read as milliseconds: 2 requests in 2 s, 0.5 a second"],
+    "millis.csv": ["`timestamp` is read as milliseconds: 2 requests in 2 s"],
+    "responses.jsonl": ["`created_at` is read as seconds"],
+    "spans.json": ["2 of 4 spans are no requests, or parts of one that is counted"],
+    "vllm.json": ["1 of 3 rows"],
+    "vidur.csv": [],
+    "azure.csv": [],
+    "mooncake.jsonl": [],
+    "openai.jsonl": [],
+    "excel.csv": [],
+}
+"""What is assumed to read some of them, as standard error says it once."""
+
+
+def share_gpt() -> str:
+    """Return a conversation of two answers, and an empty one."""
+    talk = [("human", "a" * 40), ("gpt", "b" * 8), ("human", "c" * 72), ("gpt", "d" * 16), ("gpt", "")]
+    turns = [{"from": from_, "value": value} for from_, value in talk]
+    return json.dumps([{"id": "x", "conversations": turns}, {"id": "y", "conversations": []}])
+
+
+METRICS = """# HELP vllm:request_prompt_tokens Number of prefill tokens processed.
+# TYPE vllm:request_prompt_tokens histogram
+vllm:request_prompt_tokens_bucket{engine="0",le="100.0",model_name="m"} 50.0
+vllm:request_prompt_tokens_bucket{engine="1",le="100.0",model_name="m"} 0.0
+vllm:request_prompt_tokens_bucket{engine="0",le="200.0",model_name="m"} 100.0
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf",model_name="m"} 100.0
+vllm:request_prompt_tokens_sum{engine="0",model_name="m"} 9000.0
+vllm:request_prompt_tokens_count{engine="0",model_name="m"} 100.0
+vllm:request_generation_tokens_bucket{engine="0",le="10.0",model_name="m"} 90.0
+vllm:request_generation_tokens_bucket{engine="0",le="20.0",model_name="m"} 90.0
+vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 100.0
+"""
