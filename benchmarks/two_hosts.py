@@ -47,6 +47,7 @@ KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner
          "xgpt.serving.engine_process", "xgpt serve")  # fmt: skip
 """What command lines of the processes contain, the most telling first."""
 FRONT = "xgpt serve"
+RENDEZVOUS_PORT = 29400
 CONCURRENCY = 16
 KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 3.5, 30.0
 PROGRAM = r'"(.*?)"'
@@ -170,7 +171,11 @@ def start(number: int, path: Path, engine: str) -> subprocess.Popen[str]:
     """Start a host's part of the plan in this file."""
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", "--engine", engine]
     command += ["--nnodes", "2", "--node-rank", str(number)]
-    meet = ["--master-addr", ADDRESSES[0]] if engine == "vllm" else ["--rdzv-endpoint", f"{ADDRESSES[0]}:29400"]
+    meet = (
+        ["--master-addr", ADDRESSES[0]]
+        if engine == "vllm"
+        else ["--rdzv-endpoint", f"{ADDRESSES[0]}:{RENDEZVOUS_PORT}"]
+    )
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XGPT_CLUSTER_SECRET": SECRET}
     log = subprocess.PIPE if number == 0 else None
     return subprocess.Popen(on_host(number, [*command, *meet]), stderr=log, text=True, env=environment)

@@ -310,7 +310,7 @@ def own_namespaces() -> bool:
 @pytest.mark.skipif(not own_namespaces(), reason="network namespaces take root, `ip` and `ss`")
 def test_two_machines_listen_on_their_link_alone(tmp_path: Path) -> None:
     """And a stranger on the second machine finds no store on the first; both have the same host name."""
-    with two_hosts(), serving(PLANS["TP 2"](), tmp_path) as (url, servers):
+    with two_hosts(), serving(PLANS["TP 2"](), tmp_path, "native") as (url, servers):
         port = url.rpartition(":")[2]
         for number, local in enumerate(ADDRESSES):
             lines = subprocess.check_output(["ip", "netns", "exec", *on_host(number, ["ss", "-ltnH"])[3:]], text=True)
