@@ -123,6 +123,8 @@ def page(parts: Mapping[str, Sequence[Found]], commit: str) -> str:
     num_held = sum(claim.holds for _, claim in claims)
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
     text = f"{PAGE}{date.today()}, commit {commit}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
+    if missing := [name for name in PARTS if name not in parts]:
+        text += f"Not made by this commit: {', '.join(missing)}.\n\n"
     text += claims_table(claims)
     for name, found in parts.items():
         make = PARTS[name].make
