@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 from tools.fields import descriptions, reachable
 from xgpt.core.schema import Plan, Profile
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.core.schema.outputs import CompareOutput, SimulateOutput
+from xgpt.core.schema.outputs import CalibrateOutput, CompareOutput, SimulateOutput
 from xgpt.core.schema.replan import Decision
 from xgpt.core.schema.report import BenchReport, UrlReport
 from xgpt.diagnosis import Finding
@@ -23,6 +23,7 @@ PATH = ROOT / "configs" / "schema" / "plan.schema.json"
 FOLDER = ROOT / "docs" / "reference" / "schemas"
 OUTPUTS: dict[str, Any] = {
     "bench": BenchReport | UrlReport,
+    "calibrate": CalibrateOutput,
     "compare": CompareOutput,
     "doctor": list[Finding],
     "fleet": FleetPlan,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from xgpt.api import (
         autoscale,
         bench,
+        calibrate,
         compare,
         doctor,
         export,
@@ -50,6 +51,7 @@ __all__ = [
     "XgptError",
     "autoscale",
     "bench",
+    "calibrate",
     "compare",
     "doctor",
     "export",

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,7 @@ from xgpt.requests import (
     REQUESTS,
     AutoscaleRequest,
     BenchRequest,
+    CalibrateRequest,
     CompareRequest,
     FleetRequest,
     LoadFields,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from xgpt.autoscaling.recommend import SimulatedFleet
     from xgpt.benchmark import Benched
+    from xgpt.calibrating import CalibratedLoads
     from xgpt.comparing.compare import Compared, OnStart
     from xgpt.core.arrival_process import ArrivalProcess
     from xgpt.core.progress import Progress
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from xgpt.keywords import (
         AutoscaleKeywords,
         BenchKeywords,
+        CalibrateKeywords,
         CompareKeywords,
         FleetKeywords,
         PlanKeywords,
@@ -337,6 +340,28 @@ def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simula
         own_times=request.own_times,
         clients=request.clients,
     )
+
+
+@_takes(CalibrateRequest)
+def calibrate(
+    plan: Plan | PathLike, measured: Sequence[PathLike], **asked: Unpack[CalibrateKeywords]
+) -> CalibratedLoads:
+    """Return a plan's profile and engine fitted to benchmarks of a server that ran it, and the errors before and after.
+
+    Args:
+        measured: results of `vllm bench serve`, AIPerf, guidellm or genai-perf, one or more.
+        **asked
+
+    Raises:
+        InputError: a file is no such result, the plan cannot hold its requests, or its profile is not here.
+    """
+    from xgpt.calibrating import calibrate as fit
+    from xgpt.calibrating import read_loads
+    from xprofiler.store import profile_of
+
+    request, plan = request_of(CalibrateRequest, dict(asked)), _plan(plan)
+    loads = [load for path in measured for load in read_loads(Path(path))]
+    return fit(plan, profile_of(plan, request.profile), loads)
 
 
 @_takes(ReplanRequest)

@@ -59,7 +59,7 @@ class PlanKeywords(TypedDict, total=False):
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Method of search; exhaustive goes with `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
-    """How memory for keys and values is promised. reserve: each request's maximum is set aside. quantile: as many requests enter as fit 99.9% of the time; the newest is preempted if they do not fit."""
+    """How memory for keys and values is promised. reserve: each request's maximum is set aside. quantile: as many requests enter as fit 99.9% of the time; the newest is preempted if they do not fit, as vLLM does by itself."""
     arrival_rate_per_s: float | None
     """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
     devices: int | Literal["auto"] | None
@@ -191,7 +191,7 @@ class CompareKeywords(TypedDict, total=False):
     search: Literal["branch-and-bound", "exhaustive", "optuna"] | None
     """Method of search; exhaustive goes with `objective=saturated`."""
     kv: Literal["reserve", "quantile"] | None
-    """How memory for keys and values is promised. reserve: each request's maximum is set aside. quantile: as many requests enter as fit 99.9% of the time; the newest is preempted if they do not fit."""
+    """How memory for keys and values is promised. reserve: each request's maximum is set aside. quantile: as many requests enter as fit 99.9% of the time; the newest is preempted if they do not fit, as vLLM does by itself."""
     current: str | PathLike[str] | None
     """What runs today, to be scored in the same table: a command of vLLM, SGLang or TensorRT-LLM, a docker run, or a Compose file, pod manifest or Helm values that start one."""
     measure: bool | None
@@ -310,6 +310,10 @@ class BenchKeywords(TypedDict, total=False):
     """Fit the plan's profile to the measured steps."""
     ca_file: str | PathLike[str] | None
     """Certificate authorities (PEM) for an https URL."""
+
+class CalibrateKeywords(TypedDict, total=False):
+    profile: str | PathLike[str] | Profile | None
+    """Profile that the plan was made from."""
 
 class ReplanKeywords(TypedDict, total=False):
     replan_policies: Literal["pinned", "all"] | None

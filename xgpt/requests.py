@@ -197,9 +197,9 @@ class ProblemRequest(ProblemFields, ObjectiveAndShares):
     trace whose prompts are known it is found without this."""
     search: SearchMethod = "branch-and-bound"
     """Method of search; exhaustive goes with `objective=saturated`."""
-    kv: KvPromise = "reserve"
+    kv: Annotated[KvPromise | None, Option(unset="as the engine does")] = None
     """How memory for keys and values is promised. reserve: each request's maximum is set aside. quantile: as many
-    requests enter as fit 99.9% of the time; the newest is preempted if they do not fit."""
+    requests enter as fit 99.9% of the time; the newest is preempted if they do not fit, as vLLM does by itself."""
 
     @property
     def constraint(self) -> Constraint:
@@ -394,6 +394,12 @@ class BenchRequest(LoadFields, EngineFields):
     """Certificate authorities (PEM) for an https URL."""
 
 
+class CalibrateRequest(OfAPlan):
+    """A fit of a plan's step times to a user's benchmarks."""
+
+    group: ClassVar[str] = "Plan"
+
+
 class ReportRequest(OfAPlan):
     """A page about a plan."""
 
@@ -553,6 +559,7 @@ REQUESTS: dict[str, type[RequestBase]] = {
     "serve": ServeFields,
     "autoscale": AutoscaleRequest,
     "bench": BenchRequest,
+    "calibrate": CalibrateRequest,
     "replan": ReplanRequest,
     "report": ReportRequest,
 }

@@ -157,7 +157,7 @@ class Candidates:
         return SpaceLimits(
             memory=decode,
             block_size=self._block_size,
-            kv=self.problem.kv,
+            kv=self.problem.promise(kind, placement.microbatches),
             max_batch=self._max_batch,
             engine=self.problem.engine_of(kind),
             encode_memory=encode if len(placement.layouts) == 2 else None,

@@ -26,6 +26,7 @@ class Problem:
     """A planning problem.
 
     Attributes:
+        kv: how memory for keys and values is promised; None: as the engine does by itself (`promise`).
         engine: the engine that will run the plan; None: one known only by the profile's step times.
         deployed: a running engine whose memory limits the plan, made for `max_batch` requests; None: `engine`.
         max_devices: largest number of the cluster's devices to use; None: all.
@@ -44,7 +45,7 @@ class Problem:
     workload: Workload
     profile: Profile
     constraint: Constraint
-    kv: KvPromise = "reserve"
+    kv: KvPromise | None = None
     engine: EngineSpec | None = None
     deployed: EngineSpec | None = None
     max_devices: int | None = None
@@ -80,6 +81,19 @@ class Problem:
     def engine_of(self, kind: str) -> EngineSpec | None:
         """Return the engine as it is started for a policy."""
         return None if self.engine is None else self.engine.started_for(kind)
+
+    def promise(self, kind: str, microbatches: int) -> KvPromise:
+        """Return how memory is promised under a policy: as asked, or as an engine does that runs it by itself.
+
+        Maxima are set aside where no simulation tells quickly what preemption costs: in pipelines, with a draft, and
+        with prompts that are found cached.
+        """
+        if self.kv is not None:
+            return self.kv
+        engine = self.engine_of(kind)
+        by_use = engine is not None and engine.admits_by_use and engine.scheduler == "own"
+        is_plain = microbatches == 1 and self.speculation is None and self.reused is None
+        return "quantile" if by_use and is_plain else "reserve"
 
     def under(self, constraint: Constraint) -> Problem:
         """Return the same problem under another constraint."""

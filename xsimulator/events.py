@@ -183,7 +183,8 @@ class _Endings:
             self._num_steps[batch] += 1
             end = batch, self._num_steps[batch]
             ended = self._ends[batch].pop(self._num_steps[batch], ())
-            finished += [id_ for id_ in ended if self._counted.get(id_) == end and id_ in step.decode]
+            # One that was preempted and encoded again may be there twice.
+            finished += [id_ for id_ in dict.fromkeys(ended) if self._counted.get(id_) == end and id_ in step.decode]
         if step.lane == "both":
             for id_ in encoded:
                 if self._left[id_]:

@@ -23,8 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.truth.places import SOURCES
-from benchmarks.truth.score import plot, table
+from benchmarks.truth.score import errors_of, plot, table
 from benchmarks.truth.sources import Row
+from xprofiler.errors import Cell
 
 QUICK = 60
 """Rows of each source, with --quick."""
@@ -37,10 +38,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"at most {QUICK} rows of each source")
     parser.add_argument("--groups", action="store_true", help="a line for each model, device and engine, too")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--errors", type=Path, help="write the errors of each cell here, as configs/errors.json has them"
+    )
+    parser.add_argument(
+        "--again", type=Path, action="append", help="rows that --json wrote earlier, in place of new ones"
+    )
     parser.add_argument("--plot", type=Path, help="predicted against measured, an SVG")
     options = parser.parse_args()
     rows: list[Row] = []
-    for source in SOURCES:
+    for path in options.again or ():
+        rows += [
+            Row(**of | {"cell": of["cell"] and Cell(*of["cell"])})
+            for of in json.loads(path.read_text(encoding="utf-8"))
+        ]
+    for source in () if options.again else SOURCES:
         if options.source and source.name not in options.source:
             continue
         path = source.path(options.measured)
@@ -62,6 +74,8 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    if options.errors:
+        options.errors.write_text(errors_of(rows), encoding="utf-8")
     if options.plot:
         options.plot.write_text(plot(rows), encoding="utf-8")
 

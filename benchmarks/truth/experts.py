@@ -1,4 +1,4 @@
-"""Measurements of models with experts: served ones of AIConfigurator's wheel, and TensorRT-LLM's own offline.
+"""Measurements of models with experts that were served, of AIConfigurator's wheel.
 
 Rows of InferenceX are predicted as its scripts started the engine (`inferencex`). What the sources leave open is
 assumed once: K/V in half precision, routing to experts as the tables' makers take it to be. DeepSeek's rows are counted
@@ -12,26 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from benchmarks.truth.inferencex import Started, started
-from benchmarks.truth.loads import Served, Stored, all_at_once, needs
+from benchmarks.truth.loads import Served, Stored
 from benchmarks.truth.sources import (
     CLUSTERS,
-    MOST_OFFLINE,
-    OFFLINE_CLUSTERS,
-    Figures,
     Row,
     budget_of,
     count_of,
     is_aligned,
     of_backend,
     of_clients,
-    predicted,
     read,
+    skew_of,
     thinned,
 )
-from xgpt.core.schema import DType
 
 MODELS: dict[str, tuple[str, Stored | None]] = {
     "MiniMaxAI/MiniMax-M2.5": ("minimax-m2", None),
@@ -41,8 +36,6 @@ MODELS: dict[str, tuple[str, Stored | None]] = {
     "deepseek-ai/DeepSeek-R1": ("deepseek-v3", None),
 }
 """Each as it is served, and the format of its weights where it is not the model's own."""
-SKEW, DEEPSEEK_SKEW = 1.2, 1.01
-"""Of routing: the power laws that AIConfigurator's makers take real prompts to follow, in its `sdk/models`."""
 FOUR_BITS = ("nvfp4", "int4_wo")
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
@@ -79,10 +72,6 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
         yield of_clients(row, served, raw)
 
 
-def skew_of(model: str) -> float:
-    return DEEPSEEK_SKEW if model.startswith("deepseek") else SKEW
-
-
 def _why_not(raw: dict[str, str], name: str, tp: int, slices: int, ep: int) -> str | None:
     if raw["system"] not in CLUSTERS:
         return f"no times of {raw['system']}"
@@ -93,37 +82,3 @@ def _why_not(raw: dict[str, str], name: str, tp: int, slices: int, ep: int) -> s
     if tp != slices * ep:
         return "degrees of experts do not make up the devices"
     return None
-
-
-def offline_rows(path: Path, most: int | None) -> Iterator[Row]:
-    """TensorRT-LLM 1.0's own maximum throughput, experts divided among all devices.
-
-    Its commands also divide requests, not heads, among devices (enable_attention_dp), which is not predicted.
-    """
-    for raw in thinned([raw for raw in read(path) if raw.get("ep")], most):
-        lengths, tp = (count_of(raw["input_tokens"]), count_of(raw["output_tokens"])), count_of(raw["tp"])
-        served = Served(
-            raw["model"],
-            OFFLINE_CLUSTERS[raw["device"]],
-            cast(DType, raw["dtype"]),
-            tp,
-            "tensorrt-llm-1.0",
-            max_batch=2048,
-            token_budget=8192,
-            changes=(("cuts_prompts", True),),
-            ep=count_of(raw["ep"]),
-            skew=skew_of(raw["model"]),
-        )
-
-        def predict(served: Served = served, lengths: tuple[int, int] = lengths) -> Figures:
-            needs(served, sum(lengths))
-            inside = min(served.max_batch, served.kv.blocks // served.kv.of(sum(lengths)))
-            count = min(MOST_OFFLINE, max(4 * inside, 200))
-            inputs, outputs = ([length] * count for length in lengths)
-            return {"throughput": all_at_once(served, inputs, outputs)}
-
-        found, why_not = predicted(predict)
-        kind = "prompt-heavy" if lengths[0] >= 2 * lengths[1] else "others"
-        measured = {"throughput": float(raw["output_tokens_per_s"])}
-        note = f"{raw['model']} {raw['device']} TP {tp} {lengths[0]}/{lengths[1]}"
-        yield Row("TensorRT-LLM, offline, experts", kind, False, measured, found, note, why_not)

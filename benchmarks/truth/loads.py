@@ -16,7 +16,6 @@ from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Prec
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xprofiler import analytic, imported
 from xsimulator.costs.step_cost import LaneCost
-from xsimulator.costs.step_counts import StepCounts
 from xsimulator.counts.arrivals import Kv, Stream
 from xsimulator.counts.one_lane_arrivals import OneLaneRun
 from xsimulator.memory import LaneMemory
@@ -26,8 +25,6 @@ Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62
 Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8"]
 """Formats of all weights; fp8_unscaled: the scales of activations are not stored with them."""
-NO_LOOP = {"layer_s": 0.0, "step_s": 0.0, "request_s": 0.0, "uncaptured": 1.0, "mixing": 0.0}
-"""Of an engine that takes no time besides its kernels'."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,10 @@ class Served:
     def spec(self) -> EngineSpec:
         return _engine(self.engine, self.changes)
 
+    def path_s(self, prompt: float) -> float:
+        """Seconds of a request outside of the engine's loop."""
+        return self.spec.request_path_s(prompt, self.model_spec.num_layers)
+
     @property
     def cost(self) -> LaneCost:
         """Of a step.
@@ -81,23 +82,6 @@ class Served:
         return Made(
             *of_model, self.cluster, self.dtype, self.kv_dtype, self.engine, self.imported, changes=self.changes
         )
-
-    def kernels_s(self, inputs: float, outputs: float) -> float:
-        """Seconds that the kernels of a request of each client (`max_batch`) take at least, one behind the other.
-
-        Prompts are encoded in the fullest steps there may be, and decodes take nothing in steps that encode, of which
-        there are as many as prompts.
-
-        Args:
-            inputs, outputs: mean lengths.
-        """
-        cost = _cost(self._made._replace(has_loop=False), self.tp, self.ep)
-        clients, length = self.max_batch, max(1, round(inputs))
-        at_once = max(1, min(clients, self.token_budget // length))
-        prompts = StepCounts(((0, length, length),) * at_once, 0, 0.0, at_once, at_once * length)
-        decodes = StepCounts((), clients, clients * (inputs + outputs / 2), clients, clients)
-        encode_s, decode_s = (cost.step(step)[0] for step in (prompts, decodes))
-        return clients / at_once * encode_s + max(outputs - 1 - clients, 0) * decode_s
 
     @property
     def lane(self) -> LaneSettings:
@@ -119,15 +103,12 @@ class Served:
             cluster = cluster.model_copy(update={"device": device})
         precision = Precision.of(self.dtype, cluster.device.type, model.framework, self.kv_dtype)
         memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), model.block_size, model)
-        return Kv(int(memory.blocks_beside(self.token_budget)[0]), model.block_size)
+        by_use = model.admits_by_use and model.mixes
+        return Kv(int(memory.blocks_beside(self.token_budget)[0]), model.block_size, by_use)
 
 
 class Made(NamedTuple):
-    """What a profile is made of.
-
-    Attributes:
-        has_loop: the engine's loop takes time, too, not its kernels alone.
-    """
+    """What a profile is made of."""
 
     model: str
     stored: Stored | None
@@ -137,7 +118,6 @@ class Made(NamedTuple):
     kv_dtype: DType | None
     engine: str
     imported: bool
-    has_loop: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -146,8 +126,7 @@ class Made(NamedTuple):
 
     @property
     def engine_spec(self) -> EngineSpec:
-        spec = _engine(self.engine, self.changes)
-        return spec if self.has_loop else spec.model_copy(update=NO_LOOP)
+        return _engine(self.engine, self.changes)
 
 
 @cache
@@ -179,25 +158,40 @@ def _cost(served: Made, tp: int, ep: int) -> LaneCost:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each request from its arrival at the server, and between its tokens. # [requests]"""
+    """Seconds of each request from its arrival at the server, and between its tokens. # [requests]
+
+    Attributes:
+        end_s: of its last token, from the start.
+    """
 
     first_s: Floats
     whole_s: Floats
     outputs: Floats
+    end_s: Floats
 
     @property
     def gap_s(self) -> Floats:
         return (self.whole_s - self.first_s) / np.maximum(self.outputs - 1, 1)
 
 
-def closed_loop(served: Served, clients: int, inputs: Sequence[int], outputs: Sequence[int]) -> Times:
-    """What the requests of a number of clients take, all of which start at once."""
-    path_s = served.spec.request_path_s(float(np.mean(inputs)))
+def closed_loop(
+    served: Served,
+    clients: int,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    cached: Sequence[int] = (),
+    path_s: float | None = None,
+) -> Times:
+    """What the requests of a number of clients take, all of which start at once.
+
+    Args:
+        cached: tokens of each prompt whose K/V is there already; none: of no prompt. # [requests]
+        path_s: seconds of a request outside of the engine; None: the engine's own.
+    """
+    if path_s is None:
+        path_s = served.path_s(float(np.mean(inputs)))
     arrivals = [0] * min(clients, len(inputs)) + [NEVER_NS] * max(len(inputs) - clients, 0)
-    stream = Stream(inputs, outputs, max(outputs), arrivals)
-    path_ns = round(1e9 * path_s)
-    run = OneLaneRun(served.lane, served.cost, served.kv, stream, clients=clients, path_ns=path_ns)
-    run.run()
+    run = _ran(served, Stream(inputs, outputs, outputs, arrivals, cached), clients=clients, path_ns=round(1e9 * path_s))
     return _times(run, run.state.requests["arrival_ns"].tolist(), outputs, path_s)
 
 
@@ -207,27 +201,28 @@ def open_loop(served: Served, rate_per_s: float, lengths: tuple[int, int], cache
     Args:
         cached: tokens of each prompt whose K/V is there already. # [requests]
     """
-    rng, path_s = np.random.default_rng(seed), served.spec.request_path_s(lengths[0])
+    rng, path_s = np.random.default_rng(seed), served.path_s(lengths[0])
     arrivals = (1e9 * np.cumsum(rng.exponential(1 / rate_per_s, len(cached)))).astype(int).tolist()
     inputs, outputs = ([length] * len(cached) for length in lengths)
     stream = Stream(inputs, outputs, lengths[1], arrivals, cached)
-    run = OneLaneRun(served.lane, served.cost, served.kv, stream)
-    run.run()
-    return _times(run, arrivals, outputs, path_s)
+    return _times(_ran(served, stream), arrivals, outputs, path_s)
 
 
 def all_at_once(served: Served, inputs: Sequence[int], outputs: Sequence[int]) -> float:
     """Output tokens a second where all requests are there from the start."""
-    run = OneLaneRun(
-        served.lane, served.cost, served.kv, Stream(list(inputs), list(outputs), max(outputs), [0] * len(inputs))
-    )
-    run.run()
+    run = _ran(served, Stream(list(inputs), list(outputs), max(outputs), [0] * len(inputs)))
     return sum(outputs) / max(run.end_ns) * 1e9
+
+
+def _ran(served: Served, stream: Stream, **how: Any) -> OneLaneRun:
+    run = OneLaneRun(served.lane, served.cost, served.kv, stream, **how)
+    run.run()
+    return run
 
 
 def _times(run: OneLaneRun, arrivals: Sequence[int], outputs: Sequence[int], path_s: float) -> Times:
     arrived, first, end = (np.asarray(times_ns, float) / 1e9 for times_ns in (arrivals, run.first_ns, run.end_ns))
-    return Times(first - arrived + path_s, end - arrived + path_s, np.asarray(outputs, float))
+    return Times(first - arrived + path_s, end - arrived + path_s, np.asarray(outputs, float), end)
 
 
 def needs(served: Served, longest: int) -> None:

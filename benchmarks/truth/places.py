@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from benchmarks.truth import experts, here, memory
+from benchmarks.truth import closed, disaggregated, experts, here, memory
 from benchmarks.truth.sources import Source, offline_rows, open_rows, silicon_rows
 from xgpt.core.errors import XgptError
 from xprofiler import imported
@@ -43,8 +43,9 @@ SOURCES = (
         _in_folder("trtllm_max_throughput.csv"),
         lambda path, most: offline_rows(path, most, is_imported=False),
     ),
-    Source("TensorRT-LLM, offline, experts", _in_folder("trtllm_max_throughput.csv"), experts.offline_rows),
     Source("silicon", _in_wheel, silicon_rows, "AIConfigurator 0.12 on 21 such rows: TPOT 6.3, TTFT 53.6 (means)"),
     Source("silicon, experts", _in_wheel, experts.served_rows),
+    Source("disaggregated", _in_wheel, disaggregated.rows),
+    Source("closed loops 2026", _in_folder("closed_loops_2026.csv"), closed.rows),
     Source("this machine", here.folder_of, here.rows),
 )

@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import numpy as np
 
 from benchmarks.truth.sources import Row
+from xprofiler.errors import LEAST_ROWS
 
-HEADER = "| source | rows | quantity | median | mean | 90% | bias |\n|---|---|---|---|---|---|---|"
 SIZE, MARGIN = 480, 48
+HEADER = (
+    "| load | engine | family | quantity | not fitted: rows | median | 90% | bias | fitted: rows | median | 90% |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def table(rows: list[Row], *, by_group: bool = False) -> str:
-    """Errors in percent: median, mean and 90th percentile of their sizes, and their median with its sign."""
-    lines = [HEADER]
-    for source in dict.fromkeys(row.source for row in rows):
-        source_rows = [row for row in rows if row.source == source]
-        lines += _lines(source, source_rows)
-        fitted, others = (
-            [row for row in source_rows if row.is_fitted],
-            [row for row in source_rows if not row.is_fitted],
-        )
-        if fitted and others:
-            lines += [*_lines(f"{source}: fitted to", fitted), *_lines(f"{source}: verified on", others)]
-        against, others = (
-            [row for row in source_rows if row.contradicts],
-            [row for row in source_rows if not row.contradicts],
-        )
-        if against and others:
-            lines += [*_lines(f"{source}: faster than its kernels' tables", against)]
-            lines += [*_lines(f"{source}: without these", others)]
-        if by_group:
-            for group in sorted({row.group for row in source_rows}):
-                lines += _lines(f"{source}: {group}", [row for row in source_rows if row.group == group])
+    """Errors in percent of rows that nothing was fitted to, and next to them of those that figures were fitted to.
+
+    Median and 90th percentile of their sizes, and the median with its sign (bias).
+
+    Args:
+        by_group: a line for each model and device, too.
+    """
+    lines, by_kind = [HEADER], {}
+    for row in rows:
+        by_kind.setdefault(row.kind, []).append(row)
+    for kind, found in sorted(by_kind.items()):
+        lines += _lines(kind, found)
+        for group in sorted({row.group for row in found}) if by_group else ():
+            lines += _lines((*kind[:2], group), [row for row in found if row.group == group])
     return "\n".join(lines)
 
 
-def _lines(name: str, rows: list[Row]) -> Iterator[str]:
+def _lines(kind: tuple[str, str, str], rows: list[Row]) -> Iterator[str]:
     for quantity in dict.fromkeys(name for row in rows for name in row.predicted):
-        errors = 100 * np.asarray([row.errors()[quantity] for row in rows if quantity in row.predicted])
-        sizes = np.abs(errors)
-        figures = (np.median(sizes), np.mean(sizes), np.quantile(sizes, 0.9))
-        text = " | ".join(f"{figure:.1f}" for figure in figures)
-        yield f"| {name} | {len(errors)} | {quantity} | {text} | {np.median(errors):+.1f} |"
+        cells = [*kind, quantity]
+        for is_fitted in (False, True):
+            found = [row.errors()[quantity] for row in rows if row.is_fitted is is_fitted and quantity in row.predicted]
+            errors = 100 * np.asarray(found)
+            figures = [f"{np.quantile(np.abs(errors), q):.1f}" for q in (0.5, 0.9)] if found else ["", ""]
+            bias = [f"{np.median(errors):+.1f}" if found else ""] if not is_fitted else []
+            cells += [str(len(found)), *figures, *bias]
+        yield f"| {' | '.join(cells)} |"
+
+
+AS_NAMED = {"e2e mean": "throughput", "TTFT mean": "TTFT", "throughput": "throughput", "TTFT": "TTFT", "TPOT": "TPOT"}
+"""Quantities of rows, by what ranges call them: under open arrivals a plan's rate errs as its whole times do."""
+
+
+def errors_of(rows: list[Row]) -> str:
+    """Return configs/errors.json: measured over predicted by cell and quantity, as JSON.
+
+    Of a cell with at least `LEAST_ROWS` rows that nothing was fitted to, only these count.
+    """
+    found: dict[tuple[str, ...], dict[bool, list[float]]] = {}
+    for row in rows:
+        for name, error in row.errors().items():
+            if row.cell is not None and name in AS_NAMED:
+                ratios = found.setdefault((*row.cell, AS_NAMED[name]), {True: [], False: []})
+                ratio = 1 / (1 + error)
+                ratios[row.is_fitted].append(round(1 / ratio if name == "e2e mean" else ratio, 3))
+    kept = [
+        [*key, ratios[False] if len(ratios[False]) >= LEAST_ROWS else ratios[True] + ratios[False]]
+        for key, ratios in sorted(found.items())
+    ]
+    return "[\n" + ",\n".join(json.dumps(each) for each in kept) + "\n]\n"
 
 
 def plot(rows: list[Row]) -> str:

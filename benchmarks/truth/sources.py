@@ -10,6 +10,7 @@ import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,19 @@ from xgpt.core.prefixes import TracePrefixes
 from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import DType
 from xgpt.core.workload import TraceLengths
+from xgpt.resolve import load_cluster
+from xprofiler.errors import Cell
 
 Ints = npt.NDArray[np.int64]
 Figures = dict[str, float]
 """Seconds, or tokens a second, by quantity."""
+
+
+def cell_of(served: Served, load: str) -> Cell:
+    """Return the cell of a replica under a kind of load."""
+    family = "dense" if served.model_spec.experts is None else "experts"
+    device = load_cluster(served.cluster).device.name
+    return Cell(load, served.spec.framework, family, device, "imported" if served.imported else "analytic")
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,8 @@ class Row:
     Attributes:
         source, group: what it is reported with.
         is_fitted: figures were fitted to rows of this kind; all others verify.
-        kernels_s: what the kernels of the tables alone take, one behind the other, of what `took_s` was measured; None:
-            not known.
         why_not: why nothing is predicted for it.
+        cell: None: the row is of no engine's load.
     """
 
     source: str
@@ -45,13 +54,15 @@ class Row:
     predicted: Figures = field(default_factory=dict)
     note: str = ""
     why_not: str = ""
-    kernels_s: float | None = None
-    took_s: float | None = None
+    cell: Cell | None = None
 
     @property
-    def contradicts(self) -> bool:
-        """Whether it was measured to take less than the tables of its own kernels say they take."""
-        return self.kernels_s is not None and self.took_s is not None and self.took_s < self.kernels_s
+    def kind(self) -> tuple[str, str, str]:
+        """Load, engine and family, by which rows are counted."""
+        if self.cell is None:
+            return self.source, "", ""
+        load = self.cell.load if self.cell.profile == "imported" else f"{self.cell.load}, datasheet"
+        return load, self.cell.engine, self.cell.family
 
     def errors(self) -> Figures:
         """Relative, by quantity."""
@@ -148,7 +159,8 @@ def open_rows(path: Path, most: int | None) -> Iterator[Row]:
         is_fitted = raw["model"] in OPEN_FITTED
         group = f"{raw['model']} {raw['device']}"
         note = f"{raw['experiment']} {raw['rate_per_s']}/s"
-        yield Row("vLLM, open loop", group, is_fitted, measured, found, note, why_not)
+        cell = cell_of(served, "open loop")
+        yield Row("vLLM, open loop", group, is_fitted, measured, found, note, why_not, cell)
 
 
 def repeated(count: int, lengths: tuple[int, int], kv_blocks: int) -> Ints:
@@ -173,19 +185,25 @@ MOST_OFFLINE = 3000
 
 
 def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> Iterator[Row]:
-    """TensorRT-LLM 1.0's own maximum throughput: lengths all equal, all requests at hand."""
-    for raw in thinned([raw for raw in read(path) if not raw.get("ep")], most):
-        lengths = int(raw["input_tokens"]), int(raw["output_tokens"])
+    """TensorRT-LLM 1.0's own maximum throughput: lengths all equal, all requests at hand.
+
+    Experts are divided among all devices. The commands of these rows also divide requests, not heads, among devices
+    (enable_attention_dp), which is not predicted.
+    """
+    for raw in thinned([raw for raw in read(path) if is_imported or not raw.get("ep")], most):
+        lengths, has_experts = (int(raw["input_tokens"]), int(raw["output_tokens"])), bool(raw.get("ep"))
         served = Served(
             raw["model"],
             OFFLINE_CLUSTERS[raw["device"]],
-            "float8",
+            cast(DType, raw["dtype"] if has_experts else "float8"),
             int(raw["tp"]),
             "tensorrt-llm-1.0",
             max_batch=2048,
             token_budget=8192,
             imported=is_imported,
             changes=(("cuts_prompts", True),),
+            ep=count_of(raw.get("ep") or ""),
+            skew=skew_of(raw["model"]) if has_experts else 0.0,
         )
 
         def predict(served: Served = served, lengths: tuple[int, int] = lengths) -> Figures:
@@ -197,10 +215,18 @@ def offline_rows(path: Path, most: int | None, *, is_imported: bool = True) -> I
 
         found, why_not = predicted(predict)
         kind = "prompt-heavy" if lengths[0] >= 2 * lengths[1] else "others"
-        source = "TensorRT-LLM, offline" + ("" if is_imported else ", datasheet")
         measured = {"throughput": float(raw["output_tokens_per_s"])}
         note = f"{raw['model']} {raw['device']} TP {raw['tp']} {lengths[0]}/{lengths[1]}"
-        yield Row(source, kind, is_imported, measured, found, note, why_not)
+        is_fitted, cell = is_imported and not has_experts, cell_of(served, "offline")
+        yield Row("TensorRT-LLM, offline", kind, is_fitted, measured, found, note, why_not, cell)
+
+
+SKEW, DEEPSEEK_SKEW = 1.2, 1.01
+"""Of routing: the power laws that AIConfigurator's makers take real prompts to follow, in its `sdk/models`."""
+
+
+def skew_of(model: str) -> float:
+    return DEEPSEEK_SKEW if model.startswith("deepseek") else SKEW
 
 
 # Served models, as published with AIConfigurator's tables -----------------------------------------------------------
@@ -305,12 +331,7 @@ def of_clients(row: Row, served: Served, raw: dict[str, str]) -> Row:
         return {"TPOT": float(np.mean(times.gap_s)), "TTFT": float(np.mean(times.first_s))}
 
     found, why_not = predicted(predict)
-    if why_not:
-        return replace(row, why_not=why_not)
-    num_outputs = float(np.mean(outputs))
-    took_s = row.measured["TTFT"] + (num_outputs - 1) * row.measured["TPOT"]
-    kernels_s = served.kernels_s(float(np.mean(inputs)), num_outputs)
-    return replace(row, predicted=found, kernels_s=kernels_s, took_s=took_s)
+    return replace(row, predicted=found, why_not=why_not, cell=cell_of(served, "closed loop"))
 
 
 def silicon_rows(path: Path, most: int | None) -> Iterator[Row]:

@@ -161,6 +161,20 @@ def test_counts_run_ahead_as_the_engine_does(
         assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
 
 
+@settings(max_examples=examples(100, 15))
+@given(drawn(("orca", "chunked"), 2, room=(1, 1, 2, 3, 5)), st.booleans(), st.sampled_from((2, 5, 1000)))
+def test_counts_preempt_as_the_engine_does(arrivals: Arrivals, ahead: bool, max_running: int) -> None:
+    plan = arrivals.plan()
+    assume(plan is not None and len(plan.stages) == 1)
+    assert plan is not None
+    admission = plan.admission.model_copy(update={"kv": "quantile", "max_running": max_running})
+    plan = plan.model_copy(update={"engine": AHEAD if ahead else None, "admission": admission})
+    requests, profile = arrivals.stream(plan), arrivals.case.subject.profile
+    run = by_counts(plan, profile, requests)
+    assert run.run()
+    assert (list(run.first_ns), list(run.end_ns)) == one_by_one(plan, profile, requests)
+
+
 @settings(max_examples=examples(200, 20))
 @given(drawn(POLICIES, 4))
 # The encode lane's memory is full of prompts: it holds no place for the token that each of them makes.

@@ -12,7 +12,7 @@ from benchmarks.truth import memory
 from benchmarks.truth.inferencex import started
 from benchmarks.truth.loads import Served, all_at_once, closed_loop, open_loop
 from benchmarks.truth.score import plot, table
-from benchmarks.truth.sources import ALIGNED, Row, budget_of, of_backend, repeated
+from benchmarks.truth.sources import ALIGNED, Row, budget_of, cell_of, of_backend, repeated
 from xgpt.resolve import load_engine
 from xsimulator.costs.step_counts import StepCounts
 
@@ -44,7 +44,7 @@ def test_clients_that_start_together_share_steps() -> None:
 def test_an_arrival_waits_for_the_step_that_is_decided_already() -> None:
     """Half a step and its own; where steps are decided ahead, one more, and what its engine takes outside of steps."""
     plain, ahead = (open_loop(served, 4.0, (INPUT, 256), [INPUT - 16] * 400, seed=0) for served in (SERVED, AHEAD))
-    step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.spec.request_path_s(INPUT)
+    step_s, path_s = float(np.mean(ahead.gap_s)), AHEAD.path_s(INPUT)
     more_s = float(np.mean(ahead.first_s) - np.mean(plain.first_s))
     assert more_s == pytest.approx(path_s + step_s, rel=0.3)
 
@@ -113,32 +113,20 @@ def test_rows_are_predicted_as_their_scripts_started_the_engine(
     assert (found.ep, found.token_budget, found.kv_dtype, dict(found.changes).get("memory_share")) == expected
 
 
-def test_the_table_counts_fitted_rows_apart() -> None:
+def test_the_table_has_rows_that_nothing_was_fitted_to_in_a_column_of_their_own() -> None:
     rows = [
         Row("a", "x", True, {"TPOT": 1.0}, {"TPOT": 1.1}),
         Row("a", "y", False, {"TPOT": 2.0}, {"TPOT": 1.0}),
     ]
     lines = table(rows).splitlines()
-    assert lines[2] == "| a | 2 | TPOT | 30.0 | 30.0 | 46.0 | -20.0 |"
-    assert lines[3].startswith("| a: fitted to | 1 | TPOT | 10.0") and lines[4].startswith("| a: verified on | 1 |")
+    assert lines[2:] == ["| a |  |  | TPOT | 1 | 50.0 | 50.0 | -50.0 | 1 | 10.0 | 10.0 |"]
     assert plot(rows).count("<circle") == 2 + 1
 
 
-@pytest.mark.parametrize("engine", ["xgpt", "vllm-0.15"])
-@pytest.mark.parametrize("clients", [1, 8, 64])
-def test_no_prediction_is_faster_than_its_kernels(engine: str, clients: int) -> None:
-    served = replace(SERVED, engine=engine, max_batch=clients)
-    times = closed_loop(served, clients, [INPUT] * 10 * clients, [OUTPUT] * 10 * clients)
-    assert np.mean(times.whole_s) >= served.kernels_s(INPUT, OUTPUT) > 0.25 * np.mean(times.whole_s)
-
-
-def test_rows_that_are_faster_than_their_kernels_are_counted_apart() -> None:
-    quick, slow = (
-        Row("a", "x", False, {"TPOT": 1.0}, {"TPOT": 2.0}, kernels_s=1.5, took_s=seconds) for seconds in (1.0, 2.0)
-    )
-    assert quick.contradicts and not slow.contradicts and not replace(slow, kernels_s=None).contradicts
-    lines = table([quick, slow]).splitlines()
-    assert "faster than its kernels' tables | 1 |" in lines[3] and "without these | 1 |" in lines[4]
+def test_rows_are_counted_by_load_engine_and_family() -> None:
+    cell = cell_of(replace(SERVED, engine="sglang-0.5"), "closed loop")
+    assert cell == ("closed loop", "sglang", "dense", "h100-80gb-hbm3", "analytic")
+    assert Row("a", "x", False, {}, cell=cell).kind == ("closed loop, datasheet", "sglang", "dense")
 
 
 def test_scripts_that_wait_for_batches() -> None:

@@ -29,6 +29,7 @@ COMMANDS = (
     "serve",
     "autoscale",
     "bench",
+    "calibrate",
     "replan",
     "report",
     "export",

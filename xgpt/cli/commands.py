@@ -160,6 +160,28 @@ def bench() -> None:
     """
 
 
+@options.command("calibrate")
+@click.argument("plan_path", metavar="PLAN.JSON")
+@click.argument("measured", metavar="RESULT.JSON...", nargs=-1, required=True)
+@output_option("Where to write the fitted profile.")
+@click.option(
+    "--engine-output", metavar="FILE", help="Where to write the plan's engine with the fitted time of a request."
+)
+@json_option
+def calibrate() -> None:
+    """Fit a plan's step times to a benchmark of any server: `vllm bench serve`, AIPerf, guidellm or genai-perf.
+
+    PLAN.JSON is what the server ran; `xgpt compare --current '...' -o current.json` writes it from its command. Of
+    several loads every second one is left out of the fit, and tells its error.
+
+    \b
+    Examples:
+      xgpt calibrate current.json result.json -o profile.json
+      xgpt calibrate current.json low.json mid.json high.json -o profile.json --engine-output engine.yaml
+      xgpt plan --profile profile.json --engine engine.yaml --latency-bound 8 --model llama-3.1-8b --cluster h100x1
+    """
+
+
 @options.command("replan")
 @click.argument("plan_path", metavar="PLAN.JSON")
 @output_option("Where to write the plan to run from now on, changed or not.")

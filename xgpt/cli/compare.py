@@ -42,18 +42,21 @@ def run(output: str | None, force: bool, as_json: bool, current: str | None, mea
             current_notes=list(found.notes),
             gain=None if found.gain is None else GainOutput(**found.gain._asdict()),
             gain_ranges={kind: RangeOutput(**each._asdict()) for kind, each in found.ranges.items()},
+            keeps_current=found.keeps_current,
             measured=found.measured,
         )
         click.echo(document.model_dump_json(indent=1))
         return
-    render.show(render.plans_table(found.plans))
+    tables = [render.plans_table(found.plans)]
     if found.current is not None:
-        table = render.plans_table({"current": found.current}, "what runs now, up to its own arrival rate")
-        render.show(
-            table, *found.notes, gain_in_words(found.best, found.current, found.ranges.get(next(iter(found.plans))))
-        )
+        title = "what runs now, up to its own arrival rate" + (": keep it" if found.keeps_current else "")
+        tables.insert(0 if found.keeps_current else 1, render.plans_table({"current": found.current}, title))
+        range_ = found.ranges.get(next(iter(found.plans)))
+        render.show(*tables, *found.notes, gain_in_words(found.best, found.current, range_))
         if output is not None:
             render.show(f"next: xgpt simulate {output} --arrival-rate R")
+    else:
+        render.show(*tables)
     if found.relaxed:
         render.show(render.relaxed_table(found.best, found.relaxed))
     if found.measured:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-WRITTEN = ("output", "calibrate", "timeline", "step_log")
+WRITTEN = ("output", "engine_output", "calibrate", "timeline", "step_log")
 """Parameters that name what a command writes; those of every other path name what it reads."""
 
 force_option = click.option(

@@ -52,6 +52,7 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.classes_in_words(best)
     yield from plan_text.headroom_in_words(best)
     yield from plan_text.engine_in_words(best)
+    yield from plan_text.ranges_in_words(best)
     if planned.choices:
         yield render.choices_table(planned.choices)
     yield render.plans_table(planned.plans)

@@ -22,6 +22,7 @@ from xscheduler.expression import maximised
 if TYPE_CHECKING:
     from xgpt.core.progress import Progress
     from xgpt.core.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
+    from xgpt.core.schema.outputs import CalibrateOutput
     from xscheduler.objectives.sizing import ClusterChoice
     from xsimulator.run import Simulated
 
@@ -331,6 +332,34 @@ def measured_table(plans: dict[str, Plan], reports: dict[str, BenchReport]) -> F
     columns = ["policy", "req/s", "measured", "error", "latency s", "measured s", "error of it", "bound"]
     below = [f"{kind}: {settings_text(plans[kind])}" for kind in reports]
     return Fitting("predicted and measured on this machine", columns, rows, ("error", "error of it"), below)
+
+
+def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
+    """Return a table of errors before and after a fit, a row for each load and figure."""
+    names = {"throughput_rps": "requests/s", "ttft_s": "first token, s", "tpot_s": "between tokens, s"}
+    rows = [
+        [
+            load.source if name == "throughput_rps" else "",
+            label,
+            f"{load.measured[name]:.4g}",
+            f"{100 * load.before[name]:+.1f}%",
+            f"{100 * load.after[name]:+.1f}%",
+            "yes" if load.used else "no",
+        ]
+        for load in found.loads
+        for name, label in names.items()
+    ]
+    below = [
+        f"all step times x{found.pace:.3f}, {1e3 * found.step_s:.3g} ms more for each step, "
+        f"{1e3 * found.path_s:+.3g} ms for each request outside of the loop"
+    ]
+    if all(load.used for load in found.loads):
+        below.append("one load: no error on a load that was not fitted to is known; give several")
+    return (
+        Fitting(
+            "predicted over measured", ["load", "figure", "measured", "before", "after", "fitted to"], rows, below=below
+        ),
+    )
 
 
 def decision_table(decision: Decision) -> Fitting:

@@ -85,6 +85,11 @@ class Compared:
         return next(iter(self.plans.values()))
 
     @property
+    def keeps_current(self) -> bool:
+        """Whether no plan gains over the current deployment under every assumption, so that it should stay."""
+        return bool(self.ranges) and max(each.least for each in self.ranges.values()) < 1
+
+    @property
     def gain(self) -> Gain | None:
         """The best plan's gain over the current deployment; None: none was given, or it keeps the bounds at no rate."""
         return None if self.current is None else gain_of(self.best, self.current)

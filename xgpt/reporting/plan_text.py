@@ -10,6 +10,7 @@ import numpy as np
 from xgpt.core.schema import ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.resolve import load_trace
+from xprofiler.errors import Quantity, cell_of, likely
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -74,7 +75,7 @@ def _process(constraint: Constraint) -> str:
     return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
 
 
-TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "tokenise_s")
+TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
 """Figures of an engine that step times and first tokens hang on."""
 
 
@@ -97,6 +98,26 @@ def engine_in_words(plan: Plan) -> list[str]:
     if timed:
         lines.append(f"not measured of {engine.name}, but of another engine or version: {', '.join(timed)}")
     return lines
+
+
+def ranges_in_words(plan: Plan) -> list[str]:
+    """Return a line on the ranges of a plan's figures, and on the measured rows behind them; none if its steps were
+    measured."""
+    cell = cell_of(plan)
+    if cell is None:
+        return []
+    borrowed = plan.engine is not None and any(name in plan.engine.borrowed for name in TIMED)
+    figures: tuple[tuple[str, Quantity, float, str], ...] = (
+        ("throughput", "throughput", plan.estimate.throughput_rps, "requests/s"),
+        ("first token", "TTFT", plan.estimate.ttft_s, "s"),
+        ("between tokens", "TPOT", plan.estimate.tpot_s, "s"),
+    )
+    parts = []
+    for name, quantity, value, unit in figures:
+        found = likely(cell, quantity, borrowed=borrowed)
+        behind = f"{found.rows} measured rows: {found.of}" if found.rows else "nothing like it was measured"
+        parts.append(f"{name} {found.low * value:.3g} to {found.high * value:.3g} {unit} ({behind})")
+    return [f"likely, nine times in ten: {'; '.join(parts)}"]
 
 
 def mixing_in_words(plan: Plan) -> list[str]:

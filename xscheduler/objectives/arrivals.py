@@ -192,7 +192,11 @@ class Arrivals(Objective):
         """What the engine's loop must keep of the constraint on requests that arrive."""
         constraint, engine = self.scheduler.problem.constraint, self.scheduler.problem.engine
         prompt = self.scheduler.candidates.lengths.mean_whole_input
-        return constraint if engine is None else constraint.less(engine.request_path_s(prompt))
+        return (
+            constraint
+            if engine is None
+            else constraint.less(engine.request_path_s(prompt, self.scheduler.problem.model.num_layers))
+        )
 
     def _predicted(self, plan: Plan) -> float:
         """Return the arrival rate that the closed form gives a plan of the scheduler."""

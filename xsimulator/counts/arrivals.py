@@ -2,8 +2,8 @@
 
 All requests that decode in a micro-batch advance together, so a step needs to know how many they are and what they
 attend to in all, and each of them the iteration in which it ends. Requests enter in the order of their arrival, with
-their maximum set aside ("reserve"); other promises and orders are simulated request by request. Both give the same
-times: tests/contract/test_counts.py.
+their maximum set aside ("reserve") or, in one micro-batch of orca and chunked, with the blocks of their prompt
+("quantile"); other schedules are simulated request by request. Both give the same times: tests/contract/test_counts.py.
 
 The loops are compiled by numba when they are first run, and kept on disk: see `xsimulator.counts.compiled`.
 """
@@ -32,7 +32,7 @@ def _fields(names: str, kind: type = np.int64) -> list[tuple[str, type]]:
 
 REQUEST = np.dtype(
     _fields("input output tokens most cached arrival_ns first_ns end_ns encoded after ends_with")
-    + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step joins_at")
+    + _fields("admitted_ns admitted_step first_step last_step joined_batch joined_step joins_at made ends_at")
 )
 """A request.
 
@@ -44,6 +44,8 @@ ends_with: the next one that ends in the same iteration.
 admitted_ns: when the step starts that begins its prompt.
 admitted_step, first_step, last_step: settled steps: that which began its prompt, and those of its first and last token.
 joins_at: of WAA's requests, the decode steps that must have begun before it joins.
+made: output tokens when it was preempted, which are encoded again with its prompt.
+ends_at: the iteration in which it ends; NONE: it does not decode.
 joined_batch, joined_step: the micro-batch in which it decodes, and which of its decode steps is the request's first.
 """
 
@@ -80,7 +82,7 @@ LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
-    + _fields("max_batch batch_wait_steps batch_wait_tokens")
+    + _fields("max_batch batch_wait_steps batch_wait_tokens by_use preempted")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )
@@ -89,7 +91,8 @@ LANE = np.dtype(
 )
 """A schedule's own counts and settings.
 
-Requests [head, tail) wait. Steps [first_step, end_step) are under way. Requests [first_counted, last_counted) count.
+Requests [head, tail) wait, after `preempted` and those that follow it. by_use: requests take blocks as they grow.
+Steps [first_step, end_step) are under way. Requests [first_counted, last_counted) count.
 num_sent, path_ns: a closed loop sends the next request that long after one has ended.
 emits: an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
 encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
@@ -140,10 +143,16 @@ class KeptBounds(NamedTuple):
 
 
 class Kv(NamedTuple):
-    """K/V memory of a lane, in blocks of a fixed number of tokens."""
+    """K/V memory of a lane, in blocks of a fixed number of tokens.
+
+    Attributes:
+        by_use: requests take blocks as they grow, and the last one to enter is preempted when none is left; otherwise
+            each has its maximum set aside.
+    """
 
     blocks: int
     block_size: int
+    by_use: bool = False
 
     def of(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -156,6 +165,7 @@ class RunState(NamedTuple):
         lane: one record.
         batches: the micro-batches; under WAA, the encode lane's behind the decode lane's.
         ends: the first request that ends in each iteration, modulo their number. # [batches, iterations]
+        grows: how many requests take a block in each iteration, modulo the tokens of a block. # [tokens]
         steps, pieces: rings.
         moved: requests in the order in which their prompts ended (WAA).
         goals: as of `GoalNs`. # [goals, 4]
@@ -167,6 +177,7 @@ class RunState(NamedTuple):
     requests: Records
     batches: Records
     ends: npt.NDArray[np.int64]
+    grows: npt.NDArray[np.int64]
     steps: Records
     pieces: Records
     moved: npt.NDArray[np.int64]
@@ -204,11 +215,12 @@ class Run(ABC):
         requests["arrival_ns"], requests["cached"] = stream.arrivals_ns, stream.cached if len(stream.cached) else 0
         for name in ("first_ns", "end_ns", "after", "ends_with", "admitted_step", "first_step", "last_step"):
             requests[name] = NONE
-        requests["joined_batch"] = NONE
+        requests["joined_batch"] = requests["ends_at"] = NONE
         batches, lane = np.zeros(num_batches, BATCH), np.zeros(1, LANE)
         for name in ("first", "last", "unissued"):
             batches[name] = NONE
-        lane["blocks"], lane["block_size"], lane["is_logged"] = kv.blocks, kv.block_size, is_logged
+        lane["blocks"], lane["block_size"], lane["by_use"] = kv
+        lane["is_logged"], lane["preempted"] = is_logged, NONE
         lane["num_sent"], lane["path_ns"] = count if clients is None else clients, path_ns
         longest = int(requests["output"].max(initial=1))
         self.state = RunState(
@@ -216,6 +228,7 @@ class Run(ABC):
             requests,
             batches,
             np.full((num_batches, longest + 2), NONE),
+            np.zeros(kv.block_size, np.int64),
             np.zeros(most_steps, STEP),
             np.zeros(2 * count + 2, PIECE),
             np.zeros(count, np.int64),

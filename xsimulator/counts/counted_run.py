@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from xgpt.core import policies
 from xgpt.core.schema import Plan, StageLane
@@ -10,7 +11,7 @@ from xsimulator.costs.step_cost import LaneCost
 from xsimulator.counts import one_lane_arrivals
 from xsimulator.counts.arrivals import Kv, Run, Stream
 from xsimulator.counts.compiled import is_kept
-from xsimulator.counts.one_lane_arrivals import OneLaneRun
+from xsimulator.counts.one_lane_arrivals import MANY, OneLaneRun
 from xsimulator.counts.two_lane_arrivals import TwoLaneRun
 
 
@@ -31,14 +32,27 @@ def counted_run(
     if not is_counted(plan):
         return None
     schedule = policies.build(plan)
-    kv = Kv(schedule.pool.kv_blocks, plan.block_size)
+    pool, by_use = schedule.pool, plan.admission.kv == "quantile"
+    kv = Kv(pool.kv_blocks, plan.block_size, by_use)
     if isinstance(schedule, policies.TwoLane):
         return TwoLaneRun(schedule.settings, lanes["encode"], lanes["decode"], kv, stream, is_logged=is_logged)
     assert isinstance(schedule, policies.OneLane)
-    return OneLaneRun(schedule.settings, lanes["both"], kv, stream, is_logged=is_logged)
+    settings = schedule.settings
+    if by_use:
+        settings = replace(settings, max_batch=min(settings.max_batch or MANY, pool.max_running or MANY))
+    return OneLaneRun(settings, lanes["both"], kv, stream, is_logged=is_logged)
 
 
 def is_counted(plan: Plan) -> bool:
     """Whether a plan has a compiled run."""
-    by_turns = plan.admission.order == "fcfs" and plan.admission.kv == "reserve"
-    return by_turns and getattr(plan.policy, "slack", None) is None
+    if plan.admission.order != "fcfs" or getattr(plan.policy, "slack", None) is not None:
+        return False
+    if plan.admission.kv == "reserve":
+        return True
+    mixes = plan.engine is None or plan.engine.mixes
+    return (
+        plan.policy.kind in ("orca", "chunked")
+        and mixes
+        and plan.policy.microbatches == 1
+        and not plan.model.is_encoder_decoder
+    )

@@ -12,11 +12,28 @@ def blocks_of(lane, tokens):
 
 
 @helper
+def next_waiting(lane):
+    """The request that waits in front; NONE: none waits."""
+    if lane.preempted != NONE:
+        return lane.preempted
+    return lane.head if lane.head < lane.tail else NONE
+
+
+@helper
+def prompt_of(request):
+    """Tokens that are encoded when it enters: its prompt, and the output that it had when it was preempted."""
+    return request.input + request.made
+
+
+@helper
+def blocks_to_enter(lane, request):
+    return blocks_of(lane, prompt_of(request) if lane.by_use else request.input + request.most)
+
+
+@helper
 def can_admit(s, lane):
-    if lane.head == lane.tail:
-        return False
-    request = s.requests[lane.head]
-    return lane.reserved + blocks_of(lane, request.input + request.most) <= lane.blocks
+    id_ = next_waiting(lane)
+    return id_ != NONE and lane.reserved + blocks_to_enter(lane, s.requests[id_]) <= lane.blocks
 
 
 @helper
@@ -24,18 +41,75 @@ def admit(s, lane):
     """The request that enters; NONE: none does."""
     if not can_admit(s, lane):
         return NONE
-    request = s.requests[lane.head]
-    lane.reserved += blocks_of(lane, request.input + request.most)
+    id_ = next_waiting(lane)
+    lane.reserved += blocks_to_enter(lane, s.requests[id_])
     lane.num_inside += 1
-    lane.head += 1
-    return lane.head - 1
+    if lane.preempted != NONE:
+        lane.preempted = s.requests[id_].after
+    else:
+        lane.head += 1
+    return id_
 
 
 @helper
-def leave(s, lane, id_):
+def leave(s, lane, id_, more=0):
+    """A request gives its blocks back; by use, those of all tokens but its last one, and of `more`."""
     request = s.requests[id_]
-    lane.reserved -= blocks_of(lane, request.input + request.most)
+    lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1
+
+
+@helper
+def grows_in(s, batch, context):
+    """The iteration in which a request with this context now takes a block, modulo the tokens of one."""
+    return (batch.iteration - context + 1) % len(s.grows)
+
+
+@helper
+def preempt(s, lane, number):
+    """The request that entered last waits in front; the next step has not been decided."""
+    batch, id_ = s.batches[number], lane.head - 1
+    lane.num_inside -= 1
+    if batch.num_encoding:
+        id_, before = batch.first, NONE
+        while s.requests[id_].after != NONE:
+            id_, before = s.requests[id_].after, id_
+        if before == NONE:
+            batch.first = NONE
+        else:
+            s.requests[before].after, batch.last = NONE, before
+        batch.num_encoding -= 1
+        lane.reserved -= blocks_of(lane, prompt_of(s.requests[id_]))
+    else:
+        while s.requests[id_].ends_at == NONE:
+            id_ -= 1
+        request = s.requests[id_]
+        at = request.ends_at % s.ends.shape[1]
+        if s.ends[number, at] == id_:
+            s.ends[number, at] = request.ends_with
+        else:
+            before = s.ends[number, at]
+            while s.requests[before].ends_with != id_:
+                before = s.requests[before].ends_with
+            s.requests[before].ends_with = request.ends_with
+        request.made = request.output - (request.ends_at - batch.iteration)
+        request.ends_at = NONE
+        context = request.input + request.made
+        batch.decoding -= 1
+        batch.context -= context
+        batch.inputs -= request.input
+        s.grows[grows_in(s, batch, context)] -= 1
+        lane.reserved -= blocks_of(lane, context - 1)
+    s.requests[id_].after, lane.preempted = lane.preempted, id_
+
+
+@helper
+def make_room(s, lane, number):
+    """Give every request the block of its next token; those that entered last are preempted until there is room."""
+    batch = s.batches[number]
+    while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
+        preempt(s, lane, number)
+    lane.reserved += s.grows[batch.iteration % len(s.grows)]
 
 
 @helper
@@ -49,6 +123,7 @@ def take_in(s, lane):
 def end(s, lane, id_):
     """The request has its last token now."""
     request, now_ns = s.requests[id_], lane.now_ns
+    request.ends_at = NONE
     request.end_ns, request.last_step = now_ns, lane.num_settled
     if lane.num_sent < len(s.requests):
         s.requests[lane.num_sent].arrival_ns = now_ns + lane.path_ns
@@ -72,7 +147,9 @@ def join(s, number, id_, generated):
     batch.decoding += 1
     batch.context += request.input + generated
     batch.inputs += request.input
-    iteration = (batch.iteration + request.output - generated) % s.ends.shape[1]
+    s.grows[grows_in(s, batch, request.input + generated)] += 1
+    request.ends_at = batch.iteration + request.output - generated
+    iteration = request.ends_at % s.ends.shape[1]
     request.ends_with = s.ends[number, iteration]
     s.ends[number, iteration] = id_
 
@@ -93,6 +170,7 @@ def drop(s, batch, id_):
     batch.decoding -= 1
     batch.context -= request.input + request.output
     batch.inputs -= request.input
+    s.grows[grows_in(s, batch, request.input + request.output)] -= 1
 
 
 @helper
@@ -111,7 +189,7 @@ def count(s, step, has_encoder):
         piece = s.pieces[i % len(s.pieces)]
         request = s.requests[piece.request]
         prompt_tokens += piece.length
-        if piece.start + piece.length == request.input:
+        if piece.start + piece.length == prompt_of(request):
             step.num_ended += 1
             inputs += request.input
     step.decodes = step.context = 0
@@ -136,7 +214,7 @@ def log(s, lane, step):
         request = s.requests[piece.request]
         if request.admitted_step < 0:
             request.admitted_step, request.admitted_ns = lane.num_settled, step.start_ns
-        if piece.start + piece.length == request.input:
+        if piece.start + piece.length == request.input and not request.made:
             request.first_step = lane.num_settled
             if step.lane == BOTH:
                 request.joined_batch, request.joined_step = step.batch, batch.num_decode_steps

@@ -23,7 +23,11 @@ def decode_on(s, lane, tables, free_ns):
     """
     batch = s.batches[0]
     decodes, encodes = batch.decoding + batch.held, batch.num_encoding > 0
-    alone = len(s.batches) == 1 and len(free_ns) == 1 and not (lane.ahead or lane.is_logged or tables.has_encoder)
+    alone = (
+        len(s.batches) == 1
+        and len(free_ns) == 1
+        and not (lane.ahead or lane.is_logged or lane.by_use or tables.has_encoder)
+    )
     if not alone or encodes or not batch.decoding:
         return
     left, until_ns = len(s.ends[0]), np.iinfo(np.int64).max

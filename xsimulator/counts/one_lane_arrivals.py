@@ -21,6 +21,9 @@ from xsimulator.counts.counting import (
     join,
     leave,
     log,
+    make_room,
+    next_waiting,
+    prompt_of,
     put_piece,
     settled,
     take_ends,
@@ -103,6 +106,8 @@ def issue(s, lane, tables, free_ns, scratch, costs_ns):
             return False
         if batch.steps and lane.ahead and not lane.has_assumed:
             assume(s, lane, s.steps[(lane.end_step - 1) % len(s.steps)])
+        if batch.steps and lane.by_use and not has_room(s, lane, batch):
+            return False
         step = s.steps[lane.end_step % len(s.steps)]
         if next_step(s, lane, number, step):
             stays = lane.refills and batch.num_encoding > batch.num_issued
@@ -124,6 +129,8 @@ def next_step(s, lane, number, step):
     may = may_encode(s, lane, number)
     if not is_running(batch) and not (may and can_admit(s, lane)):
         return False
+    if lane.by_use:
+        make_room(s, lane, number)
     step.lane, step.batch, step.first_piece = BOTH, number, lane.num_pieces
     if lane.mix:
         if not waits_for_others(s, lane, batch):
@@ -192,19 +199,19 @@ def fill(s, lane, batch):
         if left <= 0:
             return
         request = s.requests[id_]
-        length = min(request.input - request.encoded, left)
+        length = min(prompt_of(request) - request.encoded, left)
         put_piece(s, lane, id_, request.encoded, length)
         left -= length
         id_ = request.after
-    while left > 0 and lane.head < lane.tail and num_running(batch) < batch.max_batch:
-        if lane.whole_prompts and left < min(s.requests[lane.head].input, batch.token_budget):
+    while left > 0 and next_waiting(lane) != NONE and num_running(batch) < batch.max_batch:
+        if lane.whole_prompts and left < min(s.requests[next_waiting(lane)].input, batch.token_budget):
             return
         id_ = admit(s, lane)
         if id_ == NONE:
             return
         line_up(s, batch, id_)
         request = s.requests[id_]
-        length = min(request.input - request.encoded, left)
+        length = min(prompt_of(request) - request.encoded, left)
         put_piece(s, lane, id_, request.encoded, length)
         left -= length
 
@@ -302,7 +309,7 @@ def join_encoded(s, lane, step, now_ns):
         piece = s.pieces[i % len(s.pieces)]
         request = s.requests[piece.request]
         request.encoded = piece.start + piece.length
-        if request.encoded < request.input:
+        if request.encoded < prompt_of(request):
             continue
         batch.first = request.after
         if batch.unissued == piece.request:
@@ -310,8 +317,9 @@ def join_encoded(s, lane, step, now_ns):
         batch.num_encoding -= 1
         if lane.refills:
             batch.num_issued -= 1
-        request.first_ns = now_ns
-        join(s, step.batch, piece.request, 1)
+        if not request.made:
+            request.first_ns = now_ns
+        join(s, step.batch, piece.request, request.made + 1)
 
 
 @helper
@@ -367,6 +375,18 @@ def assume(s, lane, step):
 
 
 @helper
+def has_room(s, lane, batch):
+    """Whether all that decode, those with their last token included, could take a block; the step before is assumed."""
+    missing, id_ = s.grows[batch.iteration % len(s.grows)], lane.assumed_ends
+    while id_ != NONE:
+        request = s.requests[id_]
+        if request.output == request.most and (request.input + request.output - 1) % len(s.grows) == 0:
+            missing += 1
+        id_ = request.ends_with
+    return lane.reserved + missing <= lane.blocks
+
+
+@helper
 def settle_ahead(s, lane, step):
     """Settle a step whose tokens were taken for made."""
     if not lane.has_assumed:
@@ -374,8 +394,9 @@ def settle_ahead(s, lane, step):
     lane.has_assumed, batch = 0, s.batches[step.batch]
     for i in range(step.first_piece, step.last_piece):
         piece = s.pieces[i % len(s.pieces)]
-        if piece.start + piece.length == s.requests[piece.request].input:
-            s.requests[piece.request].first_ns = lane.now_ns
+        request = s.requests[piece.request]
+        if piece.start + piece.length == request.input and not request.made:
+            request.first_ns = lane.now_ns
     id_ = lane.assumed_ends
     while id_ != NONE:
         request = s.requests[id_]
@@ -384,5 +405,5 @@ def settle_ahead(s, lane, step):
         else:
             drop(s, batch, id_)
         end(s, lane, id_)
-        leave(s, lane, id_)
+        leave(s, lane, id_, 1 if request.output < request.most and batch.steps else 0)  # it is in the step under way
         id_ = request.ends_with

@@ -38,6 +38,9 @@ class EngineSpec(Frozen):
     """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
     cuts_prompts: bool = True
     """Whether such a step cuts a prompt that does not fit; otherwise the prompt waits for one that has room for it."""
+    admits_by_use: bool = False
+    """Whether requests enter by the K/V memory in use, and the last one is preempted if it runs out; otherwise each
+    request's maximum is set aside."""
     batch_wait_steps: NonNegativeInt = 0
     """Steps in which prompts wait for others while requests decode, unless the step has `batch_wait_tokens`."""
     batch_wait_tokens: NonNegativeInt = 0
@@ -60,6 +63,8 @@ class EngineSpec(Frozen):
     """Seconds from a request's arrival at the server until the scheduler sees it, apart from `tokenise_s`."""
     tokenise_s: NonNegativeFloat = 0.0
     """Seconds more of them for each token of its prompt."""
+    layer_path_s: NonNegativeFloat = 0.0
+    """Seconds more of them for each of the model's layers: kernels of a prompt that the host launches one by one."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
@@ -130,10 +135,12 @@ class EngineSpec(Frozen):
         """
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
-    def request_path_s(self, prompt: float) -> float:
+    def request_path_s(self, prompt: float, num_layers: int) -> float:
         """Return the seconds that a request spends outside of waiting and steps before each of its tokens.
 
         Args:
             prompt: its tokens.
+            num_layers: the model's.
         """
-        return self.before_admission_s + self.tokenise_s * prompt + self.after_token_s
+        fixed_s = self.before_admission_s + self.layer_path_s * num_layers + self.after_token_s
+        return fixed_s + self.tokenise_s * prompt

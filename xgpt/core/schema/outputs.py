@@ -46,8 +46,38 @@ class CompareOutput(Frozen):
     """Gain over the current deployment; null: none was given, or it keeps the bounds at no arrival rate."""
     gain_ranges: dict[str, RangeOutput]
     """The range of each policy's gain whatever is assumed: costs of mixed steps, pace, lengths, bursts."""
+    keeps_current: bool = False
+    """Whether no plan gains over what runs now under every assumption: then keep it."""
     measured: dict[str, BenchReport]
     """Figures of each plan measured on this machine, by policy."""
+
+
+class CalibratedLoadOutput(Frozen):
+    """A measured load, next to what was predicted of it."""
+
+    source: str
+    """Benchmark and file."""
+    used: bool
+    """Whether the fit used it; otherwise it tells the fit's error."""
+    measured: dict[str, float]
+    """Requests a second, and mean seconds to the first token and between tokens."""
+    before: dict[str, float]
+    """Relative error of each as predicted before the fit."""
+    after: dict[str, float]
+    """Relative error of each after it."""
+
+
+class CalibrateOutput(Frozen):
+    """What a fit to benchmarks changed, and the errors before and after it."""
+
+    pace: float
+    """Factor on all step times."""
+    step_s: float
+    """Seconds that each step takes besides."""
+    path_s: float
+    """Seconds that a request takes outside of the engine's loop besides."""
+    loads: tuple[CalibratedLoadOutput, ...]
+    """The loads."""
 
 
 class SimulateOutput(Frozen):

@@ -153,7 +153,9 @@ class Plan(Frozen):
     @property
     def request_path_s(self) -> float:
         """Seconds that a request of the mean prompt spends outside of waiting and steps, from its engine's figures."""
-        return 0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean)
+        return (
+            0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean, self.model.num_layers)
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Plan:

@@ -1,0 +1,98 @@
+"""Prompts encoded by some devices and decoded by others: rows of AIConfigurator's wheel (`disagg`).
+
+Each group of devices runs the single-lane rule: prompts come to the encoding groups as often as requests end, and a
+decoding group takes a prompt with its K/V at hand. Where the number of groups is not published (gpt-oss, InferenceX),
+one decoding group is assumed and the time between tokens alone is predicted, with the measured time to the first
+token as the time that a client is away. The hand-over of K/V is left out: it is not published how it travels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.truth import experts, sources
+from benchmarks.truth.loads import Served, closed_loop, open_loop
+from benchmarks.truth.sources import Figures, Row, cell_of, count_of, predicted, read, skew_of, thinned
+
+MODELS = {name: (model, stored) for name, (model, stored) in experts.MODELS.items()} | {
+    name: (model, None) for name, model in sources.MODELS.items()
+}
+ROUNDS = 4
+
+
+def rows(path: Path, most: int | None) -> Iterator[Row]:
+    """A row for each deployment; those of models or types that are not planned for say why they are not predicted."""
+    raws = [raw for raw in read(path) if raw["mode"] == "disagg"]
+    for raw in thinned(raws, most):
+        measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
+        group = f"{raw['model_path']} {raw['system']} {raw['backend']}"
+        row = Row("disaggregated", group, False, measured, note=raw["id"])
+        if (why_not := _why_not(raw)) is not None:
+            yield replace(row, why_not=why_not)
+            continue
+        encode, decode = (_served(raw, lane) for lane in ("prefill", "decode"))
+        found, why_not = predicted(partial(_predict, raw, encode, decode, measured["TTFT"]))
+        yield replace(row, predicted=found, why_not=why_not, cell=cell_of(decode, "disaggregated"))
+
+
+def _why_not(raw: dict[str, str]) -> str | None:
+    if raw["model_path"] not in MODELS:
+        return f"{raw['model_path']}: no imported times of its blocks"
+    if raw["system"] not in sources.CLUSTERS:
+        return f"no times of {raw['system']}"
+    if max(count_of(raw[f"{lane}_attention_dp_size"]) for lane in ("prefill", "decode")) > 1:
+        return "attention by data parallelism"
+    if raw["gemm_quant_mode"] == "nvfp4" and "gpt-oss" not in raw["model_path"]:
+        return "nvfp4 is no type that is planned for"
+    return None
+
+
+def _served(raw: dict[str, str], lane: str) -> Served:
+    model, stored = MODELS[raw["model_path"]]
+    if model == "qwen3-32b":
+        stored = "fp8_block" if raw["gemm_quant_mode"] == "fp8_block" else "fp8_unscaled"
+    return Served(
+        model,
+        sources.CLUSTERS[raw["system"]],
+        "float8" if stored == "fp8_unscaled" else "bfloat16",
+        count_of(raw[f"{lane}_tp_size"]),
+        experts.ENGINES[raw["backend"]],
+        2048,
+        max(8192, count_of(raw["isl"])),
+        ep=max(1, count_of(raw[f"{lane}_moe_ep_size"])),
+        stored=stored,
+        skew=skew_of(model),
+    )
+
+
+def _predict(raw: dict[str, str], encode: Served, decode: Served, measured_first_s: float) -> Figures:
+    clients = re.search(r"silicon_concurrency=(\d+)", raw["silicon_data_source"])
+    num_decode = count_of(raw["decode_num_workers"])
+    num_clients = int(clients[1]) if clients else num_decode * count_of(raw["decode_batch_size"])
+    own = max(1, round(num_clients / num_decode))
+    inputs, outputs = [count_of(raw["isl"])] * 4 * own, [count_of(raw["osl"])] * 4 * own
+    cached = [length - 1 for length in inputs]
+    is_known = bool(raw["prefill_num_workers"])
+    first_s = _alone_s(encode, inputs[0]) if is_known else measured_first_s
+    gap_s = 0.0
+    for _ in range(ROUNDS if is_known else 1):
+        times = closed_loop(decode, own, inputs, outputs, cached, path_s=first_s)
+        gap_s = float(np.mean(times.gap_s))
+        if is_known:  # requests come to the encoding groups as often as they end
+            rate = num_clients / (first_s + outputs[0] * gap_s) / count_of(raw["prefill_num_workers"])
+            most = 0.98 / _alone_s(encode, inputs[0])
+            waits = open_loop(encode, min(rate, most), (inputs[0], 1), [0] * 400, seed=0)
+            first_s = float(np.mean(waits.first_s))
+            if rate > most:  # the encoding groups are full: all other clients wait for them
+                first_s = max(first_s, num_clients / (most * count_of(raw["prefill_num_workers"])) - outputs[0] * gap_s)
+    return {"TPOT": gap_s, "TTFT": first_s} if is_known else {"TPOT": gap_s}
+
+
+def _alone_s(encode: Served, length: int) -> float:
+    return float(np.mean(closed_loop(encode, 1, [length] * 3, [1] * 3).first_s))

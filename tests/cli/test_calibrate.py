@@ -1,0 +1,110 @@
+"""xgpt calibrate: a plan's step times fitted to a benchmark of the server that ran it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cli.commands import PROBLEM, Xgpt
+from xgpt.calibrating import read_loads, slowed, with_path
+from xgpt.core.io import load_json
+from xgpt.core.schema import Plan, Profile
+from xprofiler.store import profile_of
+from xsimulator.run import run_simulation
+
+PACE, STEP_S, PATH_S = 1.3, 2e-3, 0.03
+INPUT, OUTPUT = 400, 60
+
+
+def vllm(clients: int, rps: float, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    figures = {"request_throughput": rps, "mean_ttft_ms": 1e3 * ttft_s, "mean_tpot_ms": 1e3 * tpot_s}
+    lengths = {"completed": 200, "total_input_tokens": 200 * INPUT, "total_output_tokens": 200 * OUTPUT}
+    return {"request_rate": "inf", "max_concurrency": clients, **lengths, **figures}
+
+
+def aiperf(clients: int, rps: float, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    return {
+        "request_throughput": {"unit": "requests/sec", "avg": rps},
+        "time_to_first_token": {"unit": "ms", "avg": 1e3 * ttft_s},
+        "inter_token_latency": {"unit": "ms", "avg": 1e3 * tpot_s},
+        "input_sequence_length": {"unit": "tokens", "avg": INPUT},
+        "output_sequence_length": {"unit": "tokens", "avg": OUTPUT},
+        "input_config": {"loadgen": {"concurrency": clients}},
+    }
+
+
+def genai_perf(clients: int, rps: float, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    same = aiperf(clients, rps, ttft_s, tpot_s)
+    return same | {"input_config": {"perf_analyzer": {"stimulus": {"concurrency": clients}}}}
+
+
+def guidellm(clients: int, rps: float, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    names = ("requests_per_second", "time_to_first_token_ms", "inter_token_latency_ms")
+    figures = dict(zip(names, (rps, 1e3 * ttft_s, 1e3 * tpot_s), strict=True))
+    figures |= {"prompt_token_count": INPUT, "output_token_count": OUTPUT}
+    metrics = {name: {"successful": {"mean": value}} for name, value in figures.items()}
+    return {"benchmarks": [{"config": {"strategy": {"type_": "concurrent", "streams": clients}}, "metrics": metrics}]}
+
+
+TOOLS = (vllm, aiperf, genai_perf, guidellm)
+
+
+@pytest.fixture
+def truth(xgpt: Xgpt, tmp_path: Path) -> Callable[[int], tuple[float, float, float]]:
+    """What a server does that is slower than its plan in all of the ways that are fitted."""
+    asked = ("--latency-bound", "4", *PROBLEM, "--engine", "vllm", "--policy", "chunked", "--objective", "saturated")
+    assert xgpt("plan", *asked, "-o", "plan.json").code == 0
+    plan = load_json(Path("plan.json"), Plan, "plan")
+    slow = slowed(profile_of(plan, None), PACE, STEP_S)
+
+    def measured(clients: int) -> tuple[float, float, float]:
+        load = read_loads(written(tmp_path / "lengths.json", vllm(clients, 1.0, 1.0, 1.0)))[0]
+        run = run_simulation(with_path(plan, PATH_S), slow, load.workload, 200, clients=clients)
+        assert run.times is not None
+        return run.measured.throughput_rps, float(np.mean(run.times.ttft_s)), float(np.mean(run.times.tpot_s))
+
+    return measured
+
+
+def written(path: Path, document: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_results_of_four_tools_say_the_same(tool: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    [load] = read_loads(written(tmp_path / "result.json", tool(8, 2.5, 0.2, 0.03)))
+    assert (load.clients, load.rate_per_s, load.inputs, load.outputs) == (8, None, (INPUT,), (OUTPUT,))
+    assert load.figures == pytest.approx((2.5, 0.2, 0.03))
+
+
+def test_a_fit_finds_what_the_server_does_and_proves_it_on_loads_left_out(
+    xgpt: Xgpt, tmp_path: Path, truth: Callable[[int], tuple[float, float, float]]
+) -> None:
+    files = [str(written(tmp_path / f"{clients}.json", vllm(clients, *truth(clients)))) for clients in (1, 4, 16, 40)]
+    ran = xgpt("calibrate", "plan.json", *files, "-o", "fitted.json", "--engine-output", "engine.yaml", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["pace"] == pytest.approx(PACE, rel=0.05) and found["path_s"] == pytest.approx(PATH_S, rel=0.1)
+    left_out = [load for load in found["loads"] if not load["used"]]
+    assert len(left_out) == 2
+    for load in left_out:
+        assert all(abs(error) < 0.05 for error in load["after"].values()), load
+        assert abs(load["before"]["tpot_s"]) > 0.2
+    assert load_json(Path("fitted.json"), Profile, "profile").provenance["calibration"].startswith("all steps x1.")
+    again = ("--profile", "fitted.json", "--engine", "engine.yaml", "--latency-bound", "8", "-o", "again.json")
+    assert xgpt("plan", *PROBLEM, *again, "--policy", "chunked", "--objective", "saturated").code == 0
+    assert "no error on a load that was not fitted to" in xgpt("calibrate", "plan.json", files[0]).out
+
+
+def test_a_file_that_is_no_result_is_refused(xgpt: Xgpt, plan: Path, tmp_path: Path) -> None:
+    path = written(tmp_path / "other.json", {"a": 1})
+    assert "it is no result of `vllm bench serve" in xgpt.fails(2, "calibrate", str(plan), str(path))
+    lacking = vllm(8, 1.0, 1.0, 1.0)
+    del lacking["completed"]
+    assert "it lacks 'completed'" in xgpt.fails(2, "calibrate", str(plan), str(written(path, lacking)))

@@ -1,0 +1,47 @@
+"""Ranges of predictions, from the errors on rows that others measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from xprofiler import errors
+from xprofiler.errors import LEAST_ROWS, UNKNOWN, Cell, Likely, likely, within
+
+HELD = 8
+"""Rows in a row that are held back together: neighbours differ in their clients only, and err alike."""
+
+
+def coverage(quantity: str) -> tuple[int, int]:
+    """Of rows that a range was not made from, those inside and all of them."""
+    inside = total = 0
+    for _, ratios in errors._errors()[quantity]:
+        for first in (0, 1):
+            held = [n for n in range(len(ratios)) if n // HELD % 2 == first]
+            used = [ratios[n] for n in range(len(ratios)) if n // HELD % 2 != first]
+            if len(used) >= LEAST_ROWS:
+                low, high = within(used)
+                inside += sum(low <= ratios[n] <= high for n in held)
+                total += len(held)
+    return inside, total
+
+
+def test_eight_to_nineteen_of_twenty_held_rows_lie_in_their_ranges() -> None:
+    counted = [coverage(quantity) for quantity in ("throughput", "TTFT", "TPOT")]
+    inside, total = np.sum(counted, axis=0)
+    assert total > 500 and 0.8 <= inside / total <= 0.95, counted
+
+
+def test_a_cell_without_rows_borrows_and_is_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Cell("open loop", "vllm", "dense", "h100", "imported")
+    ratios = np.linspace(0.9, 1.1, 2 * LEAST_ROWS).tolist()
+    monkeypatch.setattr(errors, "_errors", lambda: {"TPOT": [(known, ratios)]})
+    own, near = likely(known, "TPOT"), likely(known._replace(device="h200"), "TPOT")
+    far, borrowed = (
+        likely(known._replace(engine="sglang", load="offline"), "TPOT"),
+        likely(known, "TPOT", borrowed=True),
+    )
+    assert own.rows == 2 * LEAST_ROWS and own.of == "open loop, vllm, dense, h100, imported"
+    for wider, narrower in ((near, own), (far, near), (borrowed, own)):
+        assert wider.low < narrower.low < 1 < narrower.high < wider.high
+    assert likely(known, "TTFT") == Likely(*UNKNOWN, 0, "")

@@ -1,0 +1,118 @@
+"""The range of a predicted figure, from the errors of predictions on rows that others measured.
+
+`configs/errors.json` holds, for each cell (load, engine, family of models, device, source of step times) and quantity,
+measured over predicted of its rows; `python -m benchmarks.truth --errors` writes it. A figure's range is that of its
+own cell. A cell with too few rows borrows from those that differ in one thing, then in more, and is widened for it.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from math import exp, log
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from xgpt.core.io import configs_dir
+from xgpt.core.schema import Plan
+
+Quantity = Literal["throughput", "TTFT", "TPOT"]
+LEAST_ROWS = 12
+"""Rows that a range takes at least."""
+INSIDE = (0.05, 0.95)
+"""Quantiles of the errors between which a range lies."""
+UNKNOWN = (0.5, 2.0)
+"""Range of what was never measured, as factors on the prediction."""
+SAME: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("load", "engine", "family", "device", "profile"), 1.0),
+    (("load", "engine", "family", "profile"), 1.15),
+    (("engine", "family", "profile"), 1.3),
+    (("load", "engine", "profile"), 1.5),
+    (("load", "family", "profile"), 1.7),
+    (("family", "profile"), 2.0),
+    (("family",), 2.2),
+)
+"""What rows must have in common with the cell, one after the other, and the factor on the range's width for it."""
+BORROWED = 1.25
+"""Factor on the width for an engine whose times are another's or another version's."""
+
+
+class Cell(NamedTuple):
+    """Figures of one cell have errors alike.
+
+    Attributes:
+        load: open loop, closed loop, offline or disaggregated.
+        engine: framework.
+        family: dense or experts.
+        device, profile: its name, and the source of step times (imported or analytic).
+    """
+
+    load: str
+    engine: str
+    family: str
+    device: str
+    profile: str
+
+
+class Likely(NamedTuple):
+    """A range as factors on a prediction.
+
+    Attributes:
+        rows: measured rows that stand behind it; 0: none.
+        of: what these have in common with what is predicted.
+    """
+
+    low: float
+    high: float
+    rows: int
+    of: str
+
+
+@cache
+def _errors() -> dict[str, list[tuple[Cell, list[float]]]]:
+    """Return measured over predicted by quantity and cell."""
+    path = configs_dir() / "errors.json"
+    found: dict[str, list[tuple[Cell, list[float]]]] = {}
+    for *cell, quantity, ratios in json.loads(path.read_bytes()) if path.is_file() else ():
+        found.setdefault(quantity, []).append((Cell(*cell), ratios))
+    return found
+
+
+def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False) -> Likely:
+    """Return the range of a figure.
+
+    Args:
+        borrowed: the engine's times are another's, so the range is wider.
+    """
+    for names, factor in SAME:
+        same = [
+            ratios
+            for other, ratios in _errors().get(quantity, ())
+            if all(getattr(other, name) == getattr(cell, name) for name in names)
+        ]
+        ratios = [ratio for each in same for ratio in each]
+        if len(ratios) >= LEAST_ROWS:
+            low, high = within(ratios, factor * (BORROWED if borrowed else 1.0))
+            return Likely(low, high, len(ratios), ", ".join(getattr(cell, name) for name in names))
+    return Likely(*UNKNOWN, 0, "")
+
+
+def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
+    """Return the least and the most of a range, `factor` times as wide around its median as the errors are."""
+    logs = np.log(ratios)
+    middle = float(np.median(logs))
+    low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
+    edge = log(1 + 1 / len(ratios))  # few rows do not show how far others lie
+    return exp(low - edge), exp(high + edge)
+
+
+def cell_of(plan: Plan) -> Cell | None:
+    """Return a plan's cell; None: its steps were measured on its own devices."""
+    if plan.profile.source == "measured":
+        return None
+    two_lanes = len(plan.policy.lanes) > 1
+    load = "disaggregated" if two_lanes else "open loop" if plan.constraint.maximises_arrivals else "closed loop"
+    family = "dense" if plan.model.experts is None else "experts"
+    framework = "native" if plan.engine is None else plan.engine.framework
+    return Cell(load, framework, family, plan.cluster.device.name, plan.profile.source)
