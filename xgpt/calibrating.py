@@ -91,7 +91,8 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
         ratio = float(np.exp(np.mean(np.log(measured[:, 2] / found[:, 2]))))
         pace, step_s = pace * ratio, step_s * ratio
         if plan.engine is not None:
-            path_s = max(path_s + float(np.median(measured[:, 1] - found[:, 1])), -plan.engine.before_admission_s)
+            low = int(measured[:, 1].argmin())  # at the lowest load hardly anything waits
+            path_s = max(path_s + float(measured[low, 1] - found[low, 1]), -plan.engine.before_admission_s)
     changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
     last = [predicted(changed_plan, changed, load) for load in loads]
     told = [
@@ -114,7 +115,7 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
 
 def _line(predicted_s: np.ndarray[Any, Any], measured_s: np.ndarray[Any, Any]) -> tuple[float, float]:
     """Return the factor and the constant, at least 0, that take predicted gaps to measured ones."""
-    if len(predicted_s) > 1 and predicted_s.max() > 1.2 * predicted_s.min():
+    if len(predicted_s) > 1 and predicted_s.max() > 1.1 * predicted_s.min():
         weight = 1 / measured_s
         factor, constant = np.linalg.lstsq(
             np.stack([weight * predicted_s, weight], axis=1), np.ones(len(weight)), rcond=None

@@ -86,11 +86,11 @@ def test_results_of_four_tools_say_the_same(tool: Callable[..., dict[str, Any]],
 def test_a_fit_finds_what_the_server_does_and_proves_it_on_loads_left_out(
     xgpt: Xgpt, tmp_path: Path, truth: Callable[[int], tuple[float, float, float]]
 ) -> None:
-    files = [str(written(tmp_path / f"{clients}.json", vllm(clients, *truth(clients)))) for clients in (1, 4, 16, 40)]
+    files = [str(written(tmp_path / f"{clients}.json", vllm(clients, *truth(clients)))) for clients in (1, 16, 80, 40)]
     ran = xgpt("calibrate", "plan.json", *files, "-o", "fitted.json", "--engine-output", "engine.yaml", "--json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
-    assert found["pace"] == pytest.approx(PACE, rel=0.05) and found["path_s"] == pytest.approx(PATH_S, rel=0.1)
+    assert found["pace"] == pytest.approx(PACE, rel=0.1) and found["path_s"] == pytest.approx(PATH_S, rel=0.2)
     left_out = [load for load in found["loads"] if not load["used"]]
     assert len(left_out) == 2
     for load in left_out:
