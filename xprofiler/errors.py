@@ -103,7 +103,7 @@ def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
     logs = np.log(ratios)
     middle = float(np.median(logs))
     low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)
-    edge = log(1 + 1 / len(ratios))  # few rows do not show how far others lie
+    edge = log(1 + 0.5 / len(ratios))  # few rows do not show how far others lie
     return exp(low - edge), exp(high + edge)
 
 
