@@ -65,8 +65,10 @@ WORST_ONE_IN, MORE_PASSES = 4, 6
 """If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six times more."""
 BRIEF_PASSES, BRIEF_TOKENS = 2, 256
 """Passes, and the tokens of the largest step, that are measured on a busy machine."""
-STALL = 3.0
-"""A call that takes this multiple of the median was stalled by the machine, and says nothing of the point."""
+LEAST_TRIMMED = 3
+"""Calls of a point up to which all count."""
+THREADS_ROUNDS = 3
+"""Turns of each number of threads that may be the fastest."""
 MAX_STEP_TOKENS = 2048
 """Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
 MAX_CACHED_TOKENS = 16384
@@ -160,10 +162,14 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
     return ranked[: -(-len(ranked) // WORST_ONE_IN)]
 
 
-def mean_without_stalls(values: Sequence[float]) -> float:
-    """Return the mean seconds of a call, without calls that the machine stalled."""
-    most = STALL * statistics.median(values)
-    return statistics.mean(value for value in values if value <= most)
+def middle_mean(values: Sequence[float]) -> float:
+    """Return the mean seconds of a call without the shortest and the longest, if there are four or more.
+
+    Other work makes a tenth of the calls much longer. In a plain mean it would make some points of a profile too long,
+    and others not.
+    """
+    ordered = sorted(values)
+    return statistics.mean(ordered[1:-1] if len(ordered) > LEAST_TRIMMED else ordered)
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
@@ -287,7 +293,7 @@ class Bench:
             call(in_passes(jobs, _prompt_tokens), "profiling")
             if self._meet is None and spread(steps[1:]) > RESTLESS:
                 call(least_certain(times) * MORE_PASSES, "restless minutes, repeating the worst points")
-        means = {key: mean_without_stalls(values[1:] or values) for key, values in times.items() if values}
+        means = {key: middle_mean(values[1:] or values) for key, values in times.items() if values}
         means = filled(means, jobs)
         return means | {("spread", 0): spread(steps[1:])} | jitter_of(short_steps[SHORT_STEPS:])
 
@@ -494,10 +500,12 @@ def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int,
     Args:
         part, parts: see `take_cores`.
     """
-    times = {}
-    for threads in thread_counts():
+    counts = thread_counts()
+    times: dict[int, list[float]] = {threads: [] for threads in counts}
+    for threads in counts * THREADS_ROUNDS:  # by turns: other work of a moment then slows all of them
         torch.set_num_threads(threads)
         bench.meet()
         with own_cores(part, parts):
-            times[threads] = min(bench.typical_step() for _ in range(3))
-    return times
+            bench.typical_step()
+            times[threads] += [bench.typical_step() for _ in range(2)]
+    return {threads: min(seconds) for threads, seconds in times.items()}

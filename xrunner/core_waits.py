@@ -37,9 +37,18 @@ class CoreWaitMeter:
 def waited_ns() -> dict[int, int]:
     """Return how long each thread of this process has waited for a core so far; empty where the system does not say."""
     found = {}
-    for task in os.listdir(TASKS) if TASKS.is_dir() else ():
+    paths = [TASKS / task / "schedstat" for task in os.listdir(TASKS)] if TASKS.is_dir() else []
+    for path in _files.keys() - paths:  # their threads have ended
+        os.close(_files.pop(path))
+    for path in paths:
         try:
-            found[int(task)] = int((TASKS / task / "schedstat").read_bytes().split()[1])
+            if path not in _files:
+                _files[path] = os.open(path, os.O_RDONLY)
+            found[int(path.parent.name)] = int(os.pread(_files[path], 64, 0).split()[1])
         except (OSError, IndexError):  # it has ended, or the kernel does not count
             continue
     return found
+
+
+_files: dict[Path, int] = {}
+"""Open files: opening one takes six times as long as reading it, and steps are looked at one by one."""

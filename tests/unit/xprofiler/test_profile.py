@@ -17,7 +17,7 @@ from xgpt.core.schema import Profile
 from xgpt.core.schema.profile import MOST_HEADROOM, RESTLESS
 from xgpt.resolve import load_cluster, load_model
 from xprofiler import analytic, bench
-from xprofiler.bench import SHORT_STEPS, Bench, jitter_of, least_certain, mean_without_stalls, spread
+from xprofiler.bench import SHORT_STEPS, Bench, jitter_of, least_certain, middle_mean, spread
 from xprofiler.measurement_order import PASSES
 
 CLUSTERS = [name for name in config_names("clusters") if name != "local"]
@@ -176,9 +176,9 @@ def test_jitter_is_of_single_short_steps_and_keeps_their_stalls() -> None:
     assert ratios[97] == pytest.approx(1 / mean) and ratios[98:] == pytest.approx([3 / mean] * 2)
 
 
-def test_a_stall_is_no_part_of_a_point() -> None:
-    assert mean_without_stalls([1.0, 1.2, 1.1, 30.0]) == pytest.approx(1.1)
-    assert mean_without_stalls([1.0, 2.0]) == 1.5
+def test_a_moment_of_other_work_is_no_part_of_a_point() -> None:
+    assert middle_mean([1.0, 1.2, 1.1, 1.5, 0.5]) == pytest.approx(1.1)
+    assert middle_mean([1.0, 2.0]) == 1.5
 
 
 def idle_worker() -> Any:

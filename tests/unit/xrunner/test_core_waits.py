@@ -75,6 +75,14 @@ def test_the_thread_that_answers_requests_does_not_count(tmp_path: Path, monkeyp
     assert [record.core_wait_ns for record in seen] == [500, 0, 400]  # of a step, at most the step
 
 
+def test_a_thread_that_has_ended_is_forgotten() -> None:
+    in_a_thread(core_waits.waited_ns)
+    opened = len(core_waits._files)
+    for _ in range(20):
+        in_a_thread(core_waits.waited_ns)
+    assert core_waits.waited_ns() and len(core_waits._files) <= opened
+
+
 def test_where_the_system_does_not_tell_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_waits, "TASKS", tmp_path / "none")
     seen: list[StepRecord] = []
