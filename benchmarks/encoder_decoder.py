@@ -132,7 +132,7 @@ class Row(NamedTuple):
     def text(self) -> str:
         cells = [*self.cells, "-" if self.pace is None else f"{self.pace:.3f}"]
         for name in AIMS:
-            measured, error, of_model = self.figures.get(name, (None, None, None))
+            measured, error, of_model = self.figures[name][:3] if name in self.figures else (None, None, None)
             cells.append("-" if measured is None else f"{measured:.3f}")
             cells += ["-" if one is None else f"{one:+.1%}" for one in (error, of_model)]
         return "| " + " | ".join(cells) + " |"
@@ -186,7 +186,7 @@ class Kept:
         rows = [Row(*cells) for part in PARTS[:2] for cells in self._parts.get(part, ())]
         rows = [row._replace(figures={name: Checked(*figure) for name, figure in row.figures.items()}) for row in rows]
         yield from summary([row.figures for row in rows])
-        figures = [text for name in AIMS for text in (name, "error", "the model's")]
+        figures = [text for name in AIMS for text in (name, "raw", "at the pace")]
         yield from ("", "| " + " | ".join((*COLUMNS, *figures)) + " |", "|" + "---|" * (len(COLUMNS) + len(figures)))
         yield from (row.text for row in rows)
         yield from ("", *self._parts.get("change", ()), "")

@@ -38,12 +38,12 @@ import numpy as np
 
 from benchmarks.lib.floors import Rates, floor_s, measured_rates
 from benchmarks.lib.peer_engines import BUDGETED, ENGINES, Engine, EngineEnded, end, environment, start
-from xgpt.benchmark import gflops
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import cache_dir, write_atomic
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import RunDType
 from xgpt.diagnosis import instructions
+from xprofiler.others import gflops
 
 NUM_REQUESTS = 64
 WORKLOADS = {

@@ -28,12 +28,13 @@ import numpy as np
 from benchmarks.drift import KINDS, SMALL, Lab
 from benchmarks.lib import tiny_server
 from benchmarks.lib.changing_lengths import shifted
-from xgpt.benchmark import gflops, served
+from xgpt.benchmark import served
 from xgpt.cli.render import show, table
 from xgpt.client import ClientRequest, ClientResult, replay
 from xgpt.core.io import write_atomic
 from xgpt.core.workload import sample
 from xgpt.resolve import load_workload
+from xprofiler.others import gflops
 
 RESULTS = Path("results/load.json")
 NUM_OPEN = 1000

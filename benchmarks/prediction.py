@@ -4,11 +4,12 @@
                                     [--every-policy]
 
 The machine is profiled afresh; then each plan is made, its hash printed, and only then is it served and measured; the
-very requests that were sent are simulated. Nothing is fitted afterwards. Each error is split in two: the pace of the
-machine (how many times as long as predicted the executed steps took), and what is left of the prediction at that pace,
-the model's error, which the aims are for. `--quick` ends within 11 minutes: loads that did not come to their turn are
-named. Writes results/prediction.json and .md, with the workload's and the dtype's name where one is given; `python -m
-benchmarks.truth --source "this machine"` puts them together.
+very requests that were sent are simulated. Nothing is fitted afterwards. The aims are for the raw error. Beside it
+stands what is left of it at the pace of the machine (how many times as long as predicted the executed steps took), and
+how many figures lie within the ranges that were stated. `--quick` ends within 11 minutes: loads that did not come to
+their turn are named. `--kept` takes the profile that this machine has, so that many short loads can be measured
+(`--seconds 12`). Writes results/prediction.json and .md, with the workload's and the dtype's name where one is given;
+`python -m benchmarks.truth --source "this machine"` puts them together.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ import numpy as np
 
 from benchmarks.lib.aims import AIMS, checked, summary
 from benchmarks.lib.alone import run_alone
+from xgpt import api
 from xgpt.benchmark import Load, bench_plan
 from xgpt.cli.render import progress_bar
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.io import sha256, write_atomic
-from xgpt.core.schema import BenchReport, Constraint, Plan, Profile, RunDType
+from xgpt.core.schema import SERVED, BenchReport, Constraint, Plan, Profile, RunDType
 from xgpt.core.schema.policy import PolicyChoice
 from xgpt.problems import resolve
 from xgpt.reporting.plan_text import settings_text
 from xgpt.requests import plan_request
-from xprofiler.store import measured_profile
 from xscheduler.objectives.best_plans import plan_each
 from xscheduler.problem import Problem
 from xscheduler.space import runnable
@@ -85,6 +86,8 @@ class Row(NamedTuple):
 @click.option("--every-policy", is_flag=True, help="Measure each policy's plan saturated, not the best one alone.")
 @click.option("--alone", is_flag=True, help="Also run each load's requests on an engine without an endpoint.")
 @click.option("--quick", is_flag=True, help="End within 11 minutes.")
+@click.option("--kept", is_flag=True, help="Take the profile that is kept on this machine, if there is one.")
+@click.option("--seconds", type=float, help=f"Of each load.  [default: {SECONDS:g}; with --quick {QUICK_SECONDS:g}]")
 @click.option("--seed", default=0, show_default=True)
 def main(
     model: str,
@@ -94,13 +97,20 @@ def main(
     every_policy: bool,
     alone: bool,
     quick: bool,
+    kept: bool,
+    seconds: float | None,
     seed: int,
 ) -> None:
     """Profile, plan for each workload, then measure its plan under each load."""
+    seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
     started = time.perf_counter()
     asked = {"model": model, "dtype": dtype}
-    profile = _profile(asked | {"workload": workloads[0]})
-    click.echo(f"profile {sha256(profile)[:12]}, spread {100 * profile.spread:.1f}%, {profile.num_threads} threads")
+    with progress_bar() as progress:
+        if not kept:
+            api.profile(progress=progress, **asked)  # plans find it from now on
+        profile = resolve(plan_request(**asked), progress).profile
+    served = profile.provenance.get(SERVED, "timed one by one")
+    click.echo(f"profile {sha256(profile)[:12]}, {served}, spread {100 * profile.spread:.1f}%")
     plans = [plan for name in workloads for plan in _plans(asked | {"workload": name}, policy, every=every_policy)]
     rows: list[Row] = []
     left_out: list[str] = []
@@ -112,7 +122,7 @@ def main(
             if quick and time.perf_counter() - started > QUICK_TOTAL_S:
                 left_out.append(f"{plan.workload.name} at {share:g} of saturation")
                 continue
-            load = _load(plan, share, QUICK_SECONDS if quick else SECONDS)
+            load = _load(plan, share, seconds)
             rows.append(_measured(plan, profile, load, seed, alone=alone))
             click.echo("  " + " | ".join(_cells(rows[-1])))
             _write(path, rows, profile, left_out)
@@ -125,13 +135,6 @@ def main(
 def _results(workloads: tuple[str, ...], dtype: str | None) -> Path:
     names = ("prediction", *(() if workloads == WORKLOADS else workloads), *([] if dtype is None else [dtype]))
     return RESULTS / f"{'-'.join(names)}.json"
-
-
-def _profile(asked: dict[str, Any]) -> Profile:
-    with progress_bar() as progress:
-        subject = resolve(plan_request(**asked), progress)
-        checkpoint = None if subject.checkpoint is None else Path(subject.checkpoint)
-        return measured_profile(subject.model, checkpoint, subject.cluster, progress, dtype=asked["dtype"])
 
 
 def _plans(asked: dict[str, Any], policy: PolicyChoice, *, every: bool) -> Iterator[tuple[Plan, bool]]:
@@ -191,14 +194,14 @@ def _cells(row: Row) -> list[str]:
     cells = [row.plan.workload.name, row.load, f"{row.plan.policy.kind} {settings_text(row.plan)}"]
     cells += [row.report.plan_sha256[:8], str(row.report.num_requests), pace(row.report.pace)]
     for name in AIMS:
-        measured, error, of_model = found.get(name, (None, None, None))
+        measured, error, of_model = found[name][:3] if name in found else (None, None, None)
         cells += ["-" if measured is None else f"{measured:.3f}", percent(error), percent(of_model)]
     return [*cells, *map(pace, row.by_size), pace(row.alone)]
 
 
 def _columns() -> list[str]:
     names = {"throughput_rps": "req/s", "latency_s": "latency s", "ttft": "ttft s", "itl_p99_s": "itl p99 s"}
-    figures = [text for name in AIMS for text in (names.get(name, "whole s"), "error", "the model's")]
+    figures = [text for name in AIMS for text in (names.get(name, "whole s"), "raw", "at the pace")]
     sizes = [f"pace, {low} tokens and more" for low, _ in SIZES]
     return ["workload", "load", "plan", "hash", "requests", "pace", *figures, *sizes, "pace alone"]
 
@@ -219,7 +222,7 @@ def _write(path: Path, rows: list[Row], profile: Profile, left_out: list[str]) -
         + ", ".join(f"{k} {v}" for k, v in profile.environment.items())
         + ". One "
         f"profile for all, spread {100 * profile.spread:.1f}%. Errors are predicted over measured; pace is measured "
-        "over predicted time of the executed steps, the model's error what is left at that pace. Saturated, times "
+        "over predicted time of the executed steps, and 'at the pace' what is left of the error. Saturated, times "
         "count from admission; of requests that arrive, time to first token and whole time count from arrival.",
         "",
         *summary([checked(row.report) for row in rows]),

@@ -10,15 +10,24 @@ import numpy as np
 from xgpt.core.schema import BenchReport
 
 AIMS = {"throughput_rps": 5.0, "latency_s": 8.0, "ttft": 10.0, "itl_p99_s": 15.0, "whole_mean_s": 8.0}
-"""Per cent within which the model's error is to lie, in the median over loads."""
+"""Per cent within which the raw error is to lie, in the median over loads at rest."""
+INSIDE = 0.9
+"""Share of the measured figures that are to lie within their ranges."""
 
 
 class Checked(NamedTuple):
-    """A figure that was measured, the prediction's error, and the one at the pace of the run's steps (the model's)."""
+    """A figure that was measured, the prediction's error, and the one at the pace of the run's steps (the model's).
+
+    Attributes:
+        width: of its range, over the middle; None: it has none.
+        is_inside: whether it lies within its range.
+    """
 
     measured: float
     error: float
     of_model: float | None
+    width: float | None = None
+    is_inside: bool = False
 
 
 def checked(report: BenchReport) -> dict[str, Checked]:
@@ -27,22 +36,33 @@ def checked(report: BenchReport) -> dict[str, Checked]:
     for figure in report.figures:
         name = "ttft" if figure.metric in ("ttft_s", "ttft_mean_s") else figure.metric
         if name in AIMS:
-            found[name] = Checked(figure.measured, figure.error, figure.error_at_pace)
+            width = None
+            if figure.low is not None and figure.high is not None:
+                width = 2 * (figure.high - figure.low) / (figure.high + figure.low)
+            found[name] = Checked(figure.measured, figure.error, figure.error_at_pace, width, not figure.is_outside)
     return found
 
 
 def summary(rows: Sequence[Mapping[str, Checked]]) -> list[str]:
-    """Return a Markdown table of errors, with the aims for the model's."""
-    lines = ["| figure | aim | median error | the model's, median | the model's, worst | loads within the aim |"]
-    lines.append("|---|---|---|---|---|---|")
+    """Return a Markdown table of errors over loads: as predicted first, then what is left at the pace of the steps."""
+    lines = ["| figure | aim | raw error, median | worst | loads within the aim | at the pace, median | worst |"]
+    lines[0] += " inside the range | its width, median |"
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for name, aim in AIMS.items():
         found = [row[name] for row in rows if name in row]
+        if not found:
+            continue
         errors = [abs(one.error) for one in found]
         models = [abs(one.error if one.of_model is None else one.of_model) for one in found]
-        if models:
-            within = sum(100 * error <= aim for error in models)
-            lines.append(
-                f"| {name} | {aim:g}% | {100 * np.median(errors):.1f}% | {100 * np.median(models):.1f}% | "
-                f"{100 * max(models):.1f}% | {within} of {len(models)} |"
-            )
+        within = sum(100 * error <= aim for error in errors)
+        cells = [name, f"{aim:g}%", *(f"{100 * value:.1f}%" for value in (np.median(errors), max(errors)))]
+        cells += [f"{within} of {len(errors)}", *(f"{100 * value:.1f}%" for value in (np.median(models), max(models)))]
+        widths = [one.width for one in found if one.width is not None]
+        inside = sum(one.is_inside for one in found if one.width is not None)
+        cells += [f"{inside} of {len(widths)}", f"{100 * np.median(widths):.0f}%"] if widths else ["-", "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    ranged = [one for row in rows for one in row.values() if one.width is not None]
+    if ranged:
+        inside = sum(one.is_inside for one in ranged)
+        lines += ["", f"Of {len(ranged)} figures {inside} lie within their ranges (aim: {100 * INSIDE:.0f}%)."]
     return lines
