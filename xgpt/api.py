@@ -293,9 +293,10 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
         InputError: a model, cluster or table is not known, or the model does not run in that dtype there.
         MachineError: this machine cannot be measured.
     """
+    from xgpt.served_profile import as_served
     from xprofiler.store import new_profile
 
-    return new_profile(**dict(request_of(ProfileRequest, dict(asked))), progress=progress)
+    return new_profile(**dict(request_of(ProfileRequest, dict(asked))), progress=progress, as_served=as_served)
 
 
 @_takes(SimulateRequest)

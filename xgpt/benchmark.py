@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.processes import end_with_parent
 from xgpt.core.schema import (
+    PACES_AT_REST,
     Batching,
     BenchReport,
     Comparison,
@@ -41,6 +41,7 @@ from xgpt.core.schema import (
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import Floats, Ints, TraceLengths, sample
 from xgpt.resolve import load_workload
+from xprofiler.others import differences, gflops
 from xprofiler.store import profile_of
 from xsimulator.calibrate import calibrate as fit
 from xsimulator.executed import Paces, paces, paces_of_workers
@@ -61,6 +62,8 @@ FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 """Figures that are read off a log; latencies count from admission."""
 NOTABLE_WAIT = 0.1
 """A step that waited for a core for at least this share of its time counts as one that waited."""
+MARGIN = 0.01
+"""Share by which figures of two equal runs differ: where the window ends, and when the client sends."""
 URL_VOCABULARY = 1000
 """Token ids below this are sent to an endpoint whose vocabulary is not known; any vocabulary is larger."""
 
@@ -175,9 +178,51 @@ def bench_plan(
         InputError: the plan cannot hold the workload's requests.
     """
     load = replace(load, workload=load.workload or plan.workload)
-    drawn = draw(plan, load, rng)
+    rates, differs = [gflops()], None if profile is None else differences(profile)
+    drawn, results, busy_s, log = replayed(plan, load, rng, engine=engine, server=server)
+    rates.append(gflops())
+    report = _report(plan, profile, load, drawn, log, results, busy_s)
+    return report.model_copy(update={"calibration_gflops": tuple(rates), "differences": differs}), log
+
+
+class Drawn(NamedTuple):
+    """Requests of a load; arrivals_s is zero where the loop is closed. # each [requests]"""
+
+    inputs: Ints
+    outputs: Ints
+    arrivals_s: Floats
+    max_output: int
+
+
+class Replayed(NamedTuple):
+    """What a served plan did with a load: what was drawn, what the client saw, seconds by worker, and the steps."""
+
+    drawn: Drawn
+    results: list[ClientResult]
+    busy_s: Mapping[str, float]
+    log: list[StepRecord]
+
+
+def replayed(
+    plan: Plan,
+    load: Load,
+    rng: np.random.Generator,
+    drawn: Drawn | None = None,
+    *,
+    engine: EngineKind = "native",
+    server: Server | None = None,
+) -> Replayed:
+    """Serve the plan in a process of its own, and replay the requests of a load over HTTP.
+
+    Args:
+        drawn: the requests; None: those that `draw` gives, with as many more as keep the state steady.
+
+    Raises:
+        MachineError: the server does not start, or dies, or all requests fail.
+        InputError: the plan cannot hold the workload's requests.
+    """
+    drawn = drawn or draw(plan, load, rng)
     requests = _requests(plan, drawn, rng, closed=load.arrivals is None)
-    rates = [gflops()]
     with tempfile.TemporaryDirectory() as directory:
         step_log = Path(directory) / "steps.jsonl"
         start = server or partial(served, engine=engine)
@@ -194,20 +239,9 @@ def bench_plan(
             pipelined = engine == "native" and len(plan.stages) > len({stage.lane for stage in plan.stages})
             busy_s = busy_of_workers(url) if pipelined else {}
         log = read_step_log(step_log)
-    rates.append(gflops())
     if all(result.error is not None for result in results):
         raise MachineError(f"all {len(results)} requests failed: {results[0].error}")
-    report = _report(plan, profile, load, drawn, log, results, busy_s)
-    return report.model_copy(update={"calibration_gflops": tuple(rates)}), log
-
-
-class Drawn(NamedTuple):
-    """Requests of a load; arrivals_s is zero where the loop is closed. # each [requests]"""
-
-    inputs: Ints
-    outputs: Ints
-    arrivals_s: Floats
-    max_output: int
+    return Replayed(drawn, results, busy_s, log)
 
 
 def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
@@ -263,6 +297,8 @@ def _report(
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
+    at_rest = [] if profile is None or not profile.is_served else _at_rest(plan, profile, load, drawn)
+    ranges = [predicted, *at_rest] if at_rest else []
     seen = _figures(measured, times)
     constraint, bound = plan.constraint, plan.constraint.latency_bound_s
     kept: bool | None = None
@@ -282,7 +318,14 @@ def _report(
         num_failed=sum(result.error is not None for result in results),
         window_s=measured.window_s,
         figures=tuple(
-            Comparison(metric=name, predicted=predicted[name], measured=seen[name], at_pace=at_pace.get(name))
+            Comparison(
+                metric=name,
+                predicted=predicted[name],
+                measured=seen[name],
+                at_pace=at_pace.get(name),
+                low=min(each[name] for each in ranges) * (1 - MARGIN) if ranges else None,
+                high=max(each[name] for each in ranges) * (1 + MARGIN) if ranges else None,
+            )
             for name in seen
             if name in predicted
         ),
@@ -298,6 +341,11 @@ def _report(
         end_to_end_p99_s=_quantile(whole_s, 0.99),
         failures=tuple(sorted({result.error for result in results if result.error is not None}))[:5],
     )
+
+
+def _at_rest(plan: Plan, profile: Profile, load: Load, drawn: Drawn) -> list[dict[str, float]]:
+    """Return the figures of the requests at the paces between which machines at rest are."""
+    return [_simulated(plan, profile, load, drawn, pace) for pace in PACES_AT_REST]
 
 
 def _core_waits(
@@ -446,17 +494,6 @@ def served(
             process.kill()
             process.wait()
         process.stderr.close()
-
-
-def gflops() -> float:
-    """Return the GFLOP/s of a fixed matrix product, which show the state of the machine's clock."""
-    a = np.ones((1024, 1024), np.float32)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - started)
-    return round(2 * 1024**3 / best / 1e9, 1)
 
 
 def _quantile(values: list[float], q: float) -> float:

@@ -12,6 +12,7 @@ from xgpt.core.schema import ClusterSpec, Constraint, EngineSpec, ModelSpec, Pro
 from xgpt.core.schema.plan import HUB
 from xgpt.requests import PlanRequest
 from xgpt.resolve import engine_of, load_classes, load_cluster, load_engine, load_model, load_trace, workload_of
+from xgpt.served_profile import as_served
 from xgpt.speculation import speculation_of
 from xprofiler.store import check_belongs, dtype_of, given_profile, keep, kv_dtype_of, obtain_profile
 from xscheduler.problem import Problem
@@ -158,7 +159,14 @@ def _profile(
     given = request.profile
     if given is None:
         return obtain_profile(
-            spec, checkpoint, cluster, progress, dtype=request.dtype, engine=engine, kv_dtype=request.kv_dtype
+            spec,
+            checkpoint,
+            cluster,
+            progress,
+            dtype=request.dtype,
+            engine=engine,
+            kv_dtype=request.kv_dtype,
+            as_served=as_served,
         )
     if isinstance(given, Profile):
         check_belongs(given, spec, cluster, dtype_of(spec, cluster, request.dtype, given.engine))

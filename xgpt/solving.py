@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import Plan
+from xgpt.core.schema import PACES_AT_REST, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
@@ -142,9 +142,28 @@ def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | No
     best = with_mixing_edge(plans, problem.profile)
     if trace is not None:
         best = with_joint_lengths(best, problem.profile, trace)
+    if problem.profile.is_served:
+        best = _with_ranges(best)
     if problem.profile.is_restless:
         best = _with_busy_machine_warning(best, problem)
     return {**plans, next(iter(plans)): best}
+
+
+RANGED = ("latency_s", "ttft_s", "itl_p99_s")
+"""Figures that take as many times as long as steps do, while requests are always waiting."""
+
+
+def _with_ranges(plan: Plan) -> Plan:
+    """Return the plan with the ranges of its figures on a machine at rest."""
+    fast, slow = PACES_AT_REST
+    estimate, found = plan.estimate, plan.estimate.capacity
+    ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
+    ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
+    if found is not None and found.rate_under_tighter_per_s is not None and found.rate_under_looser_per_s is not None:
+        # Of a machine at another pace, bounds are as much tighter or looser; the two rates are those of bounds 5% off.
+        gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
+        ranges["rate_per_s"] = found.rate_under_tighter_per_s / slow, (found.rate_per_s + gain) / fast
+    return plan.model_copy(update={"estimate": estimate.model_copy(update={"ranges": ranges})})
 
 
 def _check(plans: dict[str, Plan], problem: Problem) -> None:

@@ -48,7 +48,7 @@ from xprofiler.bench import (
     thread_counts,
 )
 from xprofiler.encoder_decoder import bench_of, layers_of
-from xprofiler.others import BUSY, Others, cores_taken
+from xprofiler.others import BUSY, Others, cores_taken, gflops
 from xrunner import memory
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cores import own_cores
@@ -83,10 +83,10 @@ def profile(
     if not is_brief:
         progress(0, 1, "compiling kernels (once on a machine)")
         wait()
-    others = Others()
+    rate, others = gflops() if device == "cpu" else None, Others()
     measure = _together if cluster.num_devices > 1 else _one_device
     found = measure(_Asked(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, wait, is_brief))
-    return found.model_copy(update={"others": others.cores(), "is_brief": is_brief})
+    return found.model_copy(update={"others": others.cores(), "is_brief": is_brief, "gflops": rate})
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""What other processes of this machine do while it is measured."""
+"""The state of this machine: what other processes do while it is measured, and how fast it computes."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.machine import num_cores
+from xgpt.core.schema import Profile
 
 BUSY = 0.25
 """If others use at least this share of the cores, the machine is too busy for a full measurement."""
@@ -13,6 +18,8 @@ LEAST = 0.05
 STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
 """Seconds for which `cores_taken` looks."""
+NOTABLE = 0.1
+"""Share of the cores, and of the GFLOP/s, by which a machine differs from what it was."""
 
 
 class Others:
@@ -75,3 +82,30 @@ def cores_taken() -> float:
     others = Others()
     time.sleep(LOOK_S)
     return sum(others.cores().values())
+
+
+def gflops() -> float:
+    """Return the GFLOP/s of a fixed product of matrices on all cores, which shows the state of the machine's clock."""
+    a = np.ones((1024, 1024), np.float32)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return round(2 * 1024**3 / best / 1e9, 1)
+
+
+def differences(profile: Profile) -> str | None:
+    """Return in one line how this machine differs from what it was when it was profiled.
+
+    None: it does not differ, or the profile does not say what it was.
+    """
+    if profile.gflops is None:
+        return None
+    rate, taken, before = gflops(), cores_taken(), sum(profile.others.values())
+    found = []
+    if abs(rate / profile.gflops - 1) > NOTABLE:
+        found.append(f"it does {rate:.0f} GFLOP/s, and did {profile.gflops:.0f}")
+    if abs(taken - before) > NOTABLE * num_cores():
+        found.append(f"other processes take {taken:.2g} of its {num_cores()} cores, and took {before:.2g}")
+    return f"the machine is not as it was profiled: {'; '.join(found)}" if found else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +22,10 @@ CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
 
 RESTLESS_KEPT_S = 600.0
 """Seconds for which a profile that was measured on a busy machine is taken again; then it is measured anew."""
+
+
+AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | None], Profile]
+"""Fits a measured profile to the steps of a served engine, see `xgpt.served_profile`."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
@@ -70,6 +75,7 @@ def new_profile(
     import_from: str | None = None,
     framework: str | None = None,
     progress: Progress | None = None,
+    as_served: AsServed | None = None,
 ) -> Profile:
     """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
 
@@ -92,7 +98,9 @@ def new_profile(
     if import_from is not None:
         return import_profile(spec, devices, dtype or spec.default_dtype, import_from, framework or "vllm", kv_dtype)
     if devices.is_local:
-        return measured_profile(spec, checkpoint, devices, progress, dtype=dtype, kv_dtype=kv_dtype)
+        return measured_profile(
+            spec, checkpoint, devices, progress, dtype=dtype, kv_dtype=kv_dtype, as_served=as_served
+        )
     return obtain_profile(spec, checkpoint, devices, dtype=dtype, kv_dtype=kv_dtype)
 
 
@@ -105,6 +113,7 @@ def obtain_profile(
     dtype: DType | None = None,
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
+    as_served: AsServed | None = None,
 ) -> Profile:
     """Return the profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
 
@@ -114,6 +123,7 @@ def obtain_profile(
         dtype: None: the model's own; on a CPU, the one that it runs in.
         engine: whose loop goes around a datasheet's kernels.
         kv_dtype: type of K/V; None: that which the checkpoint asks for, or else that of the dtype.
+        as_served: fits what is measured to a served engine's steps; None: nothing does.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
@@ -129,7 +139,7 @@ def obtain_profile(
         age_s = time.time() - latest.stat().st_mtime
         if not found.is_restless or 0 <= age_s < RESTLESS_KEPT_S:
             return found
-    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype)
+    return measured_profile(spec, checkpoint, cluster, progress, dtype=dtype, kv_dtype=kv_dtype, as_served=as_served)
 
 
 def measured_profile(
@@ -140,8 +150,9 @@ def measured_profile(
     *,
     dtype: DType | None = None,
     kv_dtype: DType | None = None,
+    as_served: AsServed | None = None,
 ) -> Profile:
-    """Measure step times on this machine; `obtain_profile` finds them from now on.
+    """Measure step times on this machine; `obtain_profile` finds them from now on. For `as_served` see there.
 
     Raises:
         InputError: the model does not run in that dtype here, or does not keep K/V in that type.
@@ -157,6 +168,8 @@ def measured_profile(
     profile = measure.profile(
         spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress, wait=wait
     )
+    if as_served is not None:
+        profile = as_served(profile, spec, checkpoint, cluster, progress)
     keep(profile)
     write_atomic(_latest(spec, cluster, dtype, kv_dtype), sha256(profile) + "\n")
     return profile

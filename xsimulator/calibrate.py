@@ -96,25 +96,26 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
         bias_before=bias(unused, np.ones(len(PARTS))),
         bias_after=bias(unused, factors),
     )
-    return corrected(profile, calibration), calibration
+    text = f"{calibration.num_steps_used} measured steps"
+    return corrected(profile, calibration.factors, "calibration", text), calibration
 
 
-def fit(steps: Steps) -> Array:
+def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array:
     """A factor a part: least squares of the relative errors, each counting as long as its step took, outliers left
-    out, drawn towards 1."""
+    out, drawn towards `around` by that weight."""
     from scipy.optimize import lsq_linear
 
-    weighted = steps.parts / steps.seconds[:, None]
+    weighted = around * steps.parts / steps.seconds[:, None]
     keep = np.ones(len(weighted), bool)
     factors = np.ones(len(PARTS))
     for _ in range(3):
-        prior = np.sqrt(PRIOR * keep.sum()) * np.eye(len(PARTS))
+        prior = np.sqrt(prior_weight * keep.sum()) * np.eye(len(PARTS))
         weight = np.sqrt(steps.seconds[keep] / steps.seconds[keep].mean())
         rows = np.vstack([weight[:, None] * weighted[keep], prior])
         targets = np.concatenate([weight, np.diag(prior)])
         factors = np.asarray(lsq_linear(rows, targets, bounds=(LEAST, MOST)).x)
         keep = _ordinary(weighted @ factors - 1, steps.parts[:, PARTS.index("encode_attention")] > 0)
-    return factors
+    return around * factors
 
 
 def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -137,9 +138,13 @@ def bias(steps: Steps, factors: Array) -> float:
     return float((steps.parts @ factors).sum() / steps.seconds.sum() - 1)
 
 
-def corrected(profile: Profile, calibration: Calibration) -> Profile:
-    """Return the profile with each table multiplied by its factor."""
-    by = calibration.factors
+def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str) -> Profile:
+    """Return the profile with each table multiplied by its factor, and where the factors come from in its provenance.
+
+    Args:
+        by: factors of `PARTS`.
+        name, source: of the entry.
+    """
     layers = tuple(
         layer.model_copy(
             update={
@@ -170,7 +175,7 @@ def corrected(profile: Profile, calibration: Calibration) -> Profile:
             "embedding": profile.embedding.times(by["tokens"]),
             "head": profile.head.times(by["head"]),
             "overhead": profile.overhead.times(by["overhead"]),
-            "provenance": profile.provenance | {"calibration": f"{text}; {calibration.num_steps_used} measured steps"},
+            "provenance": profile.provenance | {name: f"{text}; {source}"},
         }
     )
 

@@ -21,11 +21,15 @@ from xsimulator.events import replay
 Array = npt.NDArray[np.float64]
 
 
+BETWEEN_NS = 5_000_000
+"""Longest time between two steps that follow each other, in which the engine hands out tokens and takes in requests."""
+
+
 class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which its lane was busy with it: from its start, or the previous step's end if that was later.
+        seconds: time for which its lane was busy with it: from the end of the step before if a request was there then.
     """
 
     record: StepRecord
@@ -74,9 +78,14 @@ def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
 def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
     schedule = policies.build(plan)
     last_end_ns: dict[str, int] = {}
+    arrival_ns: dict[int, int] = {}
     busy: dict[int, float] = {}
     for record in log:
-        busy[record.number] = (record.end_ns - max(record.start_ns, last_end_ns.get(record.lane, 0))) / 1e9
+        arrival_ns |= {arrival.id: arrival.arrival_ns for arrival in record.arrivals}
+        last_ns, start_ns = last_end_ns.get(record.lane, 0), record.start_ns
+        first_ns = min(arrival_ns[id_] for id_ in (*record.decode, *(chunk[0] for chunk in record.encode)))
+        follows = record.lane == "both" and first_ns < last_ns and start_ns - last_ns < BETWEEN_NS
+        busy[record.number] = (record.end_ns - (last_ns if follows else max(start_ns, last_ns))) / 1e9
         last_end_ns[record.lane] = record.end_ns
     found: list[Executed] = []
 

@@ -19,6 +19,8 @@ def xgpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    for name in ("xgpt.problems.as_served", "xgpt.served_profile.as_served"):
+        monkeypatch.setattr(name, lambda profile, *_: profile)  # it serves a load for a quarter of a minute
     return Xgpt(capfd)
 
 

@@ -14,6 +14,7 @@ from xgpt.cli.outputs import output_file, write
 from xgpt.core.io import dump_json
 from xgpt.reporting import plan_text
 from xgpt.reporting.engine_command import command_in_words
+from xprofiler.others import differences
 
 if TYPE_CHECKING:
     from xgpt.core.schema import Plan
@@ -62,6 +63,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
+    yield from plan_text.at_rest_in_words(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
     yield from plan_text.log_in_words(planned.request.workload, best)
     yield from command_in_words(planned.plans)
@@ -72,7 +74,9 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield plan_text.uneven_in_words(best, uneven)
     if planned.may_be_uneven:
         yield plan_text.uniform_in_words(best, planned.best_uniform())
-    yield f"profile: {best.profile.source}, sha256 {best.profile.sha256[:12]}"
+    yield plan_text.profile_in_words(best)
+    if best.cluster.is_local and (line := differences(problem.profile)) is not None:
+        yield line
     yield from (f"warning: {warning}" for warning in best.estimate.warnings)
     if best.seeded_weights and best.cluster.is_local:
         yield f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"

@@ -21,7 +21,7 @@ from xscheduler.expression import maximised
 
 if TYPE_CHECKING:
     from xgpt.core.progress import Progress
-    from xgpt.core.schema import BenchReport, Calibration, Decision, Observation, Plan, UrlReport
+    from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
     from xgpt.core.schema.outputs import CalibrateOutput
     from xscheduler.objectives.sizing import ClusterChoice
     from xsimulator.run import Simulated
@@ -248,15 +248,19 @@ def bench_table(report: BenchReport) -> Table:
     """
     arrives = report.arrival_rate_per_s is not None
     rows = [
-        [METRICS[f.metric], f"{f.predicted:.3f}", f"{f.measured:.3f}", f"{100 * f.error:+.1f}%"]
+        [METRICS[f.metric], f"{f.predicted:.3f}", _range(f), f"{f.measured:.3f}", f"{100 * f.error:+.1f}%"]
         for f in report.figures
         if f.metric in SHOWN and not (arrives and f.metric == "latency_s")
     ]
     load = f"at {report.arrival_rate_per_s:.4g} requests/s" if arrives else "that are always waiting"
     title = f"{report.policy} on {report.workload}"
-    found = table(title, ["", "predicted", "measured", "error"], rows)
+    found = table(title, ["", "predicted", "range at rest", "measured", "error"], rows)
     found.caption, found.caption_justify = f"{report.num_requests} requests {load}, {report.window_s:.0f} s", "left"
     return found
+
+
+def _range(figure: Comparison) -> str:
+    return "-" if figure.low is None or figure.high is None else f"{figure.low:.3f} to {figure.high:.3f}"
 
 
 def bench_report(report: BenchReport) -> list[object]:
@@ -270,7 +274,7 @@ def bench_report(report: BenchReport) -> list[object]:
 def bench_notes(report: BenchReport) -> list[str]:
     """Return lines on the bounds, on failures, and on what disturbed the machine, if steps took longer than the plan
     allows for."""
-    notes = []
+    notes = [] if report.differences is None else [report.differences]
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
         share = f"{100 * report.share_within_bound:.1f}% of all requests"
@@ -285,7 +289,7 @@ def bench_notes(report: BenchReport) -> list[str]:
             drawn = report.pace * throughput.at_pace / throughput.predicted - 1
             notes.append(f"the requests drawn here move throughput by {100 * drawn:+.1f}% from the plan's long run")
         notes.append(f"from sending to the last token, waiting included, p99: {report.end_to_end_p99_s:.2f} s")
-    if report.is_disturbed:
+    if report.pace is not None and (report.is_disturbed or report.is_outside):
         notes.append(_diagnosis(report))
     notes.append(f"plan {report.plan_sha256[:12]}; failed requests: {report.num_failed}")
     notes += [f"failure: {failure}" for failure in report.failures]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from xgpt.core.schema import ChunkedSettings, Constraint, Plan
+from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.resolve import load_trace
 from xprofiler.errors import Quantity, cell_of, likely
@@ -173,6 +173,30 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         f"{e.latency_s:.2f} s from admission"
     )
     return texts
+
+
+def at_rest_in_words(plan: Plan) -> list[str]:
+    """Return a line on the ranges of the plan's figures; none if they are not known."""
+    names = {
+        "rate_per_s": "requests/s of arrivals",
+        "throughput_rps": "requests/s saturated",
+        "latency_s": "s from admission",
+        "itl_p99_s": "s between tokens (p99)",
+    }
+    ranges = plan.estimate.ranges
+    found = [f"{ranges[name][0]:.3g} to {ranges[name][1]:.3g} {text}" for name, text in names.items() if name in ranges]
+    return [f"ranges on this machine at rest: {', '.join(found)}"] if found else []
+
+
+def profile_in_words(plan: Plan) -> str:
+    """Return a line on the profile that a plan rests on, and on how it was fitted to a served engine."""
+    profile = plan.profile
+    text = f"profile: {profile.source}, sha256 {profile.sha256[:12]}"
+    if SERVED in profile.provenance:
+        return f"{text}; {profile.provenance[SERVED]}"
+    if profile.source == "measured" and profile.engine == "native":
+        return f"{text}; not fitted to a served engine, where steps take longer"
+    return text
 
 
 def _with_error(error: float | None) -> str:

@@ -24,6 +24,8 @@ from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 from xgpt.serving.machines import follow_first, share_of
 from xgpt.serving.order import Nodes
 from xgpt.serving.running import running
+from xprofiler.others import differences
+from xprofiler.store import profile_of
 from xrunner import server
 from xrunner.server import ApiKeys, Classes, Limits, check_exposure
 from xrunner.server.http.tls import KEY, server_context
@@ -164,6 +166,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         for line in missing(plan, request.profile, replan=request.replan):
             on_note(line)
         return
+    if (differs := _differences(plan, request)) is not None:
+        on_note(differs)
     with _no_end_by_hangup():
         if nodes is not None and nodes.rank:
             from xgpt.serving.engines import join_nodes  # it loads torch
@@ -175,6 +179,16 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
             serve_behind_gateway(plan, request)
         else:
             _serve(plan, request, limits, machines or nodes)
+
+
+def _differences(plan: Plan, request: ServeRequest) -> str | None:
+    """Return how this machine differs from what it was when the plan's profile was measured; None: it does not."""
+    if not plan.cluster.is_local or plan.profile.source != "measured":
+        return None
+    try:
+        return differences(profile_of(plan, request.profile))
+    except InputError:  # `missing` says so
+        return None
 
 
 @contextmanager

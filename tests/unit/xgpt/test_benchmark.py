@@ -17,7 +17,7 @@ from xgpt.cli import render
 from xgpt.client import ClientResult
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.io import StepLogWriter
-from xgpt.core.schema import BenchReport, Capacity, Constraint, Plan, StepRecord
+from xgpt.core.schema import SERVED, BenchReport, Capacity, Constraint, Plan, Profile, StepRecord
 from xgpt.core.workload import TraceLengths
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.schedule import Scheduler
@@ -36,8 +36,10 @@ def benched(
     slow_after: bool = False,
     replicas: int = 1,
     waits: bool = False,
+    pace: float = PACE,
+    profile: Profile = OF.profile,
 ) -> BenchReport:
-    """A bench of a machine whose every step takes `PACE` times as long as the profile says, and which is else as it is
+    """A bench of a machine whose every step takes `pace` times as long as the profile says, and which is else as it is
     modelled.
 
     Args:
@@ -50,7 +52,7 @@ def benched(
     @contextmanager
     def server(plan: Any, directory: Path, step_log: Path) -> Iterator[str]:
         drawn = draw(plan, load, np.random.default_rng(0))
-        slow = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": PACE})})
+        slow = plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": pace})})
         with closing(StepLogWriter(step_log)) as write:
             of_each = (every(number, replicas, TraceLengths(*drawn[:3])) for number in range(replicas))
             logs = [run_requests(slow, OF.profile, requests, drawn.max_output) for requests in of_each]
@@ -73,7 +75,7 @@ def benched(
         return [ClientResult(0.0, 1.0) for _ in requests]
 
     monkeypatch.setattr("xgpt.benchmark.replay", replay)
-    return bench_plan(plan, load, np.random.default_rng(0), profile=OF.profile, server=server)[0]
+    return bench_plan(plan, load, np.random.default_rng(0), profile=profile, server=server)[0]
 
 
 def every(number: int, replicas: int, requests: TraceLengths) -> TraceLengths:
@@ -135,6 +137,22 @@ def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPat
     assert "diagnosis: steps took 40% longer than the profile says" in notes and "counted from arrival" in notes
     assert len(render.bench_table(report).rows) == 6
     assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
+
+
+@pytest.mark.parametrize(("pace", "is_outside"), [(1.0, False), (1.05, False), (1.2, True)])
+def test_figures_of_a_machine_at_rest_lie_in_their_ranges(
+    monkeypatch: pytest.MonkeyPatch, pace: float, is_outside: bool
+) -> None:
+    profile = OF.profile.model_copy(update={"provenance": {SERVED: "a load"}})
+    load = Load(60, arrivals=ArrivalProcess.at(3.0))
+    report = benched("chunked", load, monkeypatch, headroom=0.3, pace=pace, profile=profile)
+    assert report.is_outside == is_outside
+    for figure in report.figures:
+        assert figure.low is not None and figure.high is not None
+        assert figure.low <= figure.predicted <= figure.high, figure.metric
+    notes = " ".join(render.bench_notes(report))
+    assert ("diagnosis" in notes) == is_outside
+    assert "range at rest" in [column.header for column in render.bench_table(report).columns]
 
 
 def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import pytest
 from tests.contract.scenarios import problem
 from tests.planned import placements_of, planned
 from xgpt.core.errors import InputError
-from xgpt.core.schema import Calibration
 from xscheduler.problem import Problem
 from xscheduler.replanning.replanner import BackgroundPlanner
 from xscheduler.schedule import Scheduler
@@ -22,16 +21,14 @@ PROBLEM = problem("opt-13b", "h200x1", "summarization", 6.0)
 T5 = problem("t5-11b", "h200x1", "translation", 6.0)
 
 
-def factors(**given: float) -> Calibration:
-    every = dict.fromkeys(PARTS, 1.0) | given
-    rest = dict.fromkeys(("error_before", "error_after", "bias_before", "bias_after"), 0.0)
-    return Calibration(factors=every, num_steps_used=1, num_steps_unused=1, **rest)
+def factors(**given: float) -> dict[str, float]:
+    return dict.fromkeys(PARTS, 1.0) | given
 
 
 @pytest.mark.parametrize(("subject", "kind"), [(PROBLEM, "rra"), (PROBLEM, "chunked"), (T5, "rra"), (T5, "orca")])
 def test_a_slower_machine_is_found(subject: Problem, kind: str) -> None:
     plan = Scheduler(subject).best((kind,))
-    truth = corrected(subject.profile, factors(tokens=1.2, decode_attention=1.5))
+    truth = corrected(subject.profile, factors(tokens=1.2, decode_attention=1.5), "calibration", "made up")
     _, log = simulate(plan, truth, plan.workload, 400, np.random.default_rng(0))
     profile, found = calibrate(plan, subject.profile, log)
     assert found.error_before > 0.1 and found.bias_before < -0.1

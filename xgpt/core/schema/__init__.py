@@ -52,7 +52,9 @@ from xgpt.core.schema.policy import (
 )
 from xgpt.core.schema.profile import (
     LEAST_HEADROOM,
+    PACES_AT_REST,
     RESTLESS,
+    SERVED,
     CrossTimes,
     Curve,
     EncoderLayerTimes,
@@ -81,8 +83,10 @@ __all__ = [
     "BYTES_PER_ELEMENT",
     "HEAD",
     "LEAST_HEADROOM",
+    "PACES_AT_REST",
     "RESTLESS",
     "SCALE_BYTES",
+    "SERVED",
     "SLICE_TOKENS",
     "Account",
     "Admission",

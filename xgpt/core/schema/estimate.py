@@ -125,6 +125,9 @@ class Estimate(Frozen):
     """Names of the figures here that come from simulation; all others but `capacity` are closed forms."""
     step_times: StepTimes | None = None
     """Step times by which the rule decides; None: it uses none."""
+    ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
+    """Least and largest value of figures here, and of the capacity's `rate_per_s`, in nine of ten loads on a machine at
+    rest; empty: the profile is not fitted to a served engine."""
     warnings: tuple[str, ...] = ()
     """Warnings to read before the plan is used."""
 

@@ -21,6 +21,15 @@ KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
 The closed forms' own error against the simulated engine, 0.2% of latency in the median, is small in comparison.
 """
 
+UNSERVED_ERROR = 0.10
+"""The same of step times that were measured one by one, and not fitted to steps of a served engine: an endpoint and its
+clients on the same cores, and memory that is written to for the first time, make steps up to 12% longer
+(docs/results/prediction.md)."""
+SERVED = "served"
+"""Entry of a profile's provenance that says how it was fitted to steps of a served engine."""
+PACES_AT_REST = (0.97, 1.06)
+"""How many times as long as a profile as served says steps take on a machine at rest, in nine of ten loads."""
+
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
 """Least headroom of plans from measured profiles, however small their spread: a minute of measuring shows neither slow
 drift nor the load of clients on the same machine. A running server ignores smaller deviations, and re-plans at larger
@@ -228,6 +237,8 @@ class Profile(Frozen):
     virtual machine's host."""
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
     """Whether fewer points were measured, less often, because others used the machine; the rest is interpolated."""
+    gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
+    """GFLOP/s of a fixed product of matrices on all cores when the measurement began: it shows the clock."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
     """How single short steps differ from their mean; None: not known, all are taken to last as long as the mean."""
     provenance: dict[str, str] = Field(default_factory=dict)
@@ -265,7 +276,14 @@ class Profile(Frozen):
 
         At most `MOST_HEADROOM`.
         """
-        return round(max(min(self.spread, MOST_HEADROOM), KNOWN_ERROR[self.source]), 4)
+        is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served
+        known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
+        return round(max(min(self.spread, MOST_HEADROOM), known), 4)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether its times are fitted to the steps of a served engine."""
+        return SERVED in self.provenance
 
     @property
     def is_restless(self) -> bool:

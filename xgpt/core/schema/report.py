@@ -14,17 +14,25 @@ class Comparison(Frozen):
         predicted: what the plan states of a long run; for other loads than its own, simulated of the requests.
         at_pace: simulated of the very requests that were sent, for a machine at the pace of the measured steps; None:
             not known.
+        low, high: least and largest value for these requests on a machine at rest (`PACES_AT_REST`); None: not known.
     """
 
     metric: str
     predicted: float
     measured: float
     at_pace: float | None = None
+    low: float | None = None
+    high: float | None = None
 
     @property
     def error(self) -> float:
         """(predicted - measured) / measured."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the measured figure is not within its range; one without a range is not."""
+        return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
     @property
     def error_at_pace(self) -> float | None:
@@ -96,6 +104,8 @@ class BenchReport(Frozen):
     """The same of each lane, of each replica where there are several, and of each worker of a pipeline."""
     core_waits: CoreWaits | None = None
     """What other threads on the engine's cores took of that; None: not known, as of workers in other processes."""
+    differences: str | None = None
+    """How the machine differed before the run from what it was when it was profiled; None: it did not."""
     headroom: float = 0.0
     """The share by which the plan lets steps take longer than the profile says."""
     latency_bound_s: float | None
@@ -115,6 +125,11 @@ class BenchReport(Frozen):
     def is_disturbed(self) -> bool:
         """Whether steps took longer than the plan allows for: the machine is not what the profile was measured on."""
         return self.pace is not None and self.pace > 1 + self.headroom
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a figure that was measured is not within its range."""
+        return any(figure.is_outside for figure in self.figures)
 
     def figure(self, metric: str) -> Comparison:
         """Return the figure of this name."""

@@ -1,0 +1,108 @@
+"""A measured profile is fitted to the steps of a served engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xgpt import served_profile
+from xgpt.benchmark import Drawn, Load, Replayed, draw
+from xgpt.core.errors import MachineError
+from xgpt.core.schema import PACES_AT_REST, Plan, Profile
+from xgpt.core.workload import TraceLengths
+from xgpt.reporting.plan_text import at_rest_in_words, profile_in_words
+from xgpt.resolve import load_cluster, load_model
+from xgpt.served_profile import as_served
+from xgpt.solving import _with_ranges
+from xprofiler import analytic
+from xsimulator.executed import paces
+from xsimulator.run import run_requests
+
+SPEC, _ = load_model("opt-125m")
+ONE, EIGHT = load_cluster("h200x1"), load_cluster("h200x8")
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    profile = analytic.profile(SPEC, ONE, "float16")
+    return profile.model_copy(update={"source": "measured", "engine": "native"})
+
+
+def serving_at(pace: float, profile: Profile) -> Any:
+    """Return what stands in for `replayed`: an engine whose steps take `pace` times as long as the profile says."""
+
+    def replayed(plan: Plan, load: Load, rng: np.random.Generator, drawn: Drawn | None = None) -> Replayed:
+        drawn = drawn or draw(plan, load, rng)
+        lengths = TraceLengths(drawn.inputs, drawn.outputs, drawn.arrivals_s)
+        log = run_requests(plan, profile.slowed(pace), lengths, drawn.max_output)
+        return Replayed(drawn, [], {}, log)
+
+    return replayed
+
+
+@pytest.mark.parametrize("pace", [0.9, 1.25])
+def test_it_takes_the_pace_of_the_served_steps(measured: Profile, monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
+    serve = serving_at(pace, measured)
+    monkeypatch.setattr(served_profile, "replayed", serve)
+    found = as_served(measured, SPEC, None, ONE)
+    assert found.is_served and f"took {pace:.2f} times" in found.provenance["served"]
+    plan = served_profile._plan(measured, SPEC, None, ONE)
+    log = serve(plan, Load(60, plan.workload), np.random.default_rng(1)).log
+    after = paces(plan, found, log)
+    assert after is not None and after.ratio == pytest.approx(1.0, abs=0.01)
+    assert found.jitter is not None and found.jitter.ratios[0] == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_load_is_short_and_has_steps_of_many_sizes(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = []
+    serve = serving_at(1.0, measured)
+    monkeypatch.setattr(served_profile, "replayed", lambda *given: logs.append(serve(*given)) or logs[-1])
+    as_served(measured, SPEC, None, ONE)
+    ((drawn, _, _, log),) = logs
+    asked_s = sum(seconds for _, seconds in served_profile.STAGES)
+    assert log[-1].end_ns / 1e9 < 2 * asked_s and len(drawn.inputs) == len(drawn.outputs)
+    assert {1, 4, 8} <= {len(record.decode) for record in log}
+    assert any(start for record in log for _, start, _ in record.encode), "pieces of prompts"
+
+
+def test_it_is_fitted_in_a_notebook_too(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = serving_at(1.2, measured)
+
+    def replayed(*given: Any) -> Replayed:
+        asyncio.run(asyncio.sleep(0))  # refused in a thread whose loop runs
+        return serve(*given)
+
+    async def cell() -> Profile:
+        return as_served(measured, SPEC, None, ONE)
+
+    monkeypatch.setattr(served_profile, "replayed", replayed)
+    assert asyncio.run(cell()).is_served
+
+
+def test_it_stays_as_it_is_if_a_load_says_nothing(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Replayed:
+        raise MachineError("the server did not start")
+
+    monkeypatch.setattr(served_profile, "replayed", fail)
+    assert as_served(measured, SPEC, None, ONE) == measured
+    assert as_served(measured, SPEC, None, EIGHT) == measured
+    brief = measured.model_copy(update={"is_brief": True})
+    assert as_served(brief, SPEC, None, ONE) == brief
+
+
+def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_profile, "replayed", serving_at(1.1, measured))
+    served = as_served(measured, SPEC, None, ONE)
+    assert (measured.headroom, served.headroom) == (0.10, 0.05)
+    plan = served_profile._plan(served, SPEC, None, ONE)
+    assert "steps of a served load" in profile_in_words(plan)
+    assert "not fitted to a served engine" in profile_in_words(served_profile._plan(measured, SPEC, None, ONE))
+    assert at_rest_in_words(plan) == []
+    ranged = _with_ranges(plan)
+    fast, slow = PACES_AT_REST
+    low, high = ranged.estimate.ranges["throughput_rps"]
+    assert (low * slow, high * fast) == pytest.approx((plan.estimate.throughput_rps,) * 2)
+    assert f"{low:.3g} to {high:.3g} requests/s saturated" in at_rest_in_words(ranged)[0]

@@ -1,0 +1,118 @@
+"""Fit a measured profile to steps of a served engine: what an endpoint, its clients and other memory add to a step.
+
+A profile times steps one by one on a machine that does nothing else. A served engine shares its cores with the front
+and with clients, cuts prompts into pieces, and writes to K/V memory for the first time. A short load shows what all of
+that adds: each of the profile's tables gets the factor that fits the load's steps best (`xsimulator.calibrate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.benchmark import Drawn, Load, replayed
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.errors import XgptError
+from xgpt.core.progress import Progress
+from xgpt.core.schema import SERVED, ClusterSpec, Constraint, Histogram, Jitter, ModelSpec, Plan, Profile, Workload
+from xgpt.core.schema.step_log import StepRecord
+from xgpt.core.workload import sample
+from xscheduler.objectives.best_plans import plan_each
+from xscheduler.problem import Problem
+from xsimulator.calibrate import PARTS, Steps, corrected, fit, steps_of
+
+STAGES = ((0.35, 4.0), (0.7, 4.0), (0.95, 4.0))
+"""Arrival rates of the load, as shares of saturation, and the seconds of each."""
+INPUTS, OUTPUTS = (16, 64, 128, 256, 448), (8, 32, 64)
+"""Lengths of its prompts and outputs, each as often as the others."""
+TOKEN_BUDGET, MAX_BATCH = 64, 32
+LEAST_REQUESTS, MOST_REQUESTS = 12, 400
+LEAST_STEPS = 100
+QUANTILES = 100
+STALL = 4.0
+"""A step that takes this multiple of its prediction says nothing of the profile."""
+PRIOR = 0.01
+"""Weight by which the factors are drawn to one pace."""
+
+
+def as_served(
+    profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec, progress: Progress | None = None
+) -> Profile:
+    """Return the profile, fitted to the steps of a short load on an engine that is served on this machine.
+
+    It is returned unchanged for several devices, for an encoder-decoder, if others kept the machine busy while it was
+    measured, and if the load fails.
+    """
+    if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
+        return profile
+    if progress is not None:
+        progress(0, 1, "serving a short load")
+    try:
+        plan = _plan(profile, spec, checkpoint, cluster)
+        steps = steps_of(plan, profile, _steps_of_load(plan))
+    except XgptError:
+        return profile
+    if len(steps.seconds) < LEAST_STEPS:
+        return profile
+    return _fitted(profile, steps)
+
+
+def _steps_of_load(plan: Plan) -> list[StepRecord]:
+    """Return the steps of the load, also to a caller whose thread runs an event loop, as in a notebook."""
+    rng, rate = np.random.default_rng(0), plan.estimate.throughput_rps
+    most = MOST_REQUESTS / (rate * sum(share * seconds for share, seconds in STAGES))
+    stages = [(share * rate, seconds * min(1.0, most)) for share, seconds in STAGES]
+    arrivals = ArrivalProcess.at([*stages[:-1], (stages[-1][0], None)])
+    count = max(LEAST_REQUESTS, round(sum(each * seconds for each, seconds in stages)))
+    drawn = Drawn(*sample(plan.workload, count, rng), arrivals.times(count, rng), max(OUTPUTS))
+    load = Load(count, arrivals=arrivals)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return replayed(plan, load, rng, drawn).log
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(replayed, plan, load, rng, drawn).result().log
+
+
+def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
+    """Return a plan whose steps are of many sizes."""
+
+    def equally_often(lengths: tuple[int, ...]) -> Histogram:
+        some = sorted({min(length, spec.max_context // 4) for length in lengths})
+        return Histogram(lengths=tuple(some), probabilities=(1 / len(some),) * len(some))
+
+    problem = Problem(
+        model=spec,
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        cluster=cluster,
+        workload=Workload(name="served", input=equally_often(INPUTS), output=equally_often(OUTPUTS)),
+        profile=profile,
+        constraint=Constraint(latency_bound_s=None),
+        fixed={"token_budget": TOKEN_BUDGET, "max_batch": MAX_BATCH},
+    )
+    (plan,) = plan_each(problem, "chunked").values()
+    return plan
+
+
+def _fitted(profile: Profile, steps: Steps) -> Profile:
+    """Return the profile with a factor on each of its tables, and with the jitter of the load's steps.
+
+    The factors are drawn to one pace for all: what a few seconds show of each table by itself does not hold for the
+    next. Steps that were far off do not decide between the tables, but they count in the mean.
+    """
+    counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
+    pace = float(counted.seconds.sum() / counted.parts.sum())
+    factors = fit(counted, pace, PRIOR)
+    predicted = counted.parts @ factors
+    rest = float(counted.seconds.sum() / predicted.sum())
+    levels = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    jitter = Jitter(
+        seconds=float(np.mean(counted.seconds)),
+        ratios=tuple(np.quantile(counted.seconds / predicted / rest, levels).round(4).tolist()),
+    )
+    by = {part: round(rest * float(factor), 4) for part, factor in zip(PARTS, factors, strict=True)}
+    text = f"{len(steps.seconds)} steps of a served load, which took {pace:.2f} times as long as timed one by one"
+    return corrected(profile, by, SERVED, text).model_copy(update={"jitter": jitter})
