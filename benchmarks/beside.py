@@ -25,7 +25,7 @@ from xgpt.core.io import write_atomic
 from xgpt.core.machine import num_cores
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.bench import NUM_BLOCKS, Bench
-from xprofiler.store import dtype_of, obtain_profile
+from xprofiler.store import dtype_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.core_waits import waited_ns
 from xrunner.cores import own_cores
@@ -74,10 +74,7 @@ def main(model: str, dtype: str | None, batch: int, seconds: float, rounds: int)
     spec, checkpoint = load_model(model, None)
     cluster = load_cluster("local")
     chosen = dtype_of(spec, cluster, dtype)  # type: ignore[arg-type]
-    profile = obtain_profile(spec, checkpoint, cluster, dtype=chosen)
-    worker = build_worker(
-        WorkerSettings(spec=spec, dtype=chosen, checkpoint=checkpoint, num_blocks=NUM_BLOCKS, layouts=profile.layouts)
-    )
+    worker = build_worker(WorkerSettings(spec=spec, dtype=chosen, checkpoint=checkpoint, num_blocks=NUM_BLOCKS))
     torch.set_num_threads(num_cores())
     bench = Bench(worker, lambda done, total, what: None)
     pairs: dict[tuple[str, float], list[tuple[Stretch, Stretch]]] = {}
