@@ -83,7 +83,8 @@ def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
     for record in log:
         arrival_ns |= {arrival.id: arrival.arrival_ns for arrival in record.arrivals}
         last_ns, start_ns = last_end_ns.get(record.lane, 0), record.start_ns
-        first_ns = min(arrival_ns[id_] for id_ in (*record.decode, *(chunk[0] for chunk in record.encode)))
+        inside = (*record.decode, *(chunk[0] for chunk in record.encode))  # none in a transfer
+        first_ns = min((arrival_ns.get(id_, 0) for id_ in inside), default=0)
         follows = record.lane == "both" and first_ns < last_ns and start_ns - last_ns < BETWEEN_NS
         busy[record.number] = (record.end_ns - (last_ns if follows else max(start_ns, last_ns))) / 1e9
         last_end_ns[record.lane] = record.end_ns
