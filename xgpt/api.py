@@ -349,6 +349,8 @@ def calibrate(
 ) -> CalibratedLoads:
     """Return a plan's profile and engine fitted to benchmarks of a server that ran it, and the errors before and after.
 
+        xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
+
     Args:
         measured: results of `vllm bench serve`, AIPerf, guidellm or genai-perf, one or more.
         **asked

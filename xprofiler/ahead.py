@@ -23,10 +23,13 @@ MOST_S = 180.0
 class Ahead:
     """Processes that compile what a model's profile and its first plan need, unless that has been done here before.
 
-    One that fails changes nothing: what it would have compiled is compiled later.
+    One that fails changes nothing: its kernels are compiled later. The context ends processes that still run.
+
+    Args:
+        is_cpu: whether the model runs on this machine's CPUs; otherwise nothing is compiled.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None) -> None:
+    def __init__(self, spec: ModelSpec, dtype: DType, kv_dtype: DType | None, *, is_cpu: bool) -> None:
         kind = f"{dtype}-{kv_dtype or dtype}-{'encoder' if spec.is_encoder_decoder else 'decoder'}"
         commands = {
             f"attention-{kind}": ["xprofiler.compile_attention", dtype, kv_dtype or "", spec.model_dump_json()],
@@ -43,8 +46,16 @@ class Ahead:
                 stderr=subprocess.DEVNULL,
             )
             for mark, command in marks.items()
-            if directory.is_dir() and not mark.is_file()
+            if is_cpu and directory.is_dir() and not mark.is_file()
         }
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
 
     def wait(self) -> None:
         """Return when all have ended."""
@@ -52,4 +63,3 @@ class Ahead:
             with suppress(subprocess.TimeoutExpired, MachineError):
                 if process.wait(MOST_S) == 0:
                     write_atomic(mark, "")
-        self._processes = {}

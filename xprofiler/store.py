@@ -160,14 +160,12 @@ def measured_profile(
     """
     dtype = dtype_of(spec, cluster, dtype)
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
-    compiling = Ahead(spec, dtype, kv_dtype) if cluster.device.type == "cpu" else None  # torch is long in coming
+    with Ahead(spec, dtype, kv_dtype, is_cpu=cluster.device.type == "cpu") as compiling:
+        from xprofiler import measure  # imports torch, which takes long: the processes start before
 
-    from xprofiler import measure
-
-    wait = compiling.wait if compiling is not None else lambda: None
-    profile = measure.profile(
-        spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress, wait=wait
-    )
+        profile = measure.profile(
+            spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress, wait=compiling.wait
+        )
     if as_served is not None:
         profile = as_served(profile, spec, checkpoint, cluster, progress)
     keep(profile)

@@ -77,7 +77,7 @@ def test_what_is_wrong_is_said_in_one_line(xgpt: Xgpt, day: Path) -> None:
         1, *asked, str(day), "--among", "h100x8=2.9,a100x16=1.4", "--devices", "1"
     )
     assert "write N, or CLUSTER=N" in xgpt.fails(2, *asked, str(day), "--devices", "x")
-    assert "names no cluster of --among" in xgpt.fails(
+    assert "it is not a cluster of --among" in xgpt.fails(
         2, *asked, str(day), "--among", "h100x8=2.9", "--devices", "a40x4=3"
     )
     tight = ("fleet", "--trace", str(day), "--model", "llama-3.1-8b", "--cluster", "l40sx8", "--latency-bound", "0.05")

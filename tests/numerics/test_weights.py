@@ -80,7 +80,7 @@ def test_tied_head_shares_the_embedding(small_opt):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model_type": "mamba"}, "known families: afmoe, .*, qwen3_moe, .*, t5"),
+        ({"model_type": "nonesuch"}, "known families: afmoe, .*, qwen3_moe, .*, t5"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before: False is not accepted"),
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; hidden_size must say the same"),
         ({"activation_function": "mish"}, "known activations"),

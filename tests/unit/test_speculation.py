@@ -205,7 +205,10 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
             "speculative_tokens: 2 .*1 positions",
         ),
         ({"speculative": "ngram", "acceptance": 0.5, "draft_model": "a/b"}, "draft_model: .*has none"),
-        ({"speculative": "eagle", "acceptance": 0.5, "model": "t5-11b"}, "speculative: .*has an encoder"),
+        (
+            {"speculative": "eagle", "acceptance": 0.5, "model": "t5-11b", "engine": "xgpt"},
+            "speculative: .*has an encoder",
+        ),
         ({"speculative": "eagle", "acceptance": 0.5, "policy": "rra"}, "policy: .*chunked and orca"),
         ({"speculative": "eagle", "acceptance": "no-such-file"}, "acceptance: .*cannot be read"),
     ],

@@ -75,7 +75,7 @@ def test_blocks_are_those_that_the_engine_logged() -> None:
     rows = list(memory.rows(Path(), None))
     errors = {(row.group, row.is_fitted): row.errors()["blocks"] for row in rows}
     assert len(errors) == 4 and ("mixtral-8x7b", False) in errors
-    assert all(abs(error) < 0.002 for error in errors.values()), errors
+    assert all(abs(error) < 0.005 for error in errors.values()), errors
 
 
 def test_requests_at_hand_keep_the_engine_busy() -> None:

@@ -13,6 +13,7 @@ from xsimulator.counts.arrivals import Kv, Run, Stream
 from xsimulator.counts.compiled import is_kept
 from xsimulator.counts.one_lane_arrivals import MANY, OneLaneRun
 from xsimulator.counts.two_lane_arrivals import TwoLaneRun
+from xsimulator.forecast import FORECASTS
 
 
 def is_compiled() -> bool:
@@ -51,8 +52,8 @@ def is_counted(plan: Plan) -> bool:
         return True
     mixes = plan.engine is None or plan.engine.mixes
     return (
-        plan.policy.kind in ("orca", "chunked")
+        FORECASTS[plan.policy.kind].stations.admits_each_step
         and mixes
-        and plan.policy.microbatches == 1
+        and getattr(plan.policy, "microbatches", None) == 1
         and not plan.model.is_encoder_decoder
     )

@@ -144,7 +144,7 @@ def test_figures_of_a_machine_at_rest_lie_in_their_ranges(
     monkeypatch: pytest.MonkeyPatch, pace: float, is_outside: bool
 ) -> None:
     profile = OF.profile.model_copy(update={"provenance": {SERVED: "a load"}})
-    load = Load(60, arrivals=ArrivalProcess.at(3.0))
+    load = Load(120, arrivals=ArrivalProcess.at(3.0))
     report = benched("chunked", load, monkeypatch, headroom=0.3, pace=pace, profile=profile)
     assert report.is_outside == is_outside
     for figure in report.figures:
@@ -171,7 +171,7 @@ def test_what_others_took_of_the_cores_is_told_apart(
     assert abs(report.figure("itl_p99_s").error_at_pace or 0.0) > 0.05  # no pace stands for one step in forty
     assert waits.gaps.error_at_pace == pytest.approx(0.0, abs=1e-3)
     assert waits.pace == pytest.approx(PACE, rel=1e-3)
-    assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.1)
+    assert waits.share_of_steps == pytest.approx(1 / 40, rel=0.2)
     assert report.pace is not None and report.pace > 1.05 * PACE
     assert f"{waits.seconds:.1f} s in all, without which it is 40%" in " ".join(render.bench_notes(report))
 

@@ -32,7 +32,7 @@ def test_by_default_plans_for_several_machines_are_what_vllm_runs(fields: dict[s
 
 
 def test_an_encoder_decoder_is_not_planned_for_vllm() -> None:
-    with pytest.raises(InputError, match="take engine=xgpt"):
+    with pytest.raises(InputError, match="use `engine=xgpt`"):
         resolve(PlanRequest.model_validate(TINY | {"model": "t5-11b", "cluster": "a40x4", "engine": "vllm"}))
 
 

@@ -125,7 +125,7 @@ def test_a_loop_that_waits_costs_what_it_costs() -> None:
     assert waits.estimate.throughput_rps < ahead.estimate.throughput_rps
     fixed = {"max_batch": ahead.policy.max_batch, "token_budget": ahead.policy.token_budget}
     asked = {"model": "llama-3.1-8b", "workload": "chat-short", "latency_bound_s": None, "objective": "saturated"}
-    same = xgpt.plan(**asked, cluster="h100x1", engine="xgpt-vllm", policy="chunked", fix=fixed)
+    same = xgpt.plan(**asked, cluster="h100x1", engine="xgpt-vllm", policy="chunked", fix=fixed, kv="quantile")
     engine_spec = ahead.engine
     assert engine_spec is not None
     more = same.estimate.tpot_s - ahead.estimate.tpot_s
