@@ -97,7 +97,7 @@ def throughput_of_real_batches(space: Space, rng: np.random.Generator) -> float:
 
 
 def test_short_prompts_beside_pieces_of_long_ones_are_not_counted_twice() -> None:
-    """Steps of few tokens were predicted 10% too long, and with them a bound that half of the requests had to keep."""
+    """Steps with small token budgets were predicted 10% too long, so a bound at the median was stated too low."""
     rng = np.random.default_rng((0, 668))
     of, kind = certificates.problem(rng) or pytest.fail("a problem of chunked's")
     by = scheduler(of)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from xgpt.autoscaling.scraping import LoadReader, ScrapedTraffic, target_of
 from xgpt.connection import own_api_key
 from xgpt.core.errors import MachineError
+from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema.fleet import FleetPlan
 from xgpt.exporting.pods import Names
 from xgpt.requests import AutoscaleRequest
@@ -53,7 +53,7 @@ def autoscale(
     recommender = Recommender(fleet, device_limits(fleet), request.look_s)
     kinds = [kind.name for kind in fleet.kinds]
     targets = [target_of(text, kinds) for text in request.scrape]
-    with closing(LoadReader(targets, len(kinds), own_api_key())) as reader, _until_signal(ending):
+    with closing(LoadReader(targets, len(kinds), own_api_key())) as reader, stops_on_signal(ending):
         live = _Live(fleet, request, recommender, reader, began_s)
         if request.once:
             return live.once(ending)
@@ -190,20 +190,6 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
     hours, _, minutes = day_begins.partition(":")
     began_s = clock_s // DAY_S * DAY_S + 3600 * int(hours) + 60 * int(minutes)
     return began_s if began_s <= clock_s else began_s - DAY_S
-
-
-@contextmanager
-def _until_signal(stop: Event) -> Iterator[None]:
-    """Set the event on SIGTERM or SIGINT."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:

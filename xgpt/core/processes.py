@@ -1,12 +1,14 @@
-"""Start processes that end with the process that started them, and see whether one hangs or works."""
+"""Start processes that end with the process that started them, see whether one hangs or works, and stop on signals."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 
 PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -47,9 +49,23 @@ def _states(process: int) -> set[str]:
 
 
 def children_of(process: int) -> list[int]:
-    """Return the processes that a process has started and that run. Linux only; else none."""
+    """Return the running children of a process; empty on systems other than Linux."""
     started: list[int] = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{process}/task").iterdir():
             started += map(int, (thread / "children").read_text().split())
     return started
+
+
+@contextmanager
+def stops_on_signal(stop: Event) -> Iterator[None]:
+    """Set the event on SIGTERM or SIGINT while the block lasts; outside of the main thread signals stay as they are."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

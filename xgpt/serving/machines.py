@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+from threading import Event
 from typing import TYPE_CHECKING
 
 from xgpt.core.errors import InputError
+from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema import Plan
+from xgpt.serving.order import check_rank
 from xrunner.vllm.command import launch
 from xrunner.vllm.machines import Machines, follow
 
@@ -27,8 +28,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
         InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
     """
     count, rank, each = request.nnodes, request.node_rank, plan.devices_per_replica
-    if rank >= count:
-        raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
+    check_rank(rank, count)
     here, rest = divmod(plan.num_devices, count)
     if rest or (here % each and each % here):
         accepted = f"{plan.replicas} replicas of {each} devices do not divide evenly among the machines"
@@ -51,10 +51,6 @@ def follow_first(plan: Plan, machines: Machines) -> None:
     Raises:
         MachineError: the first machine cannot be reached, or refuses this one.
     """
-    ended = threading.Event()
-    previous = [signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGTERM, signal.SIGINT)]
-    try:
+    ended = Event()
+    with stops_on_signal(ended):
         follow(plan, machines, machines.spread(launch(plan, plan_path="plan.json")), ended.is_set)
-    finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), previous, strict=True):
-            signal.signal(number, handler)

@@ -12,6 +12,16 @@ MIN_SECRET = 16
 """Least length of the secret that machines share."""
 
 
+def check_rank(rank: int, count: int) -> None:
+    """Refuse a number of this machine that is not one of `count` machines.
+
+    Raises:
+        InputError: it is too large.
+    """
+    if rank >= count:
+        raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
+
+
 @dataclass(frozen=True)
 class Nodes:
     """The machines that run a plan together, and which of them this one is.
@@ -37,8 +47,7 @@ class Nodes:
             if rank or rendezvous:
                 raise InputError("nnodes", 1, "`node_rank` and `rendezvous` need `nnodes` of 2 or more")
             return None
-        if rank >= count:
-            raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
+        check_rank(rank, count)
         host, _, port = (rendezvous or "").rpartition(":")
         if not host or not port.isdecimal():
             raise InputError("rendezvous", rendezvous, "give machine 0's address and a free port: HOST:PORT")

@@ -189,7 +189,7 @@ class Lanes:
         return message
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped | None:
-        """Return what a lane's step tells the front; None: nothing."""
+        """Return a lane's message to the front about a step; None if it has none."""
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:

@@ -101,7 +101,7 @@ class Instances:
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
 
     def end(self, within_s: float) -> None:
-        """End all of them, killing what does not end by itself; nothing of them is left."""
+        """End all of them, and kill processes that do not end by themselves."""
         if self._followers is not None:
             self._followers.close(for_good=within_s > 0)
         self._at_end.close()
