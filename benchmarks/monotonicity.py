@@ -12,10 +12,10 @@ Writes results/monotonicity.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -23,9 +23,8 @@ import numpy as np
 from benchmarks.scheduler import LARGE, SMALL, task_problem
 from xgpt.core.io import write_atomic
 from xgpt.core.schema.policy import Direction
-from xscheduler.placement import Placement
 from xscheduler.schedule import Scheduler
-from xscheduler.space import POLICIES, Evaluation, Space
+from xscheduler.space import POLICIES, Space
 
 RESULTS = Path("results/monotonicity.json")
 MODELS = (
@@ -37,6 +36,8 @@ MODELS = (
 TOLERANCES = (0.02, 0.05, 0.10)
 NUM_PLACEMENTS = 8
 NUM_POINTS = 400
+MICROBATCHES = (1, 2, 4, 8, 16)
+"""Of WAA's decode lane."""
 
 
 class Counts:
@@ -92,52 +93,82 @@ def count_swept(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
         count(spaces[i], counts)
 
 
-def count_waa_uncapped(spaces: Sequence[Space], counts: dict[str, Counts]) -> None:
-    """Compare WAA's encode batches, and its placements that differ in one variable, as the paper has them.
+class WaaPoints(NamedTuple):
+    """Settings of WAA on one placement, in which B_D = B_E S_D requests decode (ExeGPT sec. 4.1).
 
-    As many requests decode as its B_D = B_E S_D gives: our own variable, a cap on them, is at its most. More devices in
-    tensor-parallel groups, and more micro-batches, lower latency and throughput (ExeGPT sec. 4.2).
+    Our own variable, the cap on requests inside, is that many and one encode batch more.
+
+    Attributes:
+        encode_batch: # int [n]
+        microbatches: of the decode lane, in all of them.
     """
 
-    def microbatches(where: Placement) -> int:
-        return int(where.fixed["decode_microbatches"])
+    space: Space
+    encode_batch: np.ndarray
+    microbatches: int
 
-    def shape(where: Placement) -> tuple[object, ...]:
-        return where.replicas, where.layouts[0], where.layouts[1].num_devices, where.layouts[1].tp.degree
+    @classmethod
+    def on(cls, spaces: Sequence[Space], microbatches: int) -> list[WaaPoints]:
+        """Return the encode batches that memory holds on each of some placements, as points on each."""
+        largest = min(int(axis.values[-1]) for space in spaces for axis in space.axes)
+        inside = spaces[0].lengths.mean_decodes + 1
+        batches = np.unique(np.geomspace(1, max(1, largest / inside), NUM_POINTS).astype(int))
+        fitting = batches[np.ceil(batches * inside) <= largest]
+        return [cls(space, fitting, microbatches) for space in spaces]
 
-    def add(name: str, directions: tuple[Direction, Direction], less: Evaluation, more: Evaluation) -> None:
-        fits = less.fits & more.fits
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are as many micro-batches as stages, so that none has to wait for another."""
+        return self.microbatches >= self.space.placement.layouts[1].num_stages
+
+    def part(self, part: slice) -> WaaPoints:
+        return self._replace(encode_batch=self.encode_batch[part])
+
+    def predicted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return throughput, latency and whether memory holds the requests. # each [n]"""
+        cap = np.ceil(self.encode_batch * (self.space.lengths.mean_decodes + 1)).astype(int)
+        columns = {"encode_batch": self.encode_batch, "max_decode_batch": cap}
+        many = np.full(len(cap), self.microbatches)
+        found = self.space.forecast.evaluate(self.space.models.model, **columns, decode_microbatches=many)
+        return found.throughput, found.latency, self.space.evaluate(columns).fits
+
+
+def count_waa(spaces: Sequence[Space], counts: dict[str, Counts], *, busy: bool = False) -> None:
+    """Sweep WAA's encode batch, partial tensor parallelism and micro-batches as the paper has them.
+
+    More devices in tensor-parallel groups, and more micro-batches, lower latency and throughput (ExeGPT sec. 4.2).
+
+    Args:
+        busy: leave out steps from fewer micro-batches than stages.
+    """
+
+    def add(name: str, less: WaaPoints, more: WaaPoints) -> None:
+        if not len(less.encode_batch) or (busy and not less.is_busy):
+            return
+        (first, first_latency, fits), (then, then_latency, fits_then) = less.predicted(), more.predicted()
+        fits = fits & fits_then
         if fits.any():
-            seen = counts.setdefault(f"waa.{name}", Counts(directions))
-            throughput, latency = less.throughput[fits], less.performance.latency[fits]
-            seen.add(0, more.throughput[fits] - throughput, float(throughput.max()))
-            seen.add(1, more.performance.latency[fits] - latency, float(np.quantile(latency, 0.7)))
+            direction: Direction = "rises" if name == "encode_batch" else "falls"
+            seen = counts.setdefault(f"waa.{name}", Counts((direction, direction)))
+            seen.add(0, (then - first)[fits], float(first[fits].max()))
+            seen.add(1, (then_latency - first_latency)[fits], float(np.quantile(first_latency[fits], 0.7)))
 
-    def uncapped(*compared: Space) -> dict[str, np.ndarray]:
-        columns = min(compared, key=lambda space: space.num_points).grid_points(NUM_POINTS)
-        at = columns["max_decode_batch"] == columns["max_decode_batch"].max()
-        return {name: values[at] for name, values in columns.items()}
-
+    groups: dict[object, list[Space]] = {}
     for space in spaces:
-        columns = uncapped(space)
-        less, more = ({name: values[part] for name, values in columns.items()} for part in (slice(-1), slice(1, None)))
-        if len(less["encode_batch"]):
-            add("encode_batch", ("rises", "rises"), space.evaluate(less), space.evaluate(more))
-    for name, value, rest in (
-        (
-            "tp_devices",
-            lambda where: where.layouts[1].tp.devices,
-            lambda where: (*shape(where), microbatches(where) > 1),
-        ),
-        ("decode_microbatches", microbatches, lambda where: (*shape(where), where.layouts[1])),
-    ):
-        groups: dict[object, list[Space]] = {}
-        for space in spaces:
-            groups.setdefault(rest(space.placement), []).append(space)
-        for group in groups.values():
-            for pair in pairwise(sorted(group, key=lambda space: value(space.placement))):
-                columns = uncapped(*pair)
-                add(name, ("falls", "falls"), *(space.evaluate(columns) for space in pair))
+        where = space.placement
+        if where.fixed["decode_microbatches"] > 1:
+            continue  # the same layout with other micro-batches, of which all counts are swept
+        points = [WaaPoints.on([space], count)[0] for count in MICROBATCHES]
+        for each in points:
+            add("encode_batch", each.part(slice(-1)), each.part(slice(1, None)))
+        for few, many in pairwise(points):
+            add("decode_microbatches", few, many)
+        decode = where.layouts[1]
+        groups.setdefault((where.replicas, where.layouts[0], decode.num_devices, decode.tp.degree), []).append(space)
+    for group in groups.values():
+        for pair in pairwise(sorted(group, key=lambda space: space.placement.layouts[1].tp.devices)):
+            for count in MICROBATCHES:
+                add("tp_devices", *WaaPoints.on(pair, count))
 
 
 class Monotone(NamedTuple):
@@ -149,7 +180,7 @@ class Monotone(NamedTuple):
         broken: by tolerance. # [2, tolerances]
     """
 
-    rows: list[dict[str, object]]
+    rows: list[dict[str, Any]]
     steps: np.ndarray
     broken: np.ndarray
 
@@ -159,19 +190,20 @@ class Monotone(NamedTuple):
 
 
 def count_all(
-    only: str | None = None,
+    only: Collection[str] = tuple(model for model, *_ in MODELS),
     show: Callable[[str], None] = lambda line: None,
     how: Mapping[str, Count] = dict.fromkeys(POLICIES, count_swept),
 ) -> Monotone:
-    """Count the steps of every task, or of one model's.
+    """Count the steps of every task of some models.
 
     Args:
+        only: the models.
         how: what counts each policy's.
     """
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     steps, broken = np.zeros(2, int), np.zeros((2, len(TOLERANCES)), int)
     for model, cluster, workloads in MODELS:
-        if only not in (None, model):
+        if model not in only:
             continue
         for workload in workloads:
             scheduler = Scheduler(task_problem(model, cluster, workload, None))
@@ -191,9 +223,9 @@ def count_all(
 
 
 @click.command()
-@click.option("--only", help="One model.")
+@click.option("--only", type=click.Choice([model for model, *_ in MODELS]), help="One model.")
 def main(only: str | None) -> None:
-    found = count_all(only, click.echo)
+    found = count_all([only], click.echo) if only else count_all(show=click.echo)
     throughput, latency = found.share(1)
     click.echo("each cell: (latency, throughput) that break their direction, in percent of the steps; *: none declared")
     click.echo(

@@ -257,6 +257,9 @@ def figures_6_and_8() -> Iterator[Found]:
             f"output; at the 99th percentile's length it is {alike:.2f}x"
         )
         yield within(source, what, paper, _over(top, only=only) or 0.0, 0.4, "x", why)
+    all_over = [*(_over(row) for row in small), *(_over(row, only="rra") for row in large)]
+    what = "over FT, all scenarios of both figures, mean"
+    yield within("ExeGPT abstract", what, 2.9, _mean(_known(all_over)), 0.35, "x", "FT's bound, as in the rows above")
     yield from _at_the_highest_gain()
     yield from _memory_of_two_copies()
     yield from _cost_of_scheduling([*small, *large])
