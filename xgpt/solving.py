@@ -163,7 +163,7 @@ def _with_ranges(plan: Plan) -> Plan:
         # Of a machine at another pace, bounds are as much tighter or looser; the two rates are those of bounds 5% off.
         gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
         ranges["rate_per_s"] = found.rate_under_tighter_per_s / slow, (found.rate_per_s + gain) / fast
-    return plan.model_copy(update={"estimate": estimate.model_copy(update={"ranges": ranges})})
+    return plan.with_estimate(ranges=ranges)
 
 
 def _check(plans: dict[str, Plan], problem: Problem) -> None:
@@ -190,7 +190,7 @@ def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
         if most and now:
             text += f"; with {100 * usual:.0f}% this plan would keep about {100 * (most / now - 1):.0f}% more"
     warnings = (*plan.estimate.warnings, text)
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"warnings": warnings})})
+    return plan.with_estimate(warnings=warnings)
 
 
 def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:

@@ -1,5 +1,5 @@
-"""Finds the schedule with the highest throughput under a bound, and proves how near it is to the optimum.
+"""Find the schedule with the highest throughput under a bound, and prove how close it is to the optimum.
 
-A profile, a model, a cluster, a workload and a constraint enter; a Plan leaves. May be imported by xgpt.
-Never loads torch.
+The input is a profile, a model, a cluster, a workload and a constraint; the output is a Plan. xgpt may import this
+package, which never loads torch.
 """

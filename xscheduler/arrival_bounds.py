@@ -1,34 +1,37 @@
-"""Bound the arrival rate at which any settings of a placement keep their bounds, waiting included, from above.
+"""Compute upper bounds on the arrival rate at which a placement keeps its latency bounds, waiting included.
 
-Settings that keep the bounds at a rate r decode m requests in the mean iteration, and by Little's law r is at most what
-an engine serves that always decodes m. So r is at most the saturated throughput of some settings of the placement, real
-numbers included, whose mean iteration is as long; and that is bounded on the lower tables, as for the other objective
-(`xscheduler.placement_bounds`, `xscheduler.box_bounds`). What remains is to say how long an iteration may be:
+Settings that keep the bounds at rate r decode m requests in the mean iteration. By Little's law, r is at most the
+throughput of an engine that always decodes m requests. So r is at most the saturated throughput of some settings of the
+placement (batch sizes may be real numbers) whose mean iteration is as long. The lower tables bound that throughput, as
+they do for the saturated objective (`xscheduler.placement_bounds`, `xscheduler.box_bounds`). It remains to bound the
+length of an iteration:
 
-- A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` from its arrival on, with t the
-  mean iteration that it meets, since waiting only adds. The quantile of all requests must keep the bound. With S_q the
-  quantile of d, `first(mean i) + S_q t` would have to keep it if prompts were all alike and every request met the same
-  iterations. Neither is so, and both can help where lengths are few: of long requests that are just more than may break
-  the bound, those with short prompts, or at quiet times, may be the ones that keep it. `loosened` therefore takes the
-  least quantile of `first(i) / t + d` times a normal factor, over all ratios of prompt to iteration time and all
-  deviations up to `SPREAD`, and loosens the bound by as much: by nothing if the distribution has a smooth tail.
-- Where prompts pass one after the other in the order of their arrival, a request also waits for those before it
-  (Lindley's recursion, for several micro-batches Kiefer and Wolfowitz's, on drawn prompts and Poisson arrivals). One
-  prompt takes no less than its share of the least time: of the slowest stage, or, where steps take prompts at any time
-  (orca, chunked), of full steps through all stages (`PromptSteps`). `Waits` says how much of the bound is left, by how
-  far waits shift the quantile of all requests.
-- Full steps are also counted. A prompt of i tokens fills at least floor(i / budget) steps, whatever follows it, so a
-  second has at least `rate E[floor(i / budget)]` full steps. The others take no less than a step of one decode. So the
-  mean iteration is known from below without closed forms, and with waits and the prompts themselves it tells which
-  token budgets cannot keep the bound.
-- The mean time to the first token, and the mean gap, of a saturated engine must keep `ttft_s` and `tpot_s`: a quantile
-  from `LEAST_QUANTILE` on is not below the mean. Prompts whose quantile is below their mean loosen the former.
+- A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` after its arrival, where t is the
+  mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
+  prompts were alike and every request met the same iterations, `first(mean i) + S_q t` would have to keep it, with S_q
+  the quantile of d. In reality both vary, which helps if there are only few distinct lengths: if the long requests are
+  slightly more than may break the bound, those with short prompts or at quiet times may still keep it. Therefore
+  `loosened` takes the lowest quantile of `first(i) / t + d` times a normal factor, over all ratios of prompt time to
+  iteration time and all deviations up to `SPREAD`, and loosens the bound by the difference. A distribution with a
+  smooth tail needs no loosening.
+- If prompts pass one after the other in order of arrival, a request also waits for the prompts before it (Lindley's
+  recursion; Kiefer and Wolfowitz's for several micro-batches; on drawn prompts and arrivals). A prompt takes at least
+  its share of the least time of the slowest stage or, if steps take prompts at any time (orca, chunked), of full steps
+  through all stages (`PromptSteps`). `Waits` computes how far these waits shift the quantile of all requests, and so
+  which share of the bound remains.
+- Full steps are counted too. A prompt of i tokens fills at least floor(i / budget) steps, whatever follows it, so each
+  second has at least `rate E[floor(i / budget)]` full steps. Every other step takes at least as long as a step that
+  decodes one request. This gives a lower bound on the mean iteration without closed forms. Together with the waits and
+  the prompts' own time, it shows which token budgets cannot keep the bound.
+- The mean time to the first token and the mean gap of a saturated engine must keep `ttft_s` and `tpot_s`, because a
+  quantile of at least `LEAST_QUANTILE` is not below the mean. If the quantile of prompt lengths is below their mean,
+  the bound on the first token is loosened accordingly.
 
-Assumed are that requests of all lengths meet the same iterations (no schedule knows an output's length beforehand),
-that closed forms at saturation are right, and that a mean iteration varies by no more than `SPREAD` from long request
-to long request. Fluctuations, bursts of prompts above all, lower what a schedule keeps, but not this bound; so it is
-loosest where few long prompts decide. What is simulated in a search is held against it, and widens the gap if it is
-more; `xscheduler.box_bounds.breach` draws boxes and points inside them.
+Three assumptions: requests of all lengths meet the same iterations (no schedule knows an output's length in advance);
+the closed forms at saturation are right; and the mean iteration varies by at most `SPREAD` between long requests.
+Fluctuations, such as bursts of prompts, lower the rate that a schedule keeps but not this bound, so the bound is
+loosest if a few long prompts decide. A search compares its simulated rates with the bound and widens the gap if a rate
+exceeds it; `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them.
 """
 
 from __future__ import annotations
@@ -51,27 +54,27 @@ Array = npt.NDArray[np.float64]
 SPREAD = (0.0, 0.03, 0.1)
 """Relative standard deviations of the mean iteration that a long request meets."""
 RATIOS = (0.0, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
-"""Times of a mean prompt over that of a decode iteration."""
+"""Ratios of the time of a mean prompt to that of a decode iteration."""
 LEAST_QUANTILE = 0.9
-"""Least share of requests that must keep a bound for its mean to have to keep it."""
+"""The mean must keep a bound if at least this share of the requests must keep it."""
 NUM_PROMPTS = 24
 """Number of prompts that represent all."""
 BISECTIONS = 24
 NUM_ARRIVALS, NUM_ARRIVALS_AT_SEVERAL = 12_000, 4000
-"""Drawn arrivals at one server and at several, from an empty engine on."""
+"""Number of drawn arrivals at one server and at several, starting with an empty engine."""
 WAIT_SHARES = np.linspace(0.0, 1.0, 401)[:-1]
-"""Shares of requests, each of which waits for the shortest time of its group."""
+"""Quantiles at which waits are computed; a group of requests counts with its shortest wait."""
 LOAD_STEP, MOST_LOAD = 0.01, 1.2
-"""Loads at which waits are computed are multiples of this one, the next lower one each, up to the highest."""
+"""Waits are computed at loads that are multiples of `LOAD_STEP`, rounded down, up to `MOST_LOAD`."""
 MOST_SERVERS, MANY_SERVERS = 4, 0
-"""Beyond this number of micro-batches waits are short beside the prompts themselves: they are left out."""
+"""With more micro-batches than this, waits are short compared with the prompts themselves and are ignored."""
 SHIFT_BISECTIONS = 14
 
 
 def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
-    """Return bounds that a saturated engine keeps at each rate at which arriving requests keep the constraint.
+    """Return loosened bounds: if arriving requests keep the constraint at some rate, a saturated engine keeps these.
 
-    A bound that would have to be loosened without limit is left out.
+    A bound that would have to be loosened without limit is removed.
     """
     latency, ttft, tpot = None, None, None
     of_ttft = constraint.ttft_quantile or constraint.quantile
@@ -90,13 +93,13 @@ def loosened(constraint: Constraint, lengths: Lengths) -> Constraint:
 
 
 def shortened(constraint: Constraint, left: float) -> Constraint:
-    """Return the constraint with a share of its latency bound."""
+    """Return the constraint with its latency bound multiplied by `left`."""
     bound_s = constraint.latency_bound_s
     return constraint if bound_s is None else constraint.model_copy(update={"latency_bound_s": left * bound_s})
 
 
 class Waits:
-    """What the requests of one workload wait at least, at any rate, for the prompts before them.
+    """Lower bounds on the time that the requests of one workload wait for the prompts before them, at any rate.
 
     Args:
         constraint: the bounds of arriving requests, and the burstiness of their arrivals.
@@ -116,7 +119,7 @@ class Waits:
         self._known: dict[tuple[int, int], _Queue] = {}
 
     def left(self, prompt_s: float, rate: float) -> float:
-        """Return the share of the latency bound that waiting leaves at most if prompts pass one after the other.
+        """Return the largest share of the latency bound that waiting can leave if prompts pass one after the other.
 
         Args:
             prompt_s: least seconds of a prompt of the mean length.
@@ -128,7 +131,7 @@ class Waits:
         return self._left(queue.waits * prompt_s)
 
     def left_by_budget(self, steps: PromptSteps, rate: float) -> Array:
-        """Return the same if prompts pass in steps, by their token budget; 0: the bounds cannot be kept."""
+        """Return the same share for each token budget if prompts pass in steps; 0: the bounds cannot be kept. # [n]"""
         at = steps.at(rate)
         left = np.zeros(len(at.prompt_s))
         for i, (prompt_s, step_s, prompts) in enumerate(zip(at.prompt_s, at.step_s, at.steps_a_prompt, strict=True)):
@@ -154,12 +157,13 @@ class Waits:
         return self._loose_s == inf or self._late(first, pace_s, self._loose_s) <= 1 - self._constraint.quantile
 
     def _late(self, before: Array, pace_s: float, bound_s: float) -> float:
-        """Return the share of requests that end after the bound, if shares of them begin to decode at these times."""
+        """Return the share of requests that end after the bound, given the quantiles of the times at which they begin
+        to decode."""
         kept = np.searchsorted(before, bound_s - self._decodes * pace_s, side="right") / len(before)
         return float(1 - kept @ self._shares)
 
     def _left(self, waits: Array) -> float:
-        """Return the share of the bound that decoding may take, for the quantile of requests to keep it."""
+        """Return the largest share of the bound that decoding may take so that the quantile of requests keeps it."""
         if self._bound_s == inf:
             return 1.0
         if not self._longest:
@@ -172,7 +176,7 @@ class Waits:
         return high * self._longest / self._bound_s
 
     def _queue(self, servers: int, load: float) -> _Queue | None:
-        """Return a queue at the next lower load that is a multiple of `LOAD_STEP`; None if it is overloaded."""
+        """Return the queue at the load rounded down to a multiple of `LOAD_STEP`; None if it is overloaded."""
         number = int(load / LOAD_STEP)
         if number >= MOST_LOAD / LOAD_STEP:
             return None
@@ -193,7 +197,7 @@ class Waits:
 
 
 class _Queue(NamedTuple):
-    """Prompts at servers that take one after the other; times are in those of a mean prompt.
+    """A queue of prompts at servers that take them one after the other. The unit of time is the time of a mean prompt.
 
     Attributes:
         waits, first: times until a prompt begins and until it ends, for shares of all requests (`WAIT_SHARES`).
@@ -204,7 +208,7 @@ class _Queue(NamedTuple):
 
 
 def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float]) -> list[float]:
-    """Return the waits of requests that the server takes which is free first (Kiefer and Wolfowitz's recursion)."""
+    """Return the wait of each request if the first free server takes it (Kiefer and Wolfowitz's recursion)."""
     free, waits = [0.0] * servers, []
     for arrival, needed in zip(arrivals, service, strict=True):
         start = max(arrival, free[0])
@@ -214,15 +218,16 @@ def _waits_for_one_of(servers: int, arrivals: list[float], service: list[float])
 
 
 class PromptSteps:
-    """The least time of prompts that pass all stages in steps of a token budget, one step after the other.
+    """Lower bounds on the time of prompts that pass all stages in steps of a token budget, one step after the other.
 
-    A step of n tokens takes the more for each of them the smaller it is, so full steps take the least for a prompt.
-    They also decode: by Little's law at least `rate E[D] t` requests, with t an iteration that decodes one. Requests in
-    decode are taken to be no more clumped than independent ones (Poisson): since their prompts end one by one, they are
-    less so. Where f rises and f(n) / n falls, E[f(b)] >= f(c) E[min(1, b / c)] for any c; c is 1 and the mean.
+    The smaller a step, the more time it takes for each of its tokens, so full steps take the least time for a prompt.
+    Full steps also decode: by Little's law at least `rate E[D] t` requests, with t an iteration that decodes one
+    request. The number of requests in decode is assumed to vary no more than a Poisson number; it varies less, since
+    prompts end one by one. If f rises and f(n) / n falls, then E[f(b)] >= f(c) E[min(1, b / c)] for any c; c = 1 and
+    c = the mean are used.
 
     Args:
-        lane: on tables whose cost of a unit never rises (`xscheduler.lower_tables`).
+        lane: the lane's costs on tables whose cost per unit never rises (`xscheduler.lower_tables`).
         budgets: largest number of tokens of a step of one micro-batch. # [n]
     """
 
@@ -230,7 +235,7 @@ class PromptSteps:
         self.microbatches = microbatches
         self._budgets, self._lengths, self._lane = np.asarray(budgets, float), lengths, lane
         prompts, one = lane.prompts(lengths), np.ones(1)
-        # A step of few tokens has the end of a prompt and the begin of the next; their attention costs less together.
+        # A small step holds the end of one prompt and the beginning of the next; their attention costs less together.
         together = np.minimum(self._budgets / lengths.mean_input + 2, prompts.points[-1])
         self._beside = lane.counts @ prompts(together) / together
         self._step: Array = lane.counts @ (lane.tokens(self._budgets) + lane.hop(self._budgets) + lane.overhead(one))
@@ -240,7 +245,7 @@ class PromptSteps:
         self._alone_s = float((alone + self._decodes(one))[0])
 
     def at(self, rate: float) -> StepsAtRate:
-        """Return what prompts take at a rate of arrivals, in requests a second of one replica."""
+        """Return the least times at an arrival rate, in requests a second of one replica."""
         if self._lane.has_encoder:
             return StepsAtRate(self._beside, self._beside, np.zeros_like(self._beside), self._alone_s)
         batch = rate / self.microbatches * self._lengths.mean_decodes * self._alone_s
@@ -258,7 +263,7 @@ class PromptSteps:
         return StepsAtRate(lengths.mean_input / room * step_s + self._beside, step_s, filled, self._alone_s)
 
     def _decodes(self, batch: Array) -> Array:
-        """Return the seconds of decodes beyond their tokens."""
+        """Return the seconds that decodes take besides the time of their tokens: attention and sampling."""
         found: Array = self._lane.counts @ (self._attention(batch) + self._lane.samples(batch))
         return found
 
@@ -280,7 +285,7 @@ class StepsAtRate(NamedTuple):
 
 
 def _factor(lengths: Lengths, quantile: float) -> float | None:
-    """Return by how much the latency bound must be loosened; None: without limit."""
+    """Return the factor by which the latency bound must be loosened; None: without limit."""
     decodes, shares = _grouped(lengths.outputs - 1, lengths.output_probabilities, quantile)
     prompts, of_prompts = _evenly(lengths.inputs, lengths.input_probabilities)
     longest = float(lengths.decodes_at(quantile))
@@ -296,7 +301,7 @@ def _factor(lengths: Lengths, quantile: float) -> float | None:
 
 
 def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> float:
-    """Return the quantile of work times a normal factor of mean one and this deviation."""
+    """Return the quantile of work multiplied by a normal factor with mean one and this standard deviation."""
     if not spread:
         order = np.argsort(work)
         reached = np.cumsum(weights[order])
@@ -311,8 +316,8 @@ def _quantile(work: Array, weights: Array, spread: float, quantile: float) -> fl
 
 
 def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Array, Array]:
-    """Return lengths that represent all, each the shortest of its group, with their shares; groups get finer towards
-    the tail."""
+    """Return representative lengths, each the shortest of its group, with their shares; groups get finer towards the
+    tail."""
     if len(values) <= 96:
         return values, probabilities
     tail = (1 - quantile) * np.geomspace(64.0, 1 / 64, 72)
@@ -324,7 +329,7 @@ def _grouped(values: Array, probabilities: Array, quantile: float) -> tuple[Arra
 
 
 def _evenly(values: Array, probabilities: Array) -> tuple[Array, Array]:
-    """Return prompts that represent all, each the shortest of a group of equal share, with their shares."""
+    """Return representative prompts, each the shortest of a group of equal share, with their shares."""
     if len(values) <= NUM_PROMPTS:
         return values, probabilities
     group = np.minimum((np.cumsum(probabilities) * NUM_PROMPTS).astype(int), NUM_PROMPTS - 1)

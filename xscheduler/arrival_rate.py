@@ -1,8 +1,8 @@
 """Find the settings with the highest arrival rate within bounds, in closed form, over all placements.
 
-Every placement is searched along curves: settings that differ only in the batch. One call predicts the curves of a
-placement at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps. The
-best of them are then simulated (xsimulator.capacity), and the rates of the others are bounded
+Every placement is searched along curves: settings that differ only in the batch size. One call predicts a placement's
+curves at saturation, and the queueing model (xsimulator.queueing) gives the arrival rate that each point keeps. The
+best points are then simulated (xsimulator.capacity), and the rates of the others are bounded
 (xscheduler.arrival_bounds).
 """
 
@@ -22,15 +22,16 @@ STEP = 1.35
 """Factor between a setting and its neighbours."""
 TIGHTER = 0.8
 MOST_TIGHTER = 6
-"""Ratio of ever tighter bounds whose best settings are tried, too, and their number."""
+"""`TIGHTER` is the ratio between successive tighter bounds whose best settings are also tried, and `MOST_TIGHTER` how
+many."""
 NEARLY_BEST = 0.85
-"""Placements are searched more closely whose best settings on a grid reach this share of a policy's best ones."""
+"""A placement is searched more closely if its best settings on a grid reach this share of the policy's best rate."""
 MOST_PLACEMENTS = 48
-"""Placements of a policy that are searched: those with the highest bounds."""
+"""Largest number of a policy's placements that are searched: those with the highest bounds."""
 
 
 class Rated(NamedTuple):
-    """Settings, and their arrival rate in closed form, all replicas together."""
+    """Settings of a placement with their arrival rate in closed form, all replicas together."""
 
     rate: float
     space: Space
@@ -43,8 +44,8 @@ def by_rate(
     """Return the best settings of each promising placement, the highest arrival rate first.
 
     Args:
-        spaces: one policy's; their `bound` is what they serve at most under the constraint.
-        known: is filled with the result of each placement that is searched.
+        spaces: the spaces of one policy; each one's `bound` limits its throughput under the constraint.
+        known: receives the result of each placement that is searched.
     """
     found: list[Rated] = []
     at_least = 0.0
@@ -69,18 +70,18 @@ def by_rate(
 
 
 def best_of(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
-    """Return the best settings of a placement; None: none reaches the rate."""
+    """Return the best settings of a placement; None if none reaches the rate."""
     best = _best_on_a_grid(space, constraint, at_least)
     return None if best is None else _best_nearby(best, constraint)
 
 
 def _best_on_a_grid(space: Space, constraint: Constraint, at_least: float) -> Rated | None:
-    """Return the best settings along curves that begin at values of the other variable, far apart."""
+    """Return the best settings along a few curves, at widely spaced values of the other variable."""
     return _best_on(space, constraint, _outer_values(space, space.forecast.num_curves), at_least)
 
 
 def _best_nearby(best: Rated, constraint: Constraint) -> Rated:
-    """Return the settings, or the best along curves between the neighbours of theirs."""
+    """Return the settings, or better ones found along the curves next to theirs."""
     outer = _outer_values(best.space, best.space.forecast.num_curves)
     if len(outer) == 1:
         return best
@@ -112,8 +113,8 @@ def one_step_from(space: Space, settings: PolicySettings) -> list[PolicySettings
 def best_under_tighter(space: Space, constraint: Constraint) -> list[PolicySettings]:
     """Return the best settings of a placement under ever tighter bounds, without repetitions.
 
-    They have smaller batches. Under the bounds themselves the closed form may give all of them about one rate, where
-    they serve differently in simulation.
+    They have smaller batches. The closed form may give all of them about the same rate under the bounds themselves,
+    although simulation tells them apart.
     """
     found: list[PolicySettings] = []
     for n in range(1, MOST_TIGHTER + 1):
@@ -138,14 +139,14 @@ def _best_on(space: Space, constraint: Constraint, outer: Ints, at_least: float)
     highest = max_rate(space.forecast.stations, performance, space.lengths, constraint, at_least / replicas)
     rates = np.where(evaluation.fits.reshape(-1, NUM_LOADS), highest, 0.0)
     if not space.fixed.keys().isdisjoint((space.forecast.load, *space.forecast.follows)):
-        rates[:, :-1] = 0.0  # the growing variable is fixed at its end
+        rates[:, :-1] = 0.0  # the variable that grows along a curve is fixed: only the end of the curve counts
     index = int(rates.argmax())
     rate = replicas * float(rates.ravel()[index])
     return Rated(rate, space, space.settings(columns, index)) if rate > 0 else None
 
 
 def _curves(largest: dict[str, Ints], forecast: Forecast[Any]) -> dict[str, Ints]:
-    """Return the points of curves that end at these settings. # [curves * NUM_LOADS]"""
+    """Return the points of the curves that end at these largest settings. # [curves * NUM_LOADS]"""
     load = forecast.load
     share: Array = np.maximum(largest[load], 1.0)[:, None] ** np.linspace(0.0, 1.0, NUM_LOADS) / largest[load][:, None]
     columns = {name: np.repeat(values, NUM_LOADS) for name, values in largest.items()}

@@ -1,17 +1,17 @@
-"""Bound the throughput of a box of settings from above, on the lower tables.
+"""Compute upper bounds on the throughput of a box of settings, on the lower tables.
 
-On such tables (xscheduler.lower_tables) the directions of rra, orca and chunked hold: a larger batch never costs more
-per request, and more decode iterations a phase never cost less. So no point of a box exceeds its fast corner there,
-even if that corner itself does not fit in memory. There is one exception: in rra on several stages, the last decode
-steps before an encode phase pass all stages while some stages idle, and more iterations make these steps smaller. By
-what that saves between a box's ends, at most the idle time, its points may exceed the corner. The batches
-of static and of waa's encode lane have no such direction: what they serve a period is bounded from the
-largest settings, and the period from the smallest. As boxes shrink the bounds approach the predictions; and because a
-box is left out once its slow corner breaks a latency bound, the remaining boxes are what the constraint allows. What
-whole placements can reach is in xscheduler.placement_bounds.
+On these tables (xscheduler.lower_tables) rra, orca and chunked are monotone: a larger batch never costs more per
+request, and more decode iterations a phase never cost less. So no point of a box exceeds the box's fast corner, even if
+that corner does not fit in memory. There is one exception: in rra on several stages, the last decode steps before an
+encode phase pass all stages while some stages idle, and more iterations make these steps smaller. A point may exceed
+the corner by the time that this saves within the box, which is at most the idle time. Batches of static and of waa's
+encode lane are not monotone: the largest settings bound the requests served in a period, and the smallest settings
+bound the period. As boxes shrink, the bounds approach the predictions. A box is dropped once its slow corner breaks a
+latency bound, so the remaining boxes are those that the constraint allows. xscheduler.placement_bounds bounds whole
+placements.
 
-None of this is taken on trust: `breach` draws boxes and points inside them, and if a point contradicts its box, another
-search takes over that needs no bounds.
+None of this is taken on trust: `breach` draws random boxes and points inside them, and if a point exceeds the bound of
+its box, another search that needs no bounds takes over.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ SLACK = 0.002
 """Share by which predictions may deviate from the directions of their tables: closed forms merge iterations."""
 
 LATENCY_TOLERANCE = 0.01
-"""A box is left out when its slow corner breaks a bound by more than this share."""
+"""A box is dropped if its slow corner breaks a bound by more than this share."""
 
 
 def ends_of(space: Space) -> tuple[int, int | None]:
-    """Return which corner has the lowest latency, and which, where all directions are known, the highest throughput."""
+    """Return the index of the corner with the lowest latency, and that of the corner with the highest throughput.
+
+    The latter is None unless all directions are known."""
     slow = fast = 0
     for axis in space.searched:
         slow = 2 * slow + (axis.variable.latency == "falls")
@@ -60,10 +62,11 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
 
 
 def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array, left: Array) -> Array:
-    """Return the share by which the worst of them exceeds its bound, headroom included; at most 0 if all are kept.
+    """Return the share by which the worst of three times exceeds its bound, headroom included; at most 0 if all are
+    kept.
 
     Args:
-        left: share of the latency bound that may be used; infinite excess where it is 0.
+        left: share of the latency bound that may be used; if it is 0, the excess is infinite.
     """
     excess = np.where(left > 0, -1.0, np.inf)
     latency = latency / np.maximum(left, 1e-9)
@@ -77,9 +80,8 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
     """Return the throughput, all replicas together, that no point of each box exceeds.
 
     Args:
-        evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables: `corners` for each
-        box,
-            the one with all values at their lowest first and at their highest last.
+        evaluation, floor: predictions of the boxes' corners, on the profile and on its lower tables. Each box has
+            `corners` entries: the corner with the lowest values first, the one with the highest last.
         fast: index of the fast corner; None if there is none.
     """
     most, least = evaluation.performance, floor.performance
@@ -109,8 +111,8 @@ def _saved(floor: Evaluation, corners: int, fast: int) -> Array:
 def breach(space: Space, num_boxes: int, rng: np.random.Generator) -> float:
     """Return the largest share by which a random point beats the bound of a random box around it.
 
-    It is infinite if a box would be left out for its slow corner's memory or latency although the point keeps both.
-    With sound bounds and directions it is 0, whatever is drawn.
+    It is infinite if the search would drop a box because of its slow corner's memory or latency although the point
+    keeps both. With sound bounds and directions it is 0 for every draw.
     """
     branches = space.branches()
     branch = rng.integers(len(branches), size=num_boxes)

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 
 class Candidates:
-    """The candidates of one problem. Placements, memory and predictors are made once, and shared under other bounds.
+    """The candidates of one problem. Placements, memory and predictors are computed once and shared under other bounds.
 
     Raises:
         InputError: the workload is longer than the model's context.
@@ -64,13 +64,13 @@ class Candidates:
 
     @property
     def num_devices(self) -> int:
-        """Devices that plans may take."""
+        """Number of devices that plans may use."""
         return self._placements.num_devices
 
     def devices_needed(self) -> int | None:
-        """Return the least number of the cluster's devices that hold the model and one longest request, in a pipeline.
+        """Return the least number of the cluster's devices, as a pipeline, that hold the model and one longest request.
 
-        None: not even a device for each layer would do.
+        None: not even one device for each layer would suffice.
         """
         model, longest = self.problem.model, self.lengths.max_input + self.lengths.max_output
         if model.is_encoder_decoder:
@@ -93,11 +93,11 @@ class Candidates:
         return self._spaces_of(kind).num_points
 
     def has_placement(self, kind: str) -> bool:
-        """Return whether the cluster has a placement for a policy, memory aside."""
+        """Return whether the cluster has a placement for a policy, regardless of memory."""
         return bool(self._placements.of(kind))
 
     def least_latency(self, spaces: Sequence[Space]) -> Array:
-        """Return a lower bound on the latency of a request of the quantile's length in each space, in seconds."""
+        """Return a lower bound, in seconds, on the latency of a request of the quantile's length in each space."""
         return self._screen.least_latency([space.placement for space in spaces])
 
     def least_prompt(self, space: Space) -> float:
@@ -147,8 +147,8 @@ class Candidates:
         return Space(kind, placement, self.lengths, models, constraint, limits)
 
     def _limits(self, kind: str, placement: Placement) -> SpaceLimits | None:
-        """None where the weights do not fit."""
-        # Prompts are kept where they are encoded.
+        """Return the limits of a placement; None if the weights do not fit."""
+        # Kept prompts stay in the memory of the lane that encodes them.
         memories = [self.memory(layout.lane, keeps=not i) for i, layout in enumerate(placement.layouts)]
         if any(isinstance(memory, InfeasibleError) for memory in memories):
             return None
@@ -166,7 +166,7 @@ class Candidates:
         )
 
     def space(self, kind: str, placement: Placement) -> Space:
-        """One placement's space.
+        """Return one placement's space.
 
         Raises:
             InfeasibleError: the model does not fit on it.
@@ -182,7 +182,7 @@ class Candidates:
     def uniform_placement(
         self, kind: str, tp_degree: int, num_stages: int, replicas: int, ep_degree: int = 1
     ) -> Placement:
-        """Replicas of a pipeline of equal stages, a micro-batch for each.
+        """Return the placement of replicas that are pipelines of equal stages, with one micro-batch for each stage.
 
         Raises:
             InputError: the cluster, the model or the profile has no such placement.
@@ -232,7 +232,8 @@ class Candidates:
                 if problem.deployed is not None:
                     found = memory(slots=problem.deployed.max_batch or 0)
                 elif engine is not None and engine.sampling_bytes:
-                    # As many as it holds without them: a few too many, so what is left for K/V is never overstated.
+                    # As many slots as fit without their own memory: slightly too many, so that K/V memory is never
+                    # overstated.
                     blocks, own_blocks = found.blocks_beside(0), found.request_blocks
                     most = capacity(self.lengths, blocks, self._block_size, "quantile", request_blocks=own_blocks)
                     found = memory(slots=min(self._max_batch, int(most[0])))
@@ -246,8 +247,8 @@ class _Spaces(NamedTuple):
     """The spaces of one policy under any constraint.
 
     Attributes:
-        num_points: of all of them.
-        bounds: of their throughput; None: there are no spaces.
+        num_points: number of points of all spaces together.
+        bounds: bounds on their throughput; None: there are no spaces.
     """
 
     spaces: list[Space]
@@ -258,8 +259,8 @@ class _Spaces(NamedTuple):
 class _Predictors:
     """The predictors of placements, built once for all placements on the same lanes.
 
-    Spaces hold it, and it holds neither them nor the scheduler: a search leaves no cycles behind, which the garbage
-    collector would look for in the middle of a later one.
+    Spaces refer to it, but it refers to neither spaces nor scheduler: without reference cycles, no search is
+    interrupted by the garbage collection of an earlier one.
 
     Attributes:
         floor: the profile with lower tables.

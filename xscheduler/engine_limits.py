@@ -1,14 +1,14 @@
-"""Say which divisions of a model an engine cannot start: what its kernels and its loader refuse."""
+"""Find the divisions of a model that an engine cannot start because its kernels or its loader refuse them."""
 
 from __future__ import annotations
 
 from xgpt.core.schema import Block, EngineSpec, ModelSpec, Quantization
 
 GROUPED = ("fp8_block", "int4")
-"""Formats whose weights are scaled by blocks or groups, which devices of a group must hold whole."""
+"""Weight formats with a scale for each block or group of weights; no block or group may be cut between devices."""
 
 SHARING = ("vllm", "sglang")
-"""Engines of which several replicas hold the experts together."""
+"""Engines whose replicas can share experts."""
 
 
 def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: int = 1) -> str | None:
@@ -18,8 +18,8 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
     TensorRT-LLM refuse such shards when they load them.
 
     Args:
-        engine: None, or xgpt's own, unpacks weights: only heads, widths and experts must divide.
-        ep: parts into which these devices divide the experts of a layer, each with whole ones.
+        engine: None or xgpt's own engine unpacks weights, so only heads, widths and experts must divide.
+        ep: number of parts into which the experts of a layer are divided; each part holds whole experts.
     """
     for kind in model.kinds:
         reason = _undivided(kind, tp, ep)
@@ -33,7 +33,7 @@ def why_not_divided(model: ModelSpec, engine: EngineSpec | None, tp: int, ep: in
 
 
 def _undivided(kind: Block, tp: int, ep: int) -> str | None:
-    """Return which size does not divide by the devices."""
+    """Return a sentence about a size that cannot be divided among the devices; None if all can."""
     sizes: list[tuple[str, int, int]] = []
     if (attention := kind.attention) is not None:
         if attention.num_heads % tp:
@@ -51,7 +51,7 @@ def _undivided(kind: Block, tp: int, ep: int) -> str | None:
 
 
 def _cut(model: ModelSpec, kind: Block, tp: int, ep: int) -> str | None:
-    """Return which part's blocks or groups of weights would be cut."""
+    """Return a sentence about a part of which blocks or groups of weights would be cut; None if there is none."""
     stored, parts = model.quantization, []
     if stored is None:
         return None

@@ -1,7 +1,7 @@
 """A user's own objective: an expression over the figures of a plan, parsed without running any code of the user's.
 
-Names are those of `FIGURES`. An expression has numbers, the operators + - * / **, comparisons (1 if they hold, else 0),
-`a if condition else b`, and the functions of `FUNCTIONS`. It is computed for many candidates at once.
+An expression may use the names in `FIGURES`, numbers, the operators + - * / **, comparisons (1 if they hold, else 0),
+`a if condition else b`, and the functions in `FUNCTIONS`. It is evaluated for many candidates at once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FIGURES = {
     "tpot": "mean seconds between tokens",
     "gap": "99th percentile of the seconds between tokens",
     "running": "requests in decode, of one replica",
-    "encode_batch": "requests in a step that encodes, in the mean",
-    "idle": "share of time in which devices have nothing to do",
-    "devices": "devices that the plan uses, all replicas together",
+    "encode_batch": "mean number of requests in a step that encodes",
+    "idle": "share of time in which devices are idle",
+    "devices": "devices used, all replicas together",
     "replicas": "number of replicas",
     "cost": "price of these devices for an hour; it needs a price",
 }
@@ -75,7 +75,7 @@ def names_in(text: str) -> frozenset[str]:
 
 
 def value_of(text: str, figures: Mapping[str, Values]) -> Values:
-    """Return an expression's value for each candidate; minus infinity where it has none, as for 0 / 0."""
+    """Return an expression's value for each candidate; minus infinity if it is undefined, such as 0 / 0."""
     with np.errstate(all="ignore"):
         value = np.asarray(_value(_parsed(text), figures), float)
     return np.where(np.isnan(value), -np.inf, value)
@@ -115,7 +115,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _check(node: ast.expr) -> None:
-    """Refuse everything but arithmetic over figures."""
+    """Raise ValueError unless the expression is arithmetic over figures."""
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             return

@@ -1,4 +1,4 @@
-"""The trade-off of every policy: its highest throughput for each latency."""
+"""Compute a policy's trade-off between latency and throughput: the highest throughput for each latency."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xgpt.core.schema import PolicySettings
 from xscheduler.space import Space
 
 NUM_POINTS = 1000
-"""Settings that are predicted in a placement."""
+"""About the number of settings predicted for a placement."""
 NUM_PLACEMENTS = 40
-"""Placements that are searched: those with the highest bounds."""
+"""Most placements searched: those with the highest bounds."""
 
 
 class TradeOff(NamedTuple):
-    """A schedule that no other one predicted beats in both throughput and latency."""
+    """A schedule that no other predicted schedule beats in both throughput and latency."""
 
     latency_s: float
     throughput_rps: float
@@ -25,10 +25,10 @@ class TradeOff(NamedTuple):
 
 
 def frontier(spaces: Sequence[Space]) -> list[TradeOff]:
-    """Return schedules that fit, from the lowest latency to the highest throughput.
+    """Return the best schedules that fit, from the lowest latency to the highest throughput.
 
-    They are found on a grid of each placement's settings: each is attainable, and between two of them better ones may
-    lie (the search, not the frontier, finds and proves the best one).
+    They are taken from a grid of each placement's settings. Each is attainable, but better ones may lie between two of
+    them: the search, not the frontier, finds and proves the best one.
     """
     points = [
         point for space in sorted(spaces, key=lambda space: -space.bound)[:NUM_PLACEMENTS] for point in of_space(space)

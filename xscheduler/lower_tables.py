@@ -1,12 +1,11 @@
-"""Compute tables below a profile's own that never fall with a size, and whose cost per unit never rises.
+"""Lower a profile's tables so that times never fall with size and the cost per unit never rises.
 
-Measured times are uneven. The time of a schedule on these tables is a lower bound on its time on the measured ones,
-and it is monotone by construction: a larger batch never takes less time, and never costs more per request. The search
-proves its bounds on these tables.
+Measured times are uneven. On the lowered tables, the time of a schedule is a lower bound on its time on the measured
+ones, and it is monotone by construction: a larger batch never takes less time and never costs more per request. The
+search proves its bounds on these tables.
 
-Beyond its last point a table is extrapolated along its last segment, and a lowered table would rise
-faster than the profile's own there and exceed it. So it gets one more point, at twice the last size, up to which it
-rises no faster.
+Beyond its last point a table is extrapolated along its last segment. There a lowered table could rise faster than the
+original and exceed it, so it gets one more point, at twice the last size, up to which it rises no faster.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def lowered(profile: Profile) -> Profile:
 
 
 def _floor(value: Any) -> Any:
-    """Return a value with all tables inside lowered; what needs no change stays the same object."""
+    """Return a value with all tables inside it lowered; a part that needs no change stays the same object."""
     match value:
         case Curve():
             return _floor_of_curve(value)
@@ -61,7 +60,7 @@ def _floor_of_surface(value: Surface) -> Surface:
     floor = np.stack([_ever_cheaper(batches, column) for column in floor.T], axis=1)
     floor = _never_falls(floor, axis=1)
     same = np.allclose(floor, table, rtol=1e-12, atol=0)
-    # In larger batches times rise at least as fast with the length, and per request not faster.
+    # In larger batches, times rise at least as fast with length, but no faster per request.
     measured = _last_slope(lengths, table.T)
     slope = _ever_cheaper(batches, _never_falls(np.minimum(measured, _last_slope(lengths, floor.T))))
     if _is_steeper(lengths, floor.T, slope):
@@ -107,7 +106,7 @@ def _last_slope(points: Array, seconds: Array) -> Array:
 
 
 def _is_steeper(points: Array, floor: Array, slope: Array) -> bool:
-    """Whether the lowered table exceeds this slope at twice the last point, by more than rounding."""
+    """Return whether the lowered table exceeds this slope at twice the last point by more than rounding."""
     more = (_last_slope(points, floor) - slope) * points[-1]
     return bool((more > 1e-9 * floor[-1]).any())
 

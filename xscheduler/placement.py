@@ -1,8 +1,8 @@
-"""List the placements of a model on a cluster: replicas, pipeline stages, partial tensor parallelism, WAA's split.
+"""List the placements of a model on a cluster: replicas, pipeline stages, partial tensor parallelism, WAA's two lanes.
 
-A replica has n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, the others are single
-devices, and each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are distributed so that the slowest stage
-is as fast as possible.
+A replica has n devices. In each lane the first `tp_devices` of them form groups of `tp_degree`, and each of the others
+is a group by itself. Each group is a pipeline stage (ExeGPT sec. 4.2, Fig. 4d). Layers are distributed so that the
+slowest stage is as fast as possible.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ PLACED = ("tp", "tp_devices", "ep", "pp", "replicas", "microbatches", "encode_mi
 """Variables of a placement: tensor-parallel degree of every stage, devices of a replica in tensor-parallel groups,
 stages of the decode lane, and so on. With `tp_devices`, `tp` is the degree of these groups only."""
 MAX_SPLITS = 6
-"""Number of values of tp_devices tried for a degree: all its multiples, or evenly spaced ones if there are more."""
+"""Most values of tp_devices tried for a degree: all its multiples, or evenly spaced ones if there are more."""
 FEW_DEVICES = 8
-"""Up to this number, every size of a replica and every split of WAA is tried."""
+"""With up to this many devices, every size of a replica and every split between WAA's lanes is tried."""
 TYPICAL_BATCH = 32
 """Decode batch for which stages, and the lanes of WAA, are balanced."""
 
 
 @dataclass(frozen=True)
 class LanePlacement:
-    """One lane on some devices."""
+    """One lane of a replica: its stages and the tensor-parallel groups that hold them."""
 
     tp: TensorParallel
     lane: Lane
@@ -48,7 +48,7 @@ class LanePlacement:
 
     @property
     def shares_experts(self) -> bool:
-        """Whether several replicas hold the experts together."""
+        """Whether several replicas share the experts."""
         return self.tp.ep_degree > self.tp.degree
 
     @property
@@ -58,10 +58,10 @@ class LanePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model stands: all of a plan but the policy and its searched variables.
+    """How a model is distributed over devices: everything in a plan except the policy and its searched variables.
 
     Attributes:
-        layouts: the lane, or WAA's encode lane and decode lane.
+        layouts: the only lane, or WAA's encode lane and decode lane.
         fixed: settings that the placement determines.
     """
 
@@ -95,11 +95,11 @@ class Placement:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all stages of the replicas are equal, as in other planners."""
+        """Whether all stages of a replica are equal, as in other planners."""
         return len(self.layouts) == 1 and self.is_even
 
     def has(self, fixed: Mapping[str, int]) -> bool:
-        """Whether the placement has these values of variables in `PLACED`."""
+        """Return whether the placement has these values of variables in `PLACED`."""
         shapes = [shape for layout in self.layouts for shape in layout.lane]
         in_groups = {layout.tp.degree for layout in self.layouts if layout.tp.devices}
         values = {"replicas": {self.replicas}, "pp": {len(self.decode_lane)}}
@@ -131,7 +131,7 @@ class Placements:
 
     Args:
         max_devices: largest number of devices to use.
-        engine: the engine that runs the plan, which cannot start some divisions; None: one without such limits.
+        engine: the engine that runs the plan and that cannot start some divisions; None: an engine without such limits.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Placements:
     def of(self, kind: str) -> list[Placement]:
         """Return all placements for a policy; devices may be left idle.
 
-        There are floor(N/n) replicas of n devices: with up to 8 devices no placement is lost by that.
+        There are floor(N/n) replicas of n devices, which loses no placement of up to 8 devices.
         """
         found, num_lanes = [], len(CHOICES[kind].settings.lanes)
         for size in _sizes(self.num_devices):
@@ -210,7 +210,7 @@ class Placements:
     def layouts(
         self, size: int, *, encode: bool = True, decode: bool = True, first_device: int = 0
     ) -> tuple[LanePlacement, ...]:
-        """Return all lanes on `size` devices that have a layer for each stage and a link between stages."""
+        """Return all lanes on `size` devices that have a layer for each stage and links between the stages."""
         key = (size, first_device, encode, decode, 0)
         if key not in self._shared:
             self._shared[key] = tuple(self._layouts(size, encode, decode, first_device))
@@ -264,13 +264,13 @@ class Placements:
         return spread(num_layers, layer_s, fixed_s)
 
     def _head_seconds(self, tp: int) -> float:
-        """Return the output head's seconds for each request at a typical batch."""
+        """Return the output head's seconds per request at a typical batch size."""
         if tp not in self._heads:
             self._heads[tp] = float(Line.of(self._profile.head_of(tp))(TYPICAL_BATCH)) / TYPICAL_BATCH
         return self._heads[tp]
 
     def _layer_seconds(self, group: tuple[int, int], encode: bool, decode: bool, *, is_last: bool = False) -> float:
-        """Return the seconds of a layer, or of the model's last one, for each request at a typical batch."""
+        """Return a layer's seconds per request at a typical batch size."""
         key = (group, encode, decode, is_last)
         if key not in self._seconds:
             lengths, layer, batch = self._lengths, self._profile.layer(*group), TYPICAL_BATCH
@@ -290,12 +290,11 @@ class Placements:
         return self._seconds[key]
 
     def _allocations(self, size: int) -> dict[int, tuple[str, ...]]:
-        """Return numbers of encode devices with their policies: WAA-C (by computing time) or WAA-M (by memory).
+        """Return numbers of encode devices to try, with the allocations that they belong to.
 
-        A number belongs to the policy whose own number is nearer, or to both.
-
-        Both numbers depend on the batch, which is searched later, so their neighbours are tried, too, and every
-        number if there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
+        WAA-C divides devices by compute time, WAA-M by memory. A number of devices belongs to the allocation whose own
+        number is nearer, or to both. Both depend on the batch size, which is searched later, so neighbouring numbers
+        are also tried, and every number if there are few devices. Source: ExeGPT sec. 4.1: ceil(N C_E / (C_E + C_D)).
         """
         if size < 2:
             return {}
@@ -317,7 +316,8 @@ class Placements:
         return self._model.num_encoder_layers or self._model.num_layers
 
     def _encoders_by_memory(self, size: int) -> int:
-        """Return the encode devices for which all devices hold the same bytes: the decode lane's K/V fills the rest."""
+        """Return the number of encode devices at which all devices hold equally many bytes, if K/V fills the decode
+        lane."""
         model, dtype = self._model, self._profile.dtype
         device = self._cluster.device
         total = size * device.memory_bytes * device.usable_memory
@@ -328,7 +328,7 @@ class Placements:
         return round(size * encode / (encode + decode + kv))
 
     def _fits_nodes(self, layouts: tuple[LanePlacement, ...], replicas: int) -> bool:
-        """Whether no tensor-parallel group spans two nodes, in any replica."""
+        """Return whether every tensor-parallel group of every replica lies within one node."""
         per_node = self._cluster.devices_per_node
         size = sum(layout.num_devices for layout in layouts)
         widest = max(layout.tp.degree for layout in layouts)
@@ -344,7 +344,8 @@ class Placements:
 
 
 def _sizes(num_devices: int) -> list[int]:
-    """Return sizes of a replica: all small ones, then in steps of 2, 4 and 8, and all even shares of the devices."""
+    """Return sizes of a replica to try: all small ones, then in steps of 2, 4 and 8, and all even shares of the
+    devices."""
     steps = {
         n for n in range(1, num_devices + 1) if n <= FEW_DEVICES or n % max(2, 2 ** ((n - 1).bit_length() - 3)) == 0
     }

@@ -1,14 +1,14 @@
 """Compute upper bounds on the throughput of thousands of placements at once, over all of their settings.
 
-Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the decode iterations of a
-request. On average an iteration takes a stage at least decode_j(m), the convex floor of the stage's times at m (Jensen;
-the time itself where all iterations decode m requests, as in the closed form of two lanes), and comes with m / E[D]
-prompts to encode. Each stage does this for M micro-batches, one after the other, and each micro-batch passes all stages
-before its next iteration. So an iteration of all micro-batches takes at least
+Let m be the mean number of requests that an iteration of a micro-batch decodes, and D the number of decode iterations
+of a request. On average an iteration takes stage j at least decode_j(m), the convex floor of the stage's times at m (by
+Jensen's inequality; the time itself if all iterations decode m requests, as in the closed form of two lanes), and it
+encodes m / E[D] prompts. Each stage does this for M micro-batches, one after the other, and each micro-batch passes all
+stages before its next iteration. So an iteration of all micro-batches takes at least
 
     t(m) = max( M max_j (decode_j(m) + m encode_j / E[D]),  sum_j decode_j(m) + hops )
 
-and, where encode and decode steps alternate (rra, static), also the time in which M encode steps pass the pipeline:
+and, if encode and decode steps alternate (rra, static), also the time in which M encode steps pass the pipeline:
 
     t(m) >= decode_1(m) + m / E[D] (sum_j encode_j + (M - 1) max_j encode_j)
 
@@ -40,9 +40,9 @@ Array = npt.NDArray[np.float64]
 MANY = 1e9
 """More tokens than any step has."""
 MAX_KINDS = 5
-"""Distinct kinds of stages of a lane that are bounded one by one."""
+"""Most distinct kinds of stages in a lane that are bounded one by one."""
 BELOW_ONE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
-"""Values of m below 1, which occur where a phase goes on after its last request has finished."""
+"""Values of m below 1, which occur if a phase goes on after its last request has finished."""
 
 
 class _Stages(NamedTuple):
@@ -53,13 +53,13 @@ class _Stages(NamedTuple):
     mixed_s: Array
     """A step that also encodes m / E[D] prompts, which keep the decode batch at m."""
     met_s: Array
-    """The same as a decoding request meets it: the prompts replace only the other m - 1 requests."""
+    """The same from the view of a decoding request: the prompts replace only the other m - 1 requests."""
     encode_s: Array
     """One prompt, in the largest and therefore cheapest step. # [kinds]"""
     passing_s: Array
     """`decode_s` through all stages, hops included. # [m]"""
     steady_s: Array
-    """`decode_s` where every step decodes m requests, and not just the mean."""
+    """`decode_s` if every step, and not only the mean, decodes m requests."""
     steady_passing_s: Array
     """`passing_s` of such steps. # [m]"""
     first_s: Array
@@ -74,7 +74,7 @@ class PlacementBounds:
     """Bounds for the placements of one problem, under any constraint.
 
     Args:
-        profile: one with lower tables (`xscheduler.lower_tables`), whose times never fall.
+        profile: a profile with lower tables (`xscheduler.lower_tables`), whose times never fall with size.
         quantile_decodes: decode iterations of the request that must keep the latency bound.
         max_batch: largest number of requests in a micro-batch.
     """
@@ -98,12 +98,12 @@ class PlacementBounds:
         self._iterations = Iterations(lengths, self.batches, self._decodes)
         self._lanes: dict[Lane, _Stages] = {}
         self._degrees: dict[tuple[tuple[int, int], bool], _Degree] = {}
-        """By the group, and whether it is the model's last layer, where that takes another time."""
+        """Times by group and by whether the layer is the model's last, if that takes another time."""
         self._of_stages: dict[StageShape, _Degree] = {}
 
     @property
     def _tokens_per_decode(self) -> float:
-        """Tokens that a request passes through the model per decode iteration, its prompt's share included."""
+        """Tokens of a request that pass the model per decode iteration, its prompt's share included."""
         return 1 + self._lengths.mean_input / self._mean_decodes
 
     def of(self, kind: str, placements: Sequence[Placement], capacities: npt.ArrayLike) -> PolicyBounds:
@@ -118,9 +118,10 @@ class PlacementBounds:
         return PolicyBounds(steps, terms, replicas, np.asarray(capacities, float), self._mean_decodes)
 
     def least_latency(self, placements: Sequence[Placement]) -> Array:
-        """Return a lower bound on the latency of a request of the quantile's length on each placement, in seconds.
+        """Return a lower bound, in seconds, on the latency of a request of the quantile's length on each placement.
 
-        It decodes alone, and its prompt costs the least. The first decode step may overlap with encoding.
+        It assumes that the request decodes by itself and that its prompt costs the least. The first decode step may
+        overlap with encoding.
         """
         lanes = [(self._stages(placement.encode_lane), self._stages(placement.decode_lane)) for placement in placements]
         return np.asarray([encode.through_s + (self._decodes - 1) * decode.passing_s[0] for encode, decode in lanes])
@@ -223,7 +224,8 @@ class PlacementBounds:
         return seconds
 
     def _of_stage(self, stage: StageShape) -> _Degree:
-        """Return the times of all of a stage's decoder layers; those of the encoder and the head stay."""
+        """Return the times of all of a stage's decoder layers together; times of encoder layers and head stay those of
+        one."""
         if stage not in self._of_stages:
             layer = self._degree(stage.group)
             last = self._degree(stage.group, is_last=stage.heads)
@@ -301,7 +303,7 @@ class PolicyBounds:
     mean_decodes: float
 
     def under(self, constraint: Constraint) -> Array:
-        """Return the requests a second that no settings of each placement exceed, all replicas together."""
+        """Return, for each placement, the requests a second that none of its settings exceed, all replicas together."""
         steps, terms, m = self.steps, self.terms, self.steps.of.batches
         slack, size = 1 + constraint.headroom, len(self.replicas)
         latency_s, tpot_s = (constraint.latency_bound_s or np.inf) / slack, (constraint.tpot_s or np.inf) / slack
@@ -337,7 +339,7 @@ class PolicyBounds:
     def _highest(self, seconds: Array, most: Array, micro: Array, busy: Array) -> Array:
         """Return the highest throughput at an m up to `most`. # seconds [placements, terms, m] -> [placements, terms]
 
-        Times are linear between grid points, so throughput is monotone there: it is highest at a grid point or at
+        Times are linear and throughput is monotone between grid points, so throughput is highest at a grid point or at
         `most`.
         """
         m = self.steps.of.batches
@@ -350,7 +352,7 @@ class PolicyBounds:
             at_end = (micro * np.maximum(most, m[0]) / least)[:, None] / (self.mean_decodes * at_end_s)
             throughput = micro[:, None, None] * m / busy / (self.mean_decodes * seconds)
         inside = np.where(m <= most[:, None, None], throughput, 0.0).max(axis=2)
-        # Padding stages take no time, and give no bound.
+        # Padding stages take no time and so give no bound.
         return np.where(at_end_s > 0, np.maximum(inside, at_end), np.inf)
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
@@ -366,9 +368,9 @@ class PolicyBounds:
 
 
 class _Degree(NamedTuple):
-    """Times of a layer, or of a stage's, in one kind of group, named as in `_Stages`.
+    """Times of a layer, or of all of a stage's layers, on one kind of group, named as in `_Stages`.
 
-    # [m]; of one prompt where a number
+    Arrays are over m; single numbers are for one prompt.
     """
 
     decode_s: Array

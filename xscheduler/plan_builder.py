@@ -1,4 +1,4 @@
-"""Turn a point that a search has found into a plan, with all numbers that a run needs."""
+"""Turn a point of a search into a plan, with all numbers that a run needs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def plan_of(
     """Return the plan of one point of a space.
 
     Args:
-        values: the point's predictions, by name; the throughput is that of all replicas.
+        values: the point's predictions, by name; throughput is for all replicas together.
     """
     profile, limits = problem.profile, space.limits
     stages, memory_bytes = _stages(space, values, problem.model.is_encoder_decoder)
     most = int(space.capacity) if space.kv == "quantile" else None
-    if limits.memory.request_blocks:  # for each of them what it keeps whatever its length is set aside
+    if limits.memory.request_blocks:  # each request has a state whose size does not depend on its length
         most = _slots(space, values)
     return Plan(
         model=problem.model,
@@ -71,14 +71,14 @@ def plan_of(
 
 
 def _slots(space: Space, values: dict[str, float]) -> int:
-    """Return the requests at once for which memory is set aside, of each replica."""
+    """Return the number of simultaneous requests of a replica for which memory is reserved."""
     return max(1, int(space.capacity_beside(np.asarray([values["peak_tokens"]]))[0]))
 
 
 def _stages(
     space: Space, values: dict[str, float], is_encoder_decoder: bool
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the stages of one replica on its devices, and each device's bytes."""
+    """Return the stages of one replica, and the bytes that each of its devices holds."""
     stages: list[Stage] = []
     memory_bytes: list[int] = []
     device, limits = 0, space.limits
@@ -150,19 +150,23 @@ def _reuse(reused: Reused, block_size: int) -> ReuseEstimate:
 
 
 def _taken_from_another(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if the device states no efficiencies, so that its step times have those of another."""
+    """Return a warning if the device states no efficiencies, so that step times are computed with another device's."""
     device = problem.cluster.device
     if problem.profile.source != "analytic" or device.efficiency is not None:
         return ()
     taken = problem.profile.provenance.get("efficiency", "another device")
-    return (f"{device.name} states no `efficiency`: its step times have an A40's ({taken}); measure, or state them",)
+    return (
+        f"{device.name} states no `efficiency`: step times assume an A40's ({taken}); measure a profile, or state them",
+    )
 
 
 def _set_aside(problem: Problem) -> tuple[str, ...]:
-    """Return a warning if the engine also loads encoders of images or sound, and sets memory aside for their inputs."""
+    """Return a warning if the engine also loads encoders of images or sound and reserves memory for their inputs."""
     if not problem.model.tower_params or problem.engine is None or problem.engine.framework == "native":
         return ()
-    says = "what the engine sets aside for the largest image or sound is not counted: with vLLM serve text only"
+    says = (
+        "the memory that the engine reserves for the largest image or sound is not counted: with vLLM serve text only"
+    )
     return (
         f"{problem.model.name} also reads images or sound; {says} (--language-model-only), or take a smaller share",
     )
@@ -188,5 +192,5 @@ def _beyond_profile(
         ("context", context, layer.decode_attention.lengths[-1]),
     ):
         if value > last:
-            warnings.append(f"{name} {value:.0f} lies beyond the profile's {last:.0f}: extrapolated")
+            warnings.append(f"{name} {value:.0f} exceeds the profile's largest, {last:.0f}: its time is extrapolated")
     return tuple(warnings)

@@ -26,17 +26,17 @@ class Problem:
     """A planning problem.
 
     Attributes:
-        kv: how memory for keys and values is promised; None: as the engine does by itself (`promise`).
-        engine: the engine that will run the plan; None: one known only by the profile's step times.
-        deployed: a running engine whose memory limits the plan, made for `max_batch` requests; None: `engine`.
+        kv: how K/V memory is promised to requests; None: as the engine does by default (`promise`).
+        engine: the engine that will run the plan; None: an engine of which only the profile's step times are known.
+        deployed: a running engine, started for `max_batch` requests, whose memory limits the plan; None: `engine`.
         max_devices: largest number of the cluster's devices to use; None: all.
         uniform: only placements that are replicas of equal stages.
         even: only placements that vLLM runs: in each lane all stages have one tensor-parallel degree.
         replicas: the only number of replicas to consider; None: any.
         fixed: fixed values of control variables and of the placement's variables.
         placement: the only placement to consider, even one that would not be listed; None: any.
-        reused: what requests find cached of their prompts; None: nothing.
-        speculation: how a draft runs ahead; None: not at all.
+        reused: the part of prompts that requests find cached; None: nothing.
+        speculation: speculative decoding with a draft; None: without one.
     """
 
     model: ModelSpec
@@ -59,7 +59,7 @@ class Problem:
 
     @property
     def step_profile(self) -> Profile:
-        """The profile of steps in which a request gets one token each, on average."""
+        """The profile of steps in which each request gets one token on average, speculation included."""
         return speculating(self.profile, self.model, self.speculation)
 
     @classmethod
@@ -79,14 +79,14 @@ class Problem:
         )
 
     def engine_of(self, kind: str) -> EngineSpec | None:
-        """Return the engine as it is started for a policy."""
+        """Return the engine with the settings with which it is started for a policy."""
         return None if self.engine is None else self.engine.started_for(kind)
 
     def promise(self, kind: str, microbatches: int) -> KvPromise:
-        """Return how memory is promised under a policy: as asked, or as an engine does that runs it by itself.
+        """Return how K/V memory is promised under a policy: as the user asked, or as the engine does by default.
 
-        Maxima are set aside where no simulation tells quickly what preemption costs: in pipelines, with a draft, and
-        with prompts that are found cached.
+        Memory for the longest output is reserved if no simulation can compute the cost of preemption quickly: in
+        pipelines, with a draft, and with cached prompts.
         """
         if self.kv is not None:
             return self.kv
@@ -101,7 +101,7 @@ class Problem:
 
 
 def reused_by(plan: Plan, workload: Workload) -> Reused | None:
-    """Return what a plan expects requests to find cached of their prompts; None: nothing."""
+    """Return the part of prompts that a plan expects to find cached; None: nothing."""
     found = plan.estimate.reuse
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""Search the candidates of a problem in closed form, and turn points of them into plans."""
+"""Search the candidates of a problem in closed form, and turn the best points into plans."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Scheduler:
 
     def __init__(self, problem: Problem, method: SearchMethod = "branch-and-bound") -> None:
         self.candidates = Candidates(problem)
-        has_own = problem.constraint.maximise is not None  # which no bound is known for
+        has_own = problem.constraint.maximise is not None  # no bound is known for it
         self.method: SearchMethod = "optuna" if has_own and method == "branch-and-bound" else method
         self._found: dict[tuple[PolicySettings, int, int], Space] = {}
         """The spaces of the plans that were found."""
@@ -53,10 +53,10 @@ class Scheduler:
         return frontier(self.candidates.spaces(kind, constraint))
 
     def best_of_each(self, kinds: Sequence[str]) -> dict[str, Plan]:
-        """Return each policy's plan of the highest saturated throughput, without policies that have none.
+        """Return the plan of the highest saturated throughput for each policy that has a plan.
 
         Raises:
-            InfeasibleError: none has; with the nearest bound that one of them meets.
+            InfeasibleError: no policy has one; the error names the nearest bound that one keeps.
         """
         plans = {}
         for kind in kinds:
@@ -81,11 +81,11 @@ class Scheduler:
         return plans
 
     def best(self, kinds: Sequence[str] = tuple(POLICIES)) -> Plan:
-        """Return the best plan of these policies: of the highest saturated throughput, or by the user's objective."""
+        """Return the best plan of these policies by saturated throughput or by the user's objective."""
         return max(self.best_of_each(kinds).values(), key=objective_value)
 
     def score(self, settings: PolicySettings, placement: Placement) -> Plan:
-        """Return what given settings would do, whether or not they keep the constraint.
+        """Return the plan of given settings, whether or not they keep the constraint.
 
         Raises:
             InfeasibleError: they do not fit in memory.
@@ -130,12 +130,12 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
-    """Return the headroom of plans: the constraint's, or the known error of the profile's kind."""
+    """Return the headroom to plan with: the constraint's if it names one, else the profile's."""
     return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
 
 
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:
-    """Return the scheduler of a problem; its headroom is the profile's if the constraint names none."""
+    """Return the scheduler of a problem, with the profile's headroom if the constraint names none."""
     headroom = headroom_of(problem.constraint, problem.profile)
     constraint = problem.constraint.model_copy(update={"headroom": headroom})
     return Scheduler(replace(problem, constraint=constraint), search)

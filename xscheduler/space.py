@@ -1,4 +1,4 @@
-"""The integer space of one policy on one placement: which settings exist, fit in memory and keep the constraint."""
+"""The space of one policy's integer settings on one placement: which exist, fit in memory and keep the constraint."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from xsimulator.memory import LaneMemory, capacity
 Array = npt.NDArray[np.float64]
 
 POLICIES: dict[str, type[Any]] = {kind: forecast.settings for kind, forecast in FORECASTS.items()}
-"""The settings of every policy that the search knows."""
+"""The class of settings of every policy that the search knows."""
 
 UNCUT = "an encoder reads a prompt whole, so its prompts cannot be cut in chunks"
 
 
 def runnable(kinds: Iterable[str], model: ModelSpec) -> tuple[str, ...]:
-    """Return those of the policies under which a model can run: see `UNCUT`."""
+    """Return those of the policies under which a model can run; see `UNCUT`."""
     return tuple(kind for kind in kinds if not (CHOICES[kind].cuts_prompts and model.is_encoder_decoder))
 
 
@@ -48,17 +48,17 @@ POINTS_AT_ONCE = 20_000
 
 @dataclass(frozen=True)
 class SpaceLimits:
-    """What limits a space besides its constraint.
+    """The limits of a space besides its constraint.
 
     Attributes:
         memory: memory of the decode lane.
         encode_memory: memory of WAA's encode lane; None: there is one lane.
         block_size: tokens of a K/V block.
-        kv: how memory is promised to requests; static batches always reserve all of it.
-        max_batch: largest number of requests in a micro-batch for profile, runner and engine.
+        kv: how K/V memory is promised to requests; static batches always reserve it for the longest output.
+        max_batch: largest number of requests in a micro-batch that profile, runner and engine allow.
         engine: engine that runs the plan; None: any.
         fixed: fixed values of control variables.
-        price_per_device_hour: None: not known.
+        price_per_device_hour: price of a device for an hour; None: unknown.
     """
 
     memory: LaneMemory
@@ -81,7 +81,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Models:
-    """The forecasts of a placement: on the profile's tables, and on its lower tables."""
+    """The forecasts of a placement on the profile's tables and on its lower tables."""
 
     model: Any
     floor: Any
@@ -117,7 +117,7 @@ class Space:
         self.kv: KvPromise = "reserve" if self.forecast.reserves_kv else limits.kv
         self._make_models = models
         self._looked_at: list[Ints] = []
-        """Numbers of the predicted points, call by call."""
+        """Numbers of the predicted points of each call."""
         self.between = False
         self.left: dict[int, float] | None = None
 
@@ -133,10 +133,10 @@ class Space:
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
-            between: a point stands for all real batches from one less than its own on: its throughput is the
-                largest one's, and its times are the smallest one's.
-            left: share of the latency bound that settings may use, by their token budget; 0: they are not allowed;
-                None: all of it.
+            between: whether a point stands for all real batch sizes between its own and one less: it then has the
+                throughput of the largest and the times of the smallest one.
+            left: share of the latency bound that settings may use, by token budget; 0: they are not allowed; None: all
+                of it.
         """
         other = copy(self)
         other.constraint, other.bound, other._looked_at = constraint, bound, []
@@ -180,13 +180,14 @@ class Space:
 
     @cached_property
     def capacity(self) -> float:
-        """Requests that may hold K/V at once if activations take no memory."""
+        """Number of requests whose K/V fits in memory at once if activations take none."""
         limits = self.limits
         at_rest = _at_rest(limits.memory, self.lengths, limits.block_size, self.kv)
         return float(min(at_rest, limits.max_batch * self.placement.microbatches))
 
     def capacity_beside(self, step_tokens: Array) -> Array:
-        """Return the requests that may hold K/V at once if the largest step has `step_tokens` tokens."""
+        """Return the number of requests whose K/V fits in memory at once if the largest step has `step_tokens`
+        tokens."""
         limits = self.limits
         # WAA's decode lane encodes no prompts: its steps are small.
         blocks = limits.memory.blocks_beside(
@@ -213,7 +214,8 @@ class Space:
 
     @cached_property
     def lines(self) -> tuple[Axis | None, Axis, Ints]:
-        """Return the points as lines along one variable: the other variable, this one, each line's number of points."""
+        """Return the points as lines along one variable: the other variable, this variable, and each line's number of
+        points."""
         inner = next(axis for axis in self.axes if axis.variable.name == self.forecast.line)
         outer = next((axis for axis in self.axes if axis is not inner), None)
         if outer is None:
@@ -224,7 +226,7 @@ class Space:
     def within_memory(
         self, low: tuple[int, ...], high: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return the smallest box of indices on the searched axes that holds all points of a box that fit in memory.
+        """Return the smallest box that holds all points of a box that fit in memory, as indices on the searched axes.
 
         None: no point fits.
         """
@@ -248,7 +250,7 @@ class Space:
 
     @property
     def num_points(self) -> int:
-        """Number of settings that fit in memory, their activations left out."""
+        """Number of settings that fit in memory, activations not counted."""
         return int(self.lines[2].sum())
 
     def points(self, indices: Ints) -> dict[str, Ints]:
@@ -262,7 +264,7 @@ class Space:
         return {inner.variable.name: inner.values[along], outer.variable.name: outer.values[line]}
 
     def _numbers(self, columns: dict[str, Ints]) -> Ints:
-        """Return the numbers of those settings that are points of the space: the inverse of `points`."""
+        """Return the numbers of the settings that are points of the space: the inverse of `points`."""
         outer, inner, counts = self.lines
         along = columns[inner.variable.name] - inner.values[0]
         line: Ints = np.zeros_like(along)
@@ -281,7 +283,7 @@ class Space:
             yield columns, self.evaluate(columns)
 
     def grid_points(self, num_points: int) -> dict[str, Ints]:
-        """Return at most about `num_points` points, on a grid that is even on a logarithmic scale, as columns."""
+        """Return about `num_points` points as columns, on an evenly spaced logarithmic grid."""
         values_per_axis = round(num_points ** (1 / len(self.axes)))
         picked = []
         for axis in self.axes:
@@ -291,7 +293,7 @@ class Space:
         return {axis.variable.name: grid.ravel() for axis, grid in zip(self.axes, grids, strict=True)}
 
     def slowest_points(self) -> dict[str, Ints]:
-        """Return the points of lowest latency, one for each branch: every searched variable at its slow end."""
+        """Return the point of the lowest latency for each branch: every searched variable at its slow end."""
         branches = self.branches()
         columns = {name: np.asarray([branch[name] for branch in branches]) for name in branches[0]}
         for axis in self.searched:
@@ -300,12 +302,12 @@ class Space:
         return columns
 
     def evaluate(self, columns: dict[str, Ints]) -> Evaluation:
-        """Predict points and judge them."""
+        """Predict points, and evaluate whether they are allowed."""
         self._looked_at.append(self._numbers(columns))
         return self._evaluate(self.models.model, columns)
 
     def evaluate_floor(self, columns: dict[str, Ints], evaluation: Evaluation) -> Evaluation:
-        """Predict the same points on the lower tables: lower bounds on their periods and latencies."""
+        """Predict points on the lower tables, which gives lower bounds on their periods and latencies."""
         if self.models.floor is self.models.model:
             return evaluation
         return self._evaluate(self.models.floor, columns)
@@ -336,7 +338,8 @@ class Space:
 
 @lru_cache(maxsize=4096)
 def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromise) -> float:
-    """Return the requests that a lane holds without activations: the same for all placements on it."""
+    """Return the number of requests that a lane holds without activations; it is the same for all placements with that
+    lane."""
     blocks = memory.blocks_beside(np.zeros(1))
     return float(capacity(lengths, blocks, block_size, kv, memory.kept_blocks, memory.request_blocks)[0])
 
@@ -358,13 +361,13 @@ class Evaluation:
 
     @cached_property
     def score(self) -> Array:
-        """What is maximised: throughput, or a user's own objective."""
+        """The objective's value: throughput, or that of the user's own objective."""
         text = self._constraint.maximise
         return self.throughput if text is None else np.broadcast_to(value_of(text, self._figures), len(self.throughput))
 
     @property
     def _figures(self) -> dict[str, Values]:
-        """What a user's own objective may name: see `xscheduler.expression.FIGURES`."""
+        """The figures that a user's own objective may name; see `xscheduler.expression.FIGURES`."""
         performance, placement = self.performance, self._space.placement
         devices = float(placement.num_devices * placement.replicas)
         return {
@@ -391,7 +394,7 @@ class Evaluation:
         return taken
 
     def at(self, index: int) -> dict[str, float]:
-        """One point's predictions, by name; the throughput is that of all replicas."""
+        """Return one point's predictions, by name; throughput is for all replicas together."""
         return self.performance.at(index) | {"throughput": float(self.throughput[index])}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Say why no candidate keeps a constraint, and which bound one would keep."""
+"""Explain why no candidate keeps a constraint, and find the nearest bound that one keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xscheduler.engine_limits import why_not_divided
 
 
 def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return an error that says what binds and what would be met: by the points of lowest excess."""
+    """Return an error that names the binding constraint and the nearest value of it that a schedule keeps."""
     constraint = candidates.problem.constraint
     nearest, reason = _nearest(candidates, kinds)
     if not any(candidates.has_placement(kind) for kind in kinds):
@@ -41,23 +41,25 @@ def infeasible(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def why_slow(candidates: Candidates, kinds: Sequence[str]) -> str:
-    """Return what the latency of the longest outputs that count is made of, in the fastest schedule."""
+    """Return a sentence about the latency of the quantile's output in the fastest schedule: first token and further
+    ones."""
     return _nearest(candidates, kinds)[1]
 
 
 def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, float], str]:
-    """Return the least value of each bound that a schedule keeps, and `why_slow`; both empty if nothing fits."""
+    """Return the least value of each bound that a schedule keeps, and the text of `why_slow`; both empty if nothing
+    fits."""
     problem, constraint = candidates.problem, candidates.problem.constraint
     relaxed = constraint.model_copy(update={"latency_bound_s": None, "ttft_s": None, "tpot_s": None})
     headroom = 1 + relaxed.headroom
-    latency_alone = constraint.ttft_s is None and constraint.tpot_s is None
+    only_latency = constraint.ttft_s is None and constraint.tpot_s is None
     nearest: dict[str, float] = {}
     reason = ""
     for kind in kinds:
         spaces = candidates.spaces(kind, relaxed)
         least_s = headroom * candidates.least_latency(spaces)
         for i in np.argsort(least_s, kind="stable"):
-            if latency_alone and least_s[i] > nearest.get("latency_bound_s", np.inf):
+            if only_latency and least_s[i] > nearest.get("latency_bound_s", np.inf):
                 break
             space = spaces[i]
             evaluation = space.evaluate(space.slowest_points())
@@ -84,7 +86,7 @@ def _nearest(candidates: Candidates, kinds: Sequence[str]) -> tuple[dict[str, fl
 
 
 def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[str, float]) -> InfeasibleError:
-    """Return an error that says by how much all bounds must be loosened together, if each can be kept by itself."""
+    """Return an error that names bounds that can be kept together, if each of the given ones can be kept by itself."""
     free = candidates.problem.constraint.model_copy(update=dict.fromkeys(given))
     slack, least = 1 + free.headroom, np.inf
     figures = {"latency_bound_s": "latency", "ttft_s": "ttft", "tpot_s": "tpot"}
@@ -104,7 +106,7 @@ def _not_together(candidates: Candidates, kinds: Sequence[str], given: Mapping[s
 
 
 def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
-    """Return an error that says which values nothing can be held at."""
+    """Return an error that names the fixed values under which no schedule exists."""
     problem = candidates.problem
     fixed = ", ".join(f"{name}={value}" for name, value in problem.fixed.items())
     tp = problem.fixed.get("tp", 1)
@@ -121,7 +123,7 @@ def _not_held(candidates: Candidates, kinds: Sequence[str]) -> InfeasibleError:
 
 
 def _no_memory(candidates: Candidates) -> InfeasibleError:
-    """Return why no placement holds the model, from the one that spreads it widest, and how many devices would."""
+    """Return an error that says why even the widest placement does not hold the model, and how many devices would."""
     memory, needed = candidates.memory(candidates.widest), candidates.devices_needed()
     device = candidates.problem.cluster.device.name
     enough = "" if needed is None else f"; {needed} devices of {device} would do"
@@ -132,5 +134,5 @@ def _no_memory(candidates: Candidates) -> InfeasibleError:
 
 
 def round_up(seconds: float) -> str:
-    """Four significant digits, never below the value: a bound that is printed can be asked for."""
+    """Return the value with four significant digits, rounded up, so that a user can ask for the printed bound."""
     return f"{float(f'{seconds * 1.0005:.4g}'):g}"

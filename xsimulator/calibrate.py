@@ -1,7 +1,7 @@
 """Fit a profile to steps that a real engine has executed.
 
-A profile's tables are measured part by part; in a served engine the parts run concurrently, and the machine is in
-another state. One factor for each table corrects that:
+A profile's tables are measured part by part. In a serving engine the parts run concurrently and the machine is in
+another state, which one factor for each table corrects:
 
     measured step = a tokens(n) + b encode attention + c decode attention + d head(k) + e overhead(r)
 
@@ -29,15 +29,16 @@ Array = npt.NDArray[np.float64]
 PARTS = StepParts._fields
 MIN_STEPS = 50
 PRIOR = 0.001
-"""Weight of a factor's distance from 1, relative to that of the steps' relative errors."""
+"""Weight of a factor's distance from 1, relative to the weight of the steps' relative errors."""
 LEAST, MOST = 0.2, 5.0
 OUTLIER = 4.0
-"""Scaled median deviations beyond which the machine, not the model, caused a step's time."""
+"""A step counts as an outlier, caused by the machine, if it is more scaled median deviations than this from the
+median."""
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Executed steps, by their parts.
+    """Executed steps with their predicted parts.
 
     Attributes:
         parts: predicted seconds of each part. # [steps, PARTS]
@@ -54,13 +55,15 @@ class Steps:
 
 
 def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
-    """Return the steps of a log whose requests are all known; each engine must have one device.
+    """Return the steps of a log with their parts; each replica must have one device.
 
     Raises:
         InputError: the engine has several devices.
     """
     if plan.devices_per_replica > 1:
-        raise InputError("plan", f"{plan.devices_per_replica} devices a replica", "calibrate with a plan of one device")
+        raise InputError(
+            "plan", f"{plan.devices_per_replica} devices a replica", "calibrate with a plan for one device"
+        )
     cost = LaneCost(plan.model, profile, whole(plan.model))
     parts, seconds, first = [], [], []
     for record, counts, step_s in executed(plan, log):
@@ -71,7 +74,7 @@ def steps_of(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> Steps:
 
 
 def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[Profile, Calibration]:
-    """Fit to the steps of the first half of the requests, and compute the error only on those of the second half.
+    """Fit a profile to the steps of the first half of the requests; compute the error on those of the second half.
 
     Returns:
         The corrected profile, and the errors before and after.
@@ -85,7 +88,9 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
     # A step of the second half has no request of the first half: its lowest id shows that.
     used, unused = steps.where(steps.first_request < middle), steps.where(steps.first_request >= middle)
     if min(len(used.seconds), len(unused.seconds)) < MIN_STEPS:
-        raise InputError("num_requests", newest + 1, f"calibration needs {2 * MIN_STEPS} steps and more; replay more")
+        raise InputError(
+            "num_requests", newest + 1, f"calibration needs at least {2 * MIN_STEPS} steps; replay more requests"
+        )
     factors = fit(used)
     calibration = Calibration(
         factors=dict(zip(PARTS, (round(float(f), 4) for f in factors), strict=True)),
@@ -101,8 +106,13 @@ def calibrate(plan: Plan, profile: Profile, log: Sequence[StepRecord]) -> tuple[
 
 
 def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array:
-    """A factor a part: least squares of the relative errors, each counting as long as its step took, outliers left
-    out, drawn towards `around` by that weight."""
+    """Return one factor for each part, by least squares of the relative errors.
+
+    Errors are weighted by the time of their steps, and outliers are left out.
+
+    Args:
+        around: the value towards which factors are drawn.
+        prior_weight: weight of a factor's relative distance from `around`."""
     from scipy.optimize import lsq_linear
 
     weighted = around * steps.parts / steps.seconds[:, None]
@@ -119,7 +129,7 @@ def fit(steps: Steps, around: float = 1.0, prior_weight: float = PRIOR) -> Array
 
 
 def _ordinary(residual: Array, encodes: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which steps are no outliers of their kind: steps that encode, which are few, are one kind."""
+    """Return which steps are not outliers among those of their kind: steps that encode, or steps that do not."""
     keep = np.ones(len(residual), bool)
     for kind in (encodes, ~encodes):
         if kind.any():
@@ -139,11 +149,11 @@ def bias(steps: Steps, factors: Array) -> float:
 
 
 def corrected(profile: Profile, by: Mapping[str, float], name: str, source: str) -> Profile:
-    """Return the profile with each table multiplied by its factor, and where the factors come from in its provenance.
+    """Return the profile with each table multiplied by its factor, and an entry about the factors in its provenance.
 
     Args:
-        by: factors of `PARTS`.
-        name, source: of the entry.
+        by: factors by the names in `PARTS`.
+        name, source: name of the provenance entry, and the source of the factors that it states.
     """
     layers = tuple(
         layer.model_copy(

@@ -1,8 +1,8 @@
 """Find the highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
-Requests arrive in a Poisson process. The same lengths, and the same gaps up to their scale, are simulated at every
-rate (common random numbers), so that rates are compared rather than draws. One replica is simulated, with its share of
-the arrivals. A run ends as soon as more requests have broken their bounds than the quantile allows.
+Requests arrive in a Poisson or gamma process. Every rate is simulated with the same lengths and the same scaled gaps
+(common random numbers), so that the comparison is between rates and not between draws. One replica is simulated with
+its share of the arrivals. A run ends as soon as more requests have broken their bounds than the quantile allows.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ LEAST_REQUESTS = 2000
 """Least number of requests that are measured."""
 LEAST_WARM_UP = 128
 LIFETIMES = 4
-"""Also count at least as many requests as arrive, at saturation, in this number of spans; the warm-up is one. A span is
-the bound, or what a request takes that waits as long as requests do at a rate just below saturation, where that is
-less: beyond, the arrival rate is the saturated one to within `PRECISION`, whatever the bound."""
+"""At least as many requests count as arrive at saturation in this number of spans; the warm-up is one span. A span is
+the bound or, if that is shorter, the time of a request that waits as long as usual just below saturation: with a longer
+bound, the rate equals saturated throughput to within `PRECISION` anyway."""
 PRECISION = 0.02
 """Relative precision of the rate."""
 EDGE = 0.05
 """Share by which bounds are tightened and loosened, to show how sensitive the rate is."""
 KNOWN_BEYOND = 1.02
-"""Multiple of the bounds at which a run is given up: by how much the quantile exceeds them guides the search."""
+"""A run is given up once its quantile exceeds the bounds by this factor; the excess guides the search."""
 LEAST_SHARE = 0.1
-"""Share of saturation: a plan that breaks its bounds at this rate has no capacity."""
+"""A plan that breaks its bounds at this share of its saturated throughput has no capacity."""
 SEED = 0
 
 
 class Trial:
-    """Simulates arrivals at one plan, at any rate.
+    """Simulates requests that arrive at a plan's replica, at any rate.
 
     Args:
-        by_request: simulate single requests, as is always done where counts do not suffice: for orders but fcfs, and
-            for K/V memory that is not reserved.
+        by_request: simulate single requests even if a compiled run by counts could do it.
         least_requests: least number of requests that are measured.
 
     Raises:
@@ -73,10 +72,10 @@ class Trial:
         span_s = min(bound_s, longest_s)
         self.is_far = bound_s > longest_s
         """Whether the bound is so loose that the rate equals saturated throughput."""
-        # A power of two, so that plans of about the same throughput get the same requests.
+        # A power of two, so that plans with about the same throughput get the same requests.
         self.num_warm_up = 2 ** ceil(log2(max(share * span_s, LEAST_WARM_UP)))
         self.num_requests = max(least_requests, LIFETIMES * self.num_warm_up)
-        total = self.num_requests + 2 * self.num_warm_up  # the last measured requests have as many others around them
+        total = self.num_requests + 2 * self.num_warm_up  # the last measured requests also need others after them
         rng = np.random.default_rng(seed)
         inputs, outputs = sample(plan.workload, total, rng)
         self._inputs, self._outputs = inputs, outputs
@@ -84,15 +83,15 @@ class Trial:
         self._longest = np.maximum(self._decoded, plan.workload.output.lengths[-1])
         share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         self._cached = np.minimum(share * inputs, inputs - 1).astype(int) if share else ()
-        # Conditioned on the number of arrivals: chance in the mean rate would be an error of the result.
+        # Scaled so that the mean rate is exact: chance in it would be an error of the result.
         arrivals_s = gamma_arrivals(1.0, total, plan.constraint.burstiness, rng)
         self._arrivals_s = arrivals_s * (total / arrivals_s[-1])
 
     def at(self, rate: float, slack: float | None = None) -> RequestTimes | None:
-        """Return the times of the measured requests at a rate, which counts for all replicas together.
+        """Return the times of the measured requests at a rate, which is that of all replicas together.
 
         Args:
-            slack: give up, and return None, once a goal's quantile exceeds this multiple of its bounds; None: never.
+            slack: once a goal's quantile exceeds this multiple of its bounds, give up and return None; None: never.
         """
         plan, last, stream = self.plan, self.num_warm_up + self.num_requests, self.stream(rate)
         path_s = plan.request_path_s
@@ -110,13 +109,14 @@ class Trial:
         return times.later(plan.request_path_s)
 
     def stream(self, rate: float) -> Stream:
-        """Return the arrivals of one replica, where requests arrive at this rate in all."""
+        """Return the requests of one replica, if requests arrive at this rate at all replicas together."""
         arrivals_ns = (self._arrivals_s * (1e9 * self.plan.replicas / rate)).astype(int)
         return Stream(self._inputs, self._decoded, self._longest, arrivals_ns, self._cached, self._outputs)
 
     def saturated(self) -> float:
-        """Requests a second of all replicas while requests are always waiting, in the order of their arrival."""
-        # Behind those that are measured as many wait again: an engine that runs empty serves less.
+        """Return the requests a second of all replicas while requests are always waiting, admitted in order of
+        arrival."""
+        # After the measured requests as many wait again, since an engine that runs empty serves less.
         inputs, outputs, longest, cached = (
             np.tile(values, 2) for values in (self._inputs, self._decoded, self._longest, self._cached)
         )
@@ -127,14 +127,15 @@ class Trial:
         ends = np.asarray(run.end_ns)
         ends = np.sort(ends[ends >= 0])
         first, last = ends[self.num_warm_up], ends[count - 1]
-        if last == first:  # all that are measured end in one step, which says nothing of a second
+        if last == first:  # all measured requests end in one step, so there is no rate
             return self.plan.estimate.throughput_rps
         ended = np.searchsorted(ends, last, "right") - np.searchsorted(ends, first, "right")  # many may end in one step
         return float(self.plan.replicas * ended / (last - first) * 1e9)
 
 
 def in_order_of_arrival(plan: Plan) -> Plan:
-    """Return the plan with requests that enter as they arrive: of many that wait, others would take the short first."""
+    """Return the plan with admission in order of arrival; with many waiting requests, other orders would take short
+    ones first."""
     return plan.model_copy(
         update={"admission": plan.admission.model_copy(update={"order": "fcfs", "row_tokens": None})}
     )
@@ -143,23 +144,23 @@ def in_order_of_arrival(plan: Plan) -> Plan:
 def run_of(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, by_request: bool = False
 ) -> Run | EngineRun:
-    """Return one replica's run over a stream: by counts where possible, otherwise by request."""
+    """Return one replica's run over a stream: by counts if possible, otherwise by request."""
     run = None if by_request else counted_run(plan, lanes, stream)
     return EngineRun(policies.build(plan), lanes, stream) if run is None else run
 
 
 class CapacitySearch:
-    """Searches the highest arrival rate at which a plan keeps its bounds, and remembers all simulated rates.
+    """Searches for the highest arrival rate at which a plan keeps its bounds, and remembers all simulated rates.
 
     Args:
         predicted: the closed form's rate, where the search begins.
-        most: a rate at which the bounds are broken; None: the plan's saturated throughput, and in simulation, where a
-            rate above it keeps the bounds only until the run ends: its queue grows for ever.
+        most: a rate at which the bounds are broken; None: the plan's saturated throughput, which is also simulated,
+            since at a higher rate the queue grows for ever and the bounds hold only until the run ends.
         least_requests: see `Trial`.
 
     Attributes:
         predicted: the closed form's rate.
-        precision: relative precision: at a rate higher by this share the bounds are broken.
+        precision: relative precision; at a rate higher by this share the bounds are broken.
     """
 
     def __init__(
@@ -178,31 +179,32 @@ class CapacitySearch:
         self._trial, self._slack = Trial(plan, profile, seed, least_requests=least_requests), _slack(plan)
         self._most = plan.estimate.throughput_rps if most is None else most
         self._is_given = most is not None
-        if self._trial.is_far:  # a growing queue would break such a bound only after a run longer than any
+        if self._trial.is_far:  # a growing queue would break so loose a bound only after a very long run
             self._most = min(self._most, self._trial.saturated())
         self._excess: dict[float, float] = {self._most: inf}
         self._seen: dict[float, tuple[float, float]] = {0.0: (0.0, 0.0)}
-        """The quantile of the whole time, and the share of requests within bounds, at each rate that is kept."""
+        """The quantile of the whole time and the share of requests within bounds, at each rate at which the bounds are
+        kept."""
 
     @property
     def rate(self) -> float:
-        """The highest rate found; 0: none, or below a tenth of saturation."""
+        """The highest rate at which the bounds are kept; 0 if there is none of at least a tenth of saturation."""
         return self._highest(self._slack, max(self.precision, PRECISION) if self._trial.is_far else self.precision)
 
     def keeps(self, rate: float) -> bool:
-        """Whether the bounds are kept at a rate."""
+        """Return whether the bounds are kept at a rate."""
         return 0 < rate < self._most and self._excess_at(rate, self._slack) <= self._slack
 
     def excess_over(self, rate: float, far: float) -> float:
-        """Return how many times over its bounds the worst goal's quantile is at a rate; infinite beyond `far`."""
+        """Return the ratio of the worst goal's quantile to its bounds at a rate; infinite beyond `far`."""
         return self._excess_at(rate, far * self._slack) / self._slack
 
     def found(self, *, edges: bool = True) -> Capacity:
         """Return the result as a `Capacity`.
 
         Args:
-            edges: also under bounds that are a little tighter and looser; never for budgets from slack, which use the
-                plan's bounds up to a share: under tighter ones nearly all requests are late, and the rate says nothing.
+            edges: also return the rates under slightly tighter and looser bounds; never done for budgets by slack,
+                which fill the plan's bounds up to a share, so that under tighter ones nearly all requests are late.
         """
         rate, edges = self.rate, edges and not _follows_bounds(self.plan)
         whole_s, share_kept = self._seen[rate]
@@ -221,7 +223,7 @@ class CapacitySearch:
 
     @cached_property
     def _saturation(self) -> float:
-        """The rate above which the queue grows, and bounds are kept only until the run ends."""
+        """The rate above which the queue grows and the bounds hold only until the run ends."""
         return inf if self._trial.is_far or self._is_given else self._trial.saturated()
 
     def _excess_at(self, rate: float, slack: float) -> float:
@@ -239,7 +241,8 @@ class CapacitySearch:
         return known
 
     def _highest(self, slack: float, precision: float) -> float:
-        """Return the highest rate tried whose excess is within `slack`; a rate at most `precision` above exceeds it."""
+        """Return the highest rate tried whose excess is within `slack`; a rate higher by at most `precision` exceeds
+        it."""
         num_tried, step, first = 0, 2 * precision, self.predicted or 0.8 * self._most
         while True:
             high = min(rate for rate, excess in self._excess.items() if excess > slack)
@@ -261,7 +264,7 @@ class CapacitySearch:
             return max(high / (1 + 2 * step), high / 2)
         if high == self._most or not np.isfinite(self._excess[high]) or bisect:
             return min(low * (1 + step), (low * high) ** 0.5 if high < 4 * low else 2 * low)
-        # Where the line between the ends meets the slack, or so near an end that the search is settled.
+        # Interpolate where the excess meets the slack, or take a rate so close to an end that the search ends.
         at_low, at_high = self._excess[low], self._excess[high]
         rate = low + (high - low) * (slack - at_low) / (at_high - at_low)
         margin = 0.95 * precision * low
@@ -275,7 +278,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
     Args:
         predicted: the closed form's rate.
-        edges: also under bounds that are a little tighter and looser.
+        edges: also return the rates under slightly tighter and looser bounds.
     """
     if not plan.constraint.bounds_latency:
         return None
@@ -283,7 +286,7 @@ def capacity(plan: Plan, profile: Profile, predicted: float | None = None, *, ed
 
 
 def _wait_s(plan: Plan, throughput: float) -> float:
-    """Return the quantile's waiting time at `PRECISION` below saturation, s: the tail of a queue in heavy traffic.
+    """Return the quantile of waiting times at `PRECISION` below saturation, in s: the tail of a queue in heavy traffic.
 
     P(wait > t) = exp(-2 (1 - load) X t / (1 + s^2)), with s the coefficient of variation of output lengths.
     """
@@ -293,12 +296,12 @@ def _wait_s(plan: Plan, throughput: float) -> float:
 
 
 def _follows_bounds(plan: Plan) -> bool:
-    """Return whether the plan's steps take as long as its bounds allow."""
+    """Return whether the plan's steps are as long as its bounds allow."""
     return getattr(plan.policy, "slack", None) is not None
 
 
 def _slack(plan: Plan) -> float:
-    """Return the share of its bounds that a plan may use: the rest is headroom."""
+    """Return the share of its bounds that a plan may use; the rest is headroom."""
     return 1 / (1 + plan.constraint.headroom)
 
 
@@ -309,14 +312,14 @@ def _upper(values: Array, quantile: float) -> float:
 
 
 def _in_ns(goal: Goal, slack: float, path_s: float, num_requests: int) -> GoalNs:
-    """Return a goal for the engine's loop, where requests take `path_s` outside of it."""
+    """Return a goal for the engine's loop, given that requests spend `path_s` outside of it."""
     bounds = ((goal.latency_bound_s, path_s), (goal.ttft_s, path_s), (goal.tpot_s, 0.0))
     whole, ttft, gap = (inf if bound is None else 1e9 * (slack * bound - outside) for bound, outside in bounds)
     return GoalNs(whole, ttft, gap, floor((1 - goal.quantile) * num_requests + 1e-9))
 
 
 class EngineRun:
-    """A run of single requests, for orders and K/V promises that counts cannot simulate."""
+    """A run of single requests, for orders of admission and K/V promises that counts cannot simulate."""
 
     def __init__(self, schedule: policies.Schedule, lanes: Mapping[StageLane, LaneCost], stream: Stream) -> None:
         clock = (
@@ -360,6 +363,6 @@ class EngineRun:
 
     def _breaks(self, id_: int, goal: GoalNs) -> bool:
         request, first_ns, end_ns = self._requests[id_], self.first_ns[id_], self.end_ns[id_]
-        gaps = goal.gap_ns * max(1, self._tokens[id_] - 1)  # an output of one token ends with its first
+        gaps = goal.gap_ns * max(1, self._tokens[id_] - 1)  # an output of one token has no gap
         whole_ns, waited_ns = end_ns - request.arrival_ns, first_ns - request.arrival_ns
         return whole_ns > goal.whole_ns or waited_ns > goal.first_ns or end_ns - first_ns > gaps

@@ -33,11 +33,11 @@ class Clock:
     """Computes when the steps of one lane end; call it once for each step, in their order.
 
     Args:
-        jitter: how single steps differ from the mean that the lane's tables hold; None: they do not.
+        jitter: how the times of single steps vary around the lane's tables; None: they do not vary.
 
     Attributes:
         free_ns: when each stage has finished all scheduled steps.
-        took_ns: what the last scheduled step takes on each stage.
+        took_ns: time of the last scheduled step on each stage.
     """
 
     def __init__(self, cost: LaneCost, jitter: Jitter | None = None) -> None:
@@ -123,7 +123,7 @@ class TwoLaneClock:
 
 
 def step_counts(schedule: Schedule, step: Step, *, has_encoder: bool) -> StepCounts:
-    """Return the counts on which a step's cost depends, when it is scheduled."""
+    """Return the counts on which a step's cost depends, at the time at which it is scheduled."""
     decodes, batch = len(step.decode), schedule.batch_of(step)
     context = batch.context if decodes else 0
     if not step.encode and not has_encoder:

@@ -1,4 +1,4 @@
-"""Draw how long requests decode whose steps emit varying numbers of tokens."""
+"""Draw the numbers of decode steps of requests with a draft, whose steps emit varying numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Ints = npt.NDArray[np.int_]
 
 
 def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.random.Generator) -> Ints:
-    """Return the schedule's decode steps of requests, as output lengths: the same without a draft. # [requests]
+    """Return the decode steps of requests in the schedule, as output lengths; unchanged without a draft. # [requests]
 
-    A step of the schedule stands for the part of a whole step in which a request gets one token on average. A request
-    whose drafts are accepted less often than the mean takes more of them: its whole steps emit 1, 2, ... tokens with
-    the probabilities of `Speculation.shares`, until it has its output; the first token comes with its prompt.
+    A step of the schedule stands for the part of a real step in which a request gets one token on average. A request
+    whose drafts are accepted less often than average takes more such steps: its real steps emit 1, 2, ... tokens with
+    the probabilities in `Speculation.shares` until it has its output; the first token comes with its prompt.
 
     Args:
         outputs: output tokens. # [requests]
@@ -28,7 +28,7 @@ def decoded(outputs: npt.ArrayLike, speculation: Speculation | None, rng: np.ran
     while (going := np.flatnonzero(left > 0)).size:
         left[going] -= 1 + np.minimum(np.searchsorted(ends, rng.random(going.size)), speculation.tokens)
         steps[going] += 1
-    # The last step may emit more than is wanted, of all outputs alike.
+    # The last step may emit too many tokens; all outputs are scaled to correct for that.
     whole = speculation.tokens_per_step * steps
     wanted, taken = float((lengths - 1).sum()), float(whole.sum())
     return 1 + np.round(whole * (wanted / taken if taken else 1.0)).astype(int)

@@ -1,6 +1,6 @@
-"""The simulated engine: the real engine's schedule on a simulated clock.
+"""Simulate an engine: the real engine's schedule on a simulated clock.
 
-Times are whole nanoseconds, so that a log of the real engine replays without rounding.
+Times are whole nanoseconds, so a log of the real engine replays without rounding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from xgpt.core.schema.step_log import ANYONE, Account, Arrival, Chain, StepRecor
 
 
 class SimulatedRequest(NamedTuple):
-    """A request with its output length, which the rule must not see, and the blocks that later requests may share.
+    """A request with its output length, which the schedule must not see, and the blocks that later requests may share.
 
     Attributes:
         chain: keys of the prompt's blocks.
-        output_chain: keys of the following blocks, which remain when it ends.
+        output_chain: keys of the blocks after the prompt, which stay cached when it ends.
     """
 
     id: int
@@ -37,14 +37,14 @@ class SimulatedRequest(NamedTuple):
 
 
 StepClock = Callable[[int, Step], int]
-"""(time of scheduling in ns, step) -> its end in ns. Called once for each step, in their order."""
+"""(time of scheduling in ns, step) -> the step's end in ns. Called once for each step, in order."""
 
 Outputs = tuple[tuple[int, Chain], ...]
 """See `StepRecord`."""
 
 
 class _UnderWay(NamedTuple):
-    """A step under way, with what its record needs from its beginning."""
+    """A running step, with the parts of its record that are known when it begins."""
 
     step: Step
     start_ns: int
@@ -72,7 +72,7 @@ class SimulatedEngine:
         self._num_arrived = 0
         self._journal = _Journal(schedule)
         self._ends: list[tuple[int, int]] = []
-        """(end in ns, number) of the steps under way."""
+        """(end in ns, number) of the running steps."""
         self.now_ns = 0
 
     def step(self) -> StepRecord | None:
@@ -93,7 +93,8 @@ class SimulatedEngine:
             self.now_ns = arrival_ns
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Submit a request that arrives no earlier than the others, as a closed loop does when one has ended."""
+        """Submit a request that arrives no earlier than the others, for example in a closed loop after one has
+        ended."""
         self._requests.append(request)
         self._endings.submit(request)
         if request.output_chain:
@@ -131,8 +132,8 @@ class SimulatedEngine:
 class _Endings:
     """Computes which requests have their last token in a step, from their output lengths.
 
-    All requests that decode in a micro-batch get a token in each of its decode steps. So a request's end is known, as
-    the number of the micro-batch's decode step, once it has begun to decode.
+    All requests that decode in a micro-batch get a token in each of its decode steps. So once a request has begun to
+    decode, the number of the decode step in which it ends is known.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -140,18 +141,18 @@ class _Endings:
         self._whole: dict[int, int] = {}
         """Output length of each request."""
         self._left: dict[int, int] = {}
-        """Output tokens that requests lack which do not decode."""
+        """Output tokens still to make, of requests that do not decode."""
         self._counted: dict[int, tuple[MicroBatch, int]] = {}
         """The micro-batch in which each request decodes, and the number of its decode step in which it ends."""
         self._num_steps: defaultdict[MicroBatch, int] = defaultdict(int)
-        """Decode steps of each micro-batch that have been settled."""
+        """Number of settled decode steps of each micro-batch."""
         self._ends: defaultdict[MicroBatch, dict[int, list[int]]] = defaultdict(dict)
 
     def submit(self, request: SimulatedRequest) -> None:
         self._whole[request.id] = self._left[request.id] = request.output_length
 
     def begin(self, step: Step) -> None:
-        """Note a step that has been decided."""
+        """Note a step that has been scheduled."""
         for id_ in step.preempted:
             if (counted := self._counted.pop(id_, None)) is not None:
                 batch, end = counted
@@ -166,7 +167,7 @@ class _Endings:
                 self._count(id_, batch)
 
     def settle(self, step: Step, encoded: Sequence[int]) -> list[int]:
-        """Return the requests that have their last token in a step, and in which others begin to decode.
+        """Return the requests that have their last token in a step, and note those that begin to decode.
 
         Args:
             encoded: requests whose prompt the step ends.
@@ -183,7 +184,7 @@ class _Endings:
             self._num_steps[batch] += 1
             end = batch, self._num_steps[batch]
             ended = self._ends[batch].pop(self._num_steps[batch], ())
-            # One that was preempted and encoded again may be there twice.
+            # A request that was preempted and encoded again may be there twice.
             finished += [id_ for id_ in dict.fromkeys(ended) if self._counted.get(id_) == end and id_ in step.decode]
         if step.lane == "both":
             for id_ in encoded:
@@ -198,7 +199,7 @@ class _Endings:
 
 
 class _Journal:
-    """Drives a schedule, and records what its log needs."""
+    """Drives a schedule and records its steps."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -206,7 +207,7 @@ class _Journal:
         self._arrivals: list[Arrival] = []
         self._cancelled: list[tuple[int, int]] = []
         self._now_ns = -1
-        """Time up to which requests have expired."""
+        """Time up to which expired requests have been removed."""
         self.num_begun = 0
         self.num_settled = 0
 
@@ -273,10 +274,10 @@ class _Journal:
 def replay(
     schedule: Schedule, log: Sequence[StepRecord], on_begin: Callable[[StepRecord, Step], None] | None = None
 ) -> list[StepRecord]:
-    """Feed a real engine's arrivals, cancellations, endings and clock readings to a schedule, in the log's order.
+    """Return the steps of a schedule fed with a log's arrivals, cancellations, endings and times, in the log's order.
 
-    The resulting steps equal the log's, unless the two engines have diverged; all after the first that
-    differs is left out. A log may be cut short, as when its engine was killed.
+    The steps equal the log's unless the two engines diverge; those from the first different one on are left out. A log
+    may be cut short, for example because its engine was killed.
 
     Args:
         on_begin: is called with each step when it is scheduled, while the schedule is in that state.
@@ -296,7 +297,7 @@ def replay(
     for number, record in enumerate(sorted(log, key=lambda record: record.number)):
         if number != record.number:
             break
-        # A request that leaves early frees its blocks early, and kept blocks are evicted in the order of release.
+        # The order of cancellations matters: cached blocks are evicted in the order in which they were released.
         cancelled = deque(zip(record.cancelled, record.cancelled_after or repeat(record.settled), strict=False))
         while journal.num_settled < record.settled:
             while cancelled and cancelled[0][1] == journal.num_settled:

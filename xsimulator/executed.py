@@ -22,14 +22,15 @@ Array = npt.NDArray[np.float64]
 
 
 BETWEEN_NS = 5_000_000
-"""Longest time between two steps that follow each other, in which the engine hands out tokens and takes in requests."""
+"""Longest time between consecutive steps of a busy engine, in which it hands out tokens and takes in requests."""
 
 
 class Executed(NamedTuple):
     """A step of a log.
 
     Attributes:
-        seconds: time for which its lane was busy with it: from the end of the step before if a request was there then.
+        seconds: time for which its lane was busy with it; it counts from the end of the previous step if a request was
+            there then.
     """
 
     record: StepRecord
@@ -53,7 +54,7 @@ class Paces(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The pace: measured over predicted time of all steps together."""
+        """The pace: ratio of measured to predicted time of all steps together."""
         return float(self.measured_s.sum() / self.predicted_s.sum())
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Paces:
@@ -67,9 +68,9 @@ class Paces(NamedTuple):
 
 
 def executed(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
-    """Return the steps of a log with their counts, as far as it replays, without transfers.
+    """Return the steps of a log with their counts, without transfers, up to the first step that does not replay.
 
-    In a log of several replicas, each replica's steps are replayed by themselves.
+    In a log of several replicas, each replica's steps are replayed separately.
     """
     logs = [[record for record in log if record.replica == number] for number in range(plan.replicas)]
     return [step for of_one in logs for step in _of_replica(plan, of_one)]
@@ -103,8 +104,10 @@ def _of_replica(plan: Plan, log: Sequence[StepRecord]) -> list[Executed]:
 def paces(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], within: Sequence[StepRecord] | None = None
 ) -> Paces | None:
-    """Compare the steps of a log with their predictions; None where a lane has several stages, whose steps also wait
-    for each other (`paces_of_workers` compares those), or nothing was executed.
+    """Return the measured and predicted times of the steps of a log.
+
+    None if a lane has several stages, whose steps also wait for each other (see `paces_of_workers`), or if nothing was
+    executed.
 
     Args:
         within: the steps of the log to compare; None: all.
@@ -129,9 +132,10 @@ def paces(
 def paces_of_workers(
     plan: Plan, profile: Profile, log: Sequence[StepRecord], busy_s: Mapping[str, float]
 ) -> Paces | None:
-    """Compare what the workers of each stage have computed with the predictions of all steps of the log; None where a
-    worker has not told, or workers were started anew, which tell only what came after. A step of several
-    tensor-parallel workers is that of the first, which waits for the others.
+    """Return the measured and predicted times for which each stage's worker was busy in all steps of the log.
+
+    None if a worker's time is missing, or if workers were restarted and report only the time since then. Of several
+    tensor-parallel workers, the first counts: it waits for the others.
 
     Args:
         busy_s: seconds by worker, as the server's metrics name them.

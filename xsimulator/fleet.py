@@ -1,9 +1,9 @@
-"""Simulate a day's requests on a fleet that changes: the replica each goes to, and its times there.
+"""Simulate a day's requests on a fleet whose replicas change.
 
-Requests go to the replica with the fewest outstanding ones for its rate, as gateways that balance by the least number
-of requests send them. Outstanding requests are computed from the plan: a request leaves after the plan's time to the
-first token and its mean gaps, as in a fleet that keeps its bounds. Each replica then runs its
-own requests by counts.
+Each request goes to the replica with the fewest outstanding requests relative to its rate, as gateways with
+least-request balancing do. Outstanding requests are computed from the plan: a request leaves after the plan's time to
+the first token and its mean gaps, as in a fleet that keeps its bounds. Each replica then runs its own requests by
+counts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Replica:
-    """A replica of a day.
+    """A replica that serves for a part of the day.
 
     Attributes:
         kind: number of its kind.
-        from_s, to_s: time in which it takes requests; it finishes all that it has taken.
+        from_s, to_s: time in which it accepts requests; it finishes all that it has accepted.
     """
 
     kind: int
@@ -46,7 +46,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests in the order of their arrival. # each [requests]"""
+    """Requests in order of arrival. # each [requests]"""
 
     inputs: Ints
     outputs: Ints
@@ -57,7 +57,7 @@ class Requests:
 
 
 def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
-    """Return replicas that give the number of each kind in each interval; the newest leave first.
+    """Return replicas such that each interval has the given number of each kind; the newest leave first.
 
     Args:
         counts: # [intervals, kinds]
@@ -75,10 +75,9 @@ def replicas_of(counts: Ints, interval_s: float) -> list[Replica]:
 
 
 def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[ReplicaKind]) -> Ints:
-    """Return the replica of each request: among those that accept requests, the one with the fewest outstanding
-    relative to its rate.
+    """Return the replica of each request: the one that accepts requests and has the fewest outstanding for its rate.
 
-    A request that arrives when none takes requests goes to the next one that accepts some. # [requests]
+    A request that arrives while no replica accepts requests goes to the next one that does. # [requests]
     """
     plans = [kinds[replica.kind].plan.estimate for replica in replicas]
     return _routed(
@@ -156,7 +155,7 @@ def simulate_fleet(
         replica = replicas[number]
         plan = kinds[replica.kind].plan
         arrivals_s, outputs = requests.arrivals_s[chosen], requests.outputs[chosen]
-        # A request that arrived before the replica served has waited for it.
+        # A request that arrived before its replica was ready has waited for it.
         entered_ns = (np.maximum(arrivals_s, replica.from_s) * 1e9).astype(int)
         stream = Stream(requests.inputs[chosen], outputs, _longest(plan, longest), entered_ns)
         done = run_of(plan, lanes[replica.kind], stream)

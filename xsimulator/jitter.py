@@ -1,6 +1,6 @@
-"""Single steps in simulation: steps that do the same work take different times.
+"""Draw the times of single simulated steps: steps that do the same work take different times.
 
-A profile's tables are means, and sums of many steps need no more. The long gaps between tokens are single steps.
+A profile's tables hold means, which suffice for sums of many steps. The longest gaps between tokens are single steps.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 from xgpt.core.schema import Jitter
 
 NUM_DRAWN = 2**16
-"""Stretches that are drawn once, and used over and over."""
+"""Number of ratios that are drawn once and reused."""
 
 
 class JitteredTimes:
-    """Returns the time of a single step for its mean time, and for the same calls always the same.
+    """Returns a step's random time for its mean time; equal sequences of calls give equal results.
 
-    A step passes in stretches that last about as long as the steps that were measured. Each takes a ratio drawn from
-    theirs, so that a step of n stretches varies by 1/sqrt(n) as much as they do.
+    A step is divided into parts about as long as the measured steps. Each part's time varies by a ratio drawn from
+    those that were measured, so a step of n parts varies by 1/sqrt(n) as much.
     """
 
     def __init__(self, jitter: Jitter) -> None:
@@ -37,6 +37,6 @@ class JitteredTimes:
 
 @lru_cache(maxsize=8)
 def _sums_of(ratios: tuple[float, ...]) -> list[float]:
-    """Return the sums of the first 0, 1, .. drawn ratios, whose mean is 1: the same for every run."""
+    """Return the sums of the first 0, 1, .. drawn ratios, whose mean is 1; they are the same in every run."""
     drawn = np.random.default_rng(0).choice(ratios, NUM_DRAWN)
     return [0.0, *np.cumsum(drawn / drawn.mean()).tolist()]

@@ -18,15 +18,15 @@ Ints = npt.NDArray[np.int_]
 
 @dataclass(frozen=True, eq=False)
 class Reused:
-    """What requests find of their prompts, and the memory that is left for it.
+    """The part of prompts that requests find cached, and the memory for it.
 
     Attributes:
-        whole, cached: tokens of prompts, and of each of them those that are found. # [kinds] each
-        probabilities: of these kinds of requests. # [kinds]
+        whole, cached: tokens of prompts, and how many of them are found. # [kinds] each
+        probabilities: probabilities of these kinds of requests. # [kinds]
         kept_tokens: tokens of K/V memory that hold prompts, of running requests and of earlier ones.
-        most: share of all prompt tokens that an unlimited cache finds.
-        holds_prompts: a running request is promised memory for its prompt, as if it shared it with none that runs.
-            Without it requests take less than they do: for bounds.
+        most: share of all prompt tokens that would be found in an unlimited cache.
+        holds_prompts: whether memory for its prompt is reserved for a running request, as if no other running request
+            shared it. Without that, requests take less than in reality, for bounds.
     """
 
     whole: Array
@@ -38,28 +38,28 @@ class Reused:
 
     @classmethod
     def proportional(cls, workload: Workload, share: float, kept_tokens: float, most: float) -> Reused:
-        """Every request finds the same share of its prompt, but for its last token."""
+        """Return reuse in which every request finds the same share of its prompt, except its last token."""
         whole = np.asarray(workload.input.lengths, float)
         cached = np.floor(np.minimum(share * whole, whole - 1))
         return cls(whole, cached, np.asarray(workload.input.probabilities), kept_tokens, most)
 
     @property
     def share(self) -> float:
-        """The share of all prompt tokens that is found."""
+        """Share of all prompt tokens that are found."""
         return float((self.probabilities @ self.cached) / (self.probabilities @ self.whole))
 
     def kept_blocks(self, block_size: int) -> int:
-        """The same memory in K/V blocks."""
+        """Return the number of K/V blocks for the kept tokens."""
         return math.ceil(self.kept_tokens / block_size)
 
 
 class Lengths:
     """Input lengths I and decode iterations D of a workload.
 
-    If requests find a part of their prompts in the cache, I counts the rest, and `mean_whole_input` all tokens.
+    If a part of prompts is found cached, I counts only the rest, and `mean_whole_input` all tokens.
 
-    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times; the paper
-    counts s. Everything downstream counts D.
+    The encode pass emits the first output token, so a request of output length s decodes D = s - 1 times. The paper
+    counts s; all code here counts D.
     """
 
     def __init__(self, workload: Workload, reused: Reused | None = None) -> None:
@@ -95,7 +95,7 @@ class Lengths:
 
     @cached_property
     def survival(self) -> Array:
-        """P(D >= t) for t = 1 .. max D; at least one entry, so that one-token outputs need no special case."""
+        """P(D >= t) for t = 1 .. max D; it has at least one entry, so one-token outputs need no special case."""
         times = np.arange(1, max(2, self.max_output))
         above = np.searchsorted(self.outputs - 1, times, side="left")
         tail = np.concatenate([np.cumsum(self.output_probabilities[::-1])[::-1], [0.0]])
@@ -103,16 +103,18 @@ class Lengths:
 
     @cached_property
     def mean_decode_context(self) -> float:
-        """Mean tokens attended to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, for any schedule."""
+        """Mean tokens that a request attends to in a decode iteration: E[I] + (E[D^2]/E[D] + 1)/2, for any schedule."""
         if not self.mean_decodes:
             return self.mean_whole_input
         times = np.arange(1, len(self.survival) + 1)
         return self.mean_whole_input + float(times @ self.survival) / self.mean_decodes
 
     def in_the_middle(self, num_requests: int, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Output tokens that requests met in decode have generated, and those that they have left, at least one.
+        """Return random requests in decode: the output tokens that they have generated, and those still to come (at
+        least one).
 
-        A request that decodes longer is met more often, and at any of its decode iterations alike. # [requests] each
+        A request that decodes longer is in decode more often, and equally often at each of its decode iterations. #
+        [requests] each
         """
         shares = self.output_probabilities * (self.outputs - 1)
         if not shares.any():
@@ -123,32 +125,32 @@ class Lengths:
 
     @property
     def _held_inputs(self) -> Array:
-        """Tokens of prompts that count towards a running request's memory."""
+        """Prompt tokens that count towards a running request's memory."""
         if self.reused is None:
             return self.inputs
         return self.reused.whole if self.reused.holds_prompts else np.zeros_like(self.inputs)
 
     def decodes_at(self, q: float) -> int:
-        """D of a request whose output has the quantile's length."""
+        """Return D of a request whose output has the quantile's length."""
         return quantile(self._workload.output, q) - 1
 
     def reserved_blocks(self, block_size: int) -> tuple[float, float]:
-        """Mean and mean square of the K/V blocks that "reserve" sets aside for a request."""
+        """Return the mean and mean square of the K/V blocks that are reserved for a request under "reserve"."""
         blocks = np.ceil((self._held_inputs + self.max_output) / block_size)
         return float(self.input_probabilities @ blocks), float(self.input_probabilities @ blocks**2)
 
     def output_blocks(self, block_size: int) -> tuple[float, float]:
-        """Mean and mean square of the K/V blocks behind a running request's prompt at a random moment."""
+        """Return the mean and mean square of the K/V blocks for a running request's output at a random moment."""
         met = np.concatenate([[1.0], self.survival])
         met /= met.sum()
         blocks = np.arange(len(met)) / block_size + 1
         return float(blocks @ met), float(blocks**2 @ met)
 
     def occupied_blocks(self, block_size: int) -> tuple[float, float]:
-        """Mean and mean square of the K/V blocks that a running request holds at a random moment.
+        """Return the mean and mean square of the K/V blocks that a running request holds at a random moment.
 
-        A request that decodes D times is met at each of its ages 0 .. D alike, so an age a is met with probability
-        proportional to P(D >= a).
+        A request that decodes D times is equally often at each age 0 .. D, so the probability of age a is proportional
+        to P(D >= a).
         """
         ages = np.arange(len(self.survival) + 1)
         met = np.concatenate([[1.0], self.survival])
@@ -158,12 +160,12 @@ class Lengths:
 
 
 def phases(decodes: npt.ArrayLike, decode_iterations: int) -> Array:
-    """c = ceil(D / N_D): the phases that a request stays in decode. Source: ExeGPT sec. 6."""
+    """Return c = ceil(D / N_D), the number of phases for which a request stays in decode. Source: ExeGPT sec. 6."""
     return np.ceil(np.asarray(decodes, float) / decode_iterations)
 
 
 def steady_decode_batch(lengths: Lengths, encode_batch: float, decode_iterations: int) -> float:
-    """Requests in decode at the start of an RRA phase: B_D = B_E E[c(D)], exact by Little's law.
+    """Return the requests in decode at the start of an RRA phase: B_D = B_E E[c(D)], exact by Little's law.
 
     The paper's B_E / E[1/c] is biased: requests that stay longer are over-represented in decode.
     Source: ExeGPT sec. 6, corrected.

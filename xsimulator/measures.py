@@ -1,7 +1,7 @@
 """Measure throughput and latencies from a log of steps, simulated or real: one definition for both.
 
 If requests are always waiting, latency counts from admission, the start of the step that begins to encode a request
-(`measure`); if they arrive by themselves, it counts from arrival (`request_times`).
+(`measure`). If they arrive at their own times, it counts from arrival (`request_times`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Batch = tuple[str, int, int]
 """Requests that decode together: lane, micro-batch and replica."""
 
 VIRTUAL_SHARE = 0.8
-"""Share of the admissions that must show the latency of a request of the quantile's length."""
+"""Least share of the admissions from which the latency of a request of the quantile's length must be readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,19 @@ class Measured:
 
     Attributes:
         num_requests: requests that finished in the window.
-        throughput_rps: of the window.
-        output_tokens_per_s: of the window.
-        latency_s: mean time from admission until a request of `quantile_output` tokens has its last one. Every running
-            request decodes in every step that decodes, so each of the window's admissions shows this time whatever its
-            own length. Not so where no request was left in decode before that: such a request would have kept the next
-            ones out. Where that is common (static batches, phases longer than most outputs), and where steps mix
-            encode and decode (such a request would have kept its slot from the prompts that came to it), this is the
-            mean time to the first token and the mean gap before each further one, in mixed steps of all gaps together.
-        request_latency_s: the quantile over requests of the time from admission to the last token.
+        throughput_rps: requests a second in the window.
+        output_tokens_per_s: output tokens a second in the window.
+        latency_s: mean time from admission to the last token of a request with `quantile_output` tokens. Every running
+            request decodes in every step that decodes, so each admission in the window shows this time, whatever its
+            own length. The exception is an admission after which no request was left in decode before that time, since
+            the longer request would have kept later ones out. If that is common (static batches, phases longer than
+            most outputs), or if steps mix encode and decode (the longer request would have kept its slot), this is the
+            mean time to the first token plus the mean gap before each further token.
+        request_latency_s: quantile over requests of the time from admission to the last token.
         ttft_s: mean time from admission to the first token.
         itl_p99_s: 99th percentile of the gaps between tokens of a request.
         preemptions: requests that lost their K/V in the window.
-        encode_batch, decode_batch: mean requests in steps that encode, and that decode.
+        encode_batch, decode_batch: mean numbers of requests in steps that encode and in steps that decode.
         latencies_s: time from admission to the last token of each finished request.
     """
 
@@ -62,7 +62,7 @@ class Measured:
     latencies_s: Array
 
     def share_within(self, bound_s: float) -> float:
-        """Share of the finished requests whose time from admission to the last token keeps the bound."""
+        """Return the share of the finished requests whose time from admission to the last token keeps the bound."""
         return float(np.mean(self.latencies_s <= bound_s))
 
 
@@ -77,17 +77,18 @@ def measure(
     has_encoder: bool = False,
     may_end: bool = False,
 ) -> Measured:
-    """Read a log after its first `skip_requests` endings, over about `num_requests` more.
+    """Return the figures of a log's window: about `num_requests` endings after the first `skip_requests`.
 
     The window opens and closes at the start of a step that encodes, so that it holds whole cycles.
 
     Args:
-        may_end: read to the end of a log in which no more requests ended, instead of refusing it.
-        encode_emits: the step that ends a prompt makes the first token (not so where WAA's encode lane is an encoder).
-        has_encoder: a preempted request generates its tokens anew.
+        may_end: whether the window may extend to the end of a shorter log.
+        encode_emits: whether the step that ends a prompt makes the first token (not if WAA's encode lane is an
+            encoder).
+        has_encoder: whether the model is an encoder-decoder, in which a preempted request generates its tokens again.
 
     Raises:
-        InputError: the log is too short for that.
+        InputError: the log is too short.
     """
     steps = _Steps(log, encode_emits=encode_emits, has_encoder=has_encoder)
     first, last = steps.window(skip_requests, num_requests, may_end=may_end)
@@ -136,7 +137,8 @@ def window_of(log: Sequence[StepRecord], skip_requests: int, num_requests: int) 
 
 
 def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the log of one lane as it would be, had no step waited for a core; arrivals stay as far before steps."""
+    """Return the log of one lane without the times for which steps waited for a core; arrivals are shifted with the
+    steps."""
     found, waited_ns = [], 0
     for record in log:
         start_ns = record.start_ns - waited_ns
@@ -147,7 +149,7 @@ def without_core_waits(log: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def steps_of_first(log: Sequence[StepRecord], num_requests: int) -> Sequence[StepRecord]:
-    """Return the steps until the first requests to arrive have ended: those that `request_times` reads."""
+    """Return the steps until the first `num_requests` to arrive have ended: those that `request_times` reads."""
     counted = set(_first_to_arrive(log, num_requests))
     ends = [i for i, record in enumerate(log) if not counted.isdisjoint(record.finished)]
     return log[: ends[-1] + 1] if ends else log
@@ -163,12 +165,12 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """What each request took from its arrival on, waiting included, in seconds. # each [requests]
+    """Times of each request from its arrival, waiting included, in seconds. # each [requests]
 
     Attributes:
-        ttft_s: to the first token.
-        tpot_s: mean gap between its tokens; 0 of a request with one.
-        whole_s: to the last token.
+        ttft_s: time to the first token.
+        tpot_s: mean gap between tokens; 0 for an output of one token.
+        whole_s: time to the last token.
         num_lost: requests that arrived and never ended.
     """
 
@@ -178,11 +180,11 @@ class RequestTimes:
     num_lost: int = 0
 
     def later(self, path_s: float) -> RequestTimes:
-        """Return the times of requests that each take `path_s` longer, before their first token."""
+        """Return the times with `path_s` added before each request's first token."""
         return replace(self, ttft_s=self.ttft_s + path_s, whole_s=self.whole_s + path_s) if path_s else self
 
     def excess(self, goal: Goal) -> Array:
-        """Each request's time over its bound, the worst of the goal's bounds, headroom not counted."""
+        """Return each request's ratio of time to bound, for the worst of the goal's bounds, without headroom."""
         worst = np.zeros(len(self.whole_s))
         for times, bound in (
             (self.whole_s, goal.latency_bound_s),
@@ -194,21 +196,21 @@ class RequestTimes:
         return worst
 
     def share_kept(self, goal: Goal) -> float:
-        """Share of the requests that arrived and kept all bounds of a goal."""
+        """Return the share of all requests that arrived which kept all bounds of a goal."""
         return float(np.sum(self.excess(goal) <= 1)) / max(len(self.whole_s) + self.num_lost, 1)
 
     def goodput(self, constraint: Constraint) -> float:
-        """Share of the requests that arrived and kept every bound."""
+        """Return the share of all requests that arrived which kept every bound."""
         return self.share_kept(constraint.all_bounds)
 
     def keeps(self, constraint: Constraint) -> bool:
-        """Whether as many requests kept their bounds as the constraint wants."""
+        """Return whether as many requests kept their bounds as the constraint requires."""
         return all(self.share_kept(goal) >= goal.quantile for goal in constraint.goals)
 
     @property
     def figures(self) -> dict[str, float]:
-        """Mean and quantiles of each time by name: ttft_mean_s, ttft_p50_s and so on; tpot of requests that have one
-        gap or more."""
+        """Mean and quantiles of each time by name: ttft_mean_s, ttft_p50_s and so on; tpot only of requests with at
+        least one gap."""
         found = {}
         of_gaps = self.tpot_s[self.tpot_s > 0]
         for name, times in (("ttft", self.ttft_s), ("tpot", of_gaps), ("whole", self.whole_s)):
@@ -226,13 +228,13 @@ def request_times(
     of_class: str | None = None,
     tokens: npt.NDArray[np.int_] | None = None,
 ) -> RequestTimes:
-    """Return what the first requests of a log took from their arrival on.
+    """Return the times, from arrival, of the first requests of a log.
 
     Args:
-        num_requests: of the requests in the order of their arrival; None: all.
+        num_requests: number of requests, in order of arrival; None: all.
         encode_emits: see `measure`.
-        of_class: of these requests, those of this class; None: all.
-        tokens: output tokens by id; None: as many as the log has.
+        of_class: return only those of this class of requests; None: all.
+        tokens: output tokens by id; None: as many as the log shows.
     """
     steps = _Steps(log, encode_emits=encode_emits)
     arrivals = {arrival.id: arrival for record in log for arrival in record.arrivals}
@@ -252,13 +254,13 @@ def request_times(
 
 
 class _Steps:
-    """A log, indexed."""
+    """An index of a log: for each request the steps of its admission, tokens and end."""
 
     def __init__(self, log: Sequence[StepRecord], *, encode_emits: bool, has_encoder: bool = False) -> None:
         self.log = log
         self.start = np.asarray([record.start_ns for record in log], float)
         self.end = np.asarray([record.end_ns for record in log], float)
-        # Steps of two lanes overlap: whose arrival a record tells of may have been encoded by then.
+        # Steps of two lanes overlap: a request may be encoded in a record before the one that lists its arrival.
         prompts = {arrival.id: arrival.input_length for record in log for arrival in record.arrivals}
         self.admitted: dict[int, int] = {}
         self.first_token: dict[int, int] = {}
@@ -266,7 +268,7 @@ class _Steps:
         self.num_tokens: dict[int, int] = {}
         self._first_decode: dict[int, int] = {}
         self._batch_of: dict[int, Batch] = {}
-        """Where a request decodes."""
+        """The batch in which each request decodes."""
         decode_steps: defaultdict[Batch, list[int]] = defaultdict(list)
         empty_steps: defaultdict[Batch, list[int]] = defaultdict(list)
         decoding: defaultdict[Batch, set[int]] = defaultdict(set)
@@ -279,7 +281,7 @@ class _Steps:
                 if has_encoder:
                     self.num_tokens[id_] = 0
             for id_, start, length in record.encode:
-                # A preempted request is encoded again: its admission and its first token stay where they were.
+                # A preempted request is encoded again; its admission and its first token stay the first ones.
                 self.admitted.setdefault(id_, i)
                 if start + length == prompts[id_] + self.num_tokens.get(id_, 0) and encode_emits:
                     self.first_token.setdefault(id_, i)
@@ -327,9 +329,9 @@ class _Steps:
         raise InputError("requests", num_ended, f"the log needs over {skip + count} finished before its last prompt")
 
     def virtual_latencies(self, ids: Sequence[int], output_length: int) -> Array:
-        """Seconds from each admission to the token that a request of this length would have ended with.
+        """Return the seconds from each admission to the last token that a request of this length would have had.
 
-        Left out: admissions too near the log's end. NaN: where a step in between left no request in decode.
+        Admissions too near the log's end are left out; NaN if a step in between left no request in decode.
         """
         if output_length == 1 and self._encode_emits:
             return (self.end[[self.first_token[i] for i in ids]] - self.start[[self.admitted[i] for i in ids]]) / 1e9
@@ -339,7 +341,7 @@ class _Steps:
             if not members:
                 continue
             start = self.start[[self.admitted[id_] for id_ in members]]
-            if batch[0] == "both":  # the step of its first token may leave none in decode
+            if batch[0] == "both":  # the step of the first token may leave no request in decode
                 begin = np.asarray([self.first_token[id_] for id_ in members])
                 after = np.searchsorted(steps, begin, side="right")
             else:
@@ -354,7 +356,7 @@ class _Steps:
         return np.concatenate(found) if found else np.zeros(0)
 
     def gaps(self, first: int, last: int) -> tuple[Array, npt.NDArray[np.int_]]:
-        """Seconds between tokens: each step that decodes ends a gap for every request in it; and after which token."""
+        """Return all gaps between tokens, in seconds, and the number of the token before each gap."""
         before: dict[int, tuple[float, int]] = {}
         gaps: list[tuple[float, int]] = []
         for i in range(len(self.log)):
@@ -374,10 +376,10 @@ class _Steps:
 
 
 def mean_gaps(gaps: Array, ages: npt.NDArray[np.int_], output_length: int) -> Array:
-    """Mean gap after each token of a request of this length but the last. # [output_length - 1]
+    """Return the mean gap after each token, except the last, of a request of this length. # [output_length - 1]
 
     Whether a request goes on is not known before its next token, so the gaps after the n-th token of requests that did
-    go on hold for any request. If no request reached a token, the mean of all gaps is used.
+    go on are valid for any request. If no request reached a token, the mean of all gaps is used.
     """
     seen = ages < output_length
     total = np.bincount(ages[seen], gaps[seen], output_length)[1:]

@@ -1,4 +1,4 @@
-"""Compute what fits: the K/V blocks that weights leave room for, and the requests that those blocks hold."""
+"""Compute how many K/V blocks fit beside a model's weights, and how many requests those blocks hold."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ from xsimulator.stages import Lane, StageShape
 
 MIB = 2**20
 WORKSPACE_BYTES = 256 * MIB
-"""Buffers of libraries and of the engine itself, activations not included."""
+"""Buffers of libraries and of the engine itself, without activations."""
 
 
 PADDED = "mxfp4"
-"""Format of experts whose widths engines pad, and whose kernels keep no buffers from step to step."""
+"""Weight format of experts whose widths engines pad and whose kernels keep no buffers between steps."""
 OWN_KERNELS = re.compile(r"^g?h(100|20|200)|^g?b[23]00")
-"""Names of devices that engines have kernels of their own for in this format; others run Marlin's."""
+"""Names of devices for which engines have special kernels for this format; on others they use Marlin's."""
 
 
 def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
-    """Peak of a step's intermediate tensors, in this dtype: the widest layer's inputs and outputs live together."""
+    """Return the peak bytes of a step's intermediate tensors per token: the widest layer's inputs and outputs
+    together."""
     ffn = spec.ffn_size
     if spec.experts is not None:
         ffn = max(ffn, spec.experts.active * spec.experts.ffn_size + spec.experts.shared_ffn_size)
@@ -45,16 +46,16 @@ def activation_bytes_per_token(spec: ModelSpec, dtype: DType) -> int:
 
 
 class StepBuffers:
-    """Bytes that an engine sets aside on a device of each stage for its largest step.
+    """Bytes that an engine reserves on a device of each stage for its largest step.
 
-    xgpt's own engine runs a step in slices and lets go of each before the next. Others run a step of the largest size
-    before they size K/V memory, and sample for as many requests as their batches are made for: the hidden states of all
-    tokens stay, and with them the larger of a layer's tensors and of what logits and sampling take. Buffers
-    between the products of experts stay, too, in versions that keep them.
+    xgpt's own engine runs a step in slices and frees each before the next. Other engines run a step of the largest size
+    before they allocate K/V memory, and sample for their largest number of requests: they reserve the hidden states of
+    all tokens, plus the larger of a layer's tensors and the memory of logits and sampling. Some versions also reserve
+    the buffers between the matrix products of experts.
 
     Args:
         keeps: the engine; None: xgpt's own.
-        slots: requests that its batches are made for.
+        slots: largest number of requests in its batches.
     """
 
     def __init__(
@@ -77,14 +78,15 @@ class StepBuffers:
         self.rows = np.asarray(rows)
 
     def of(self, step_tokens: Array, stages: npt.NDArray[np.intp] | slice = slice(None)) -> Array:
-        """Return the bytes of a largest step with this many tokens. # [n] -> [stages, n]"""
+        """Return the bytes reserved if the largest step has this many tokens. # [n] -> [stages, n]"""
         stays, layer, sampled = self.rows[stages].T[:, :, None]
         tokens = np.minimum(step_tokens, self._most)
         return stays * tokens + np.maximum(layer * tokens, sampled)
 
 
 def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
-    """Return a token's elements in the widest layer on one device, and those between the products of its experts."""
+    """Return a token's elements in the widest layer on one device, and those between the matrix products of its
+    experts."""
     products, layer, between = spec.sizes.products, 0.0, 0.0
     for kind in spec.kinds:
         wide = float(products * kind.ffn_size)
@@ -106,17 +108,17 @@ def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
 class LaneMemory:
     """Memory of the devices of one lane's stages.
 
-    Every stage keeps its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. The
-    encode lane of an encoder-decoder has no decoder layer: its last stage keeps what the encoder has read, a hidden
-    state a token, until the decode lane has received it. Arrays have an entry for each stage; the devices of its group
-    hold the same.
+    Every stage holds its layers' K/V of every request in the lane, so the stage with the fewest blocks decides. The
+    encode lane of an encoder-decoder has no decoder layer: its last stage holds the encoder's output, one hidden state
+    per token, until the decode lane has received it. Arrays have an entry for each stage; the devices of its group hold
+    equally much.
 
     Args:
-        precision: types of what lies in memory.
-        keeps: what is known of the engine: the memory that it keeps for itself.
-        slots: requests that its batches are made for.
-        speculation: the draft, whose weights and keys and values lie beside the model's; None: there is none.
-        kept_blocks: blocks that hold prompts, of requests that run and of earlier ones, for later ones to find.
+        precision: data types of weights, activations and K/V.
+        keeps: the engine, which reserves memory for itself; None: xgpt's own.
+        slots: largest number of requests in its batches.
+        speculation: the draft, whose weights and K/V are also in memory; None: there is none.
+        kept_blocks: blocks that hold the prompts of running and earlier requests for later ones to find.
 
     Raises:
         InfeasibleError: not even the weights fit on some stage.
@@ -145,7 +147,7 @@ class LaneMemory:
         tp = np.asarray([stage.tp for stage in lane], float)
         last = np.cumsum([stage.decoder_layers for stage in lane])
         self.weight_bytes: Array = _weight_bytes(spec, cluster, precision, lane, keeps)
-        """Of one device of each stage."""
+        """Bytes of weights on one device of each stage."""
         kept = [
             _kept(spec, precision.kv, stage, int(end), context if keeps is not None and keeps.drops_windows else None)
             for stage, end in zip(lane, last, strict=True)
@@ -157,7 +159,7 @@ class LaneMemory:
             drafted = draft.kept_bytes(precision.kv, lane[-1].tp)
         self._block_bytes: Array = block_size * (np.asarray([grows for grows, _ in kept]) + drafted)
         self.request_bytes: Array = np.asarray([constant for _, constant in kept])
-        """Bytes that a request of any length keeps on a device of each stage: states, and K/V within windows."""
+        """Bytes on a device of each stage for a request of any length: recurrent states, and K/V within windows."""
         if not last[-1]:
             self._block_bytes[-1] = block_size * spec.hidden_size * state
         self._buffers = StepBuffers(spec, precision, lane, keeps, slots)
@@ -167,17 +169,17 @@ class LaneMemory:
             group_bytes = keeps.group_bytes
         self.fixed_bytes: Array = self.weight_bytes + kept_bytes + group_bytes * (tp > 1)
         occupied = self.fixed_bytes
-        if keeps is not None and keeps.shares_rest:  # the share of the weights is theirs, too
+        if keeps is not None and keeps.shares_rest:  # weights may also use their share of the reserve
             occupied = occupied - (1 - cluster.device.usable_memory) * self.weight_bytes
         self._occupied: Array = occupied
-        """What K/V cannot have of `_usable` on a device of each stage, activations left out."""
+        """The part of `_usable` that is not for K/V, on a device of each stage, without activations."""
         # One block takes at least a byte: a model without growing K/V is limited by its requests.
         distinct = {
             (a, b, *row): i
             for i, (a, b, row) in enumerate(zip(occupied, self._block_bytes, self._buffers.rows.tolist(), strict=True))
         }
         self._distinct = np.asarray(sorted(distinct.values()))
-        """Stages that differ."""
+        """Indices of the stages that differ in memory."""
         worst = int(np.argmax(occupied))
         if must_fit and occupied[worst] >= self._usable:
             needed, offered = self.fixed_bytes[worst] / 2**30, self._usable / 2**30
@@ -190,9 +192,10 @@ class LaneMemory:
             )
 
     def blocks_beside(self, step_tokens: npt.ArrayLike) -> Array:
-        """Blocks for which every stage has room once a step of `step_tokens` has its activations. # [n] -> [n]
+        """Return the blocks for which every stage has room beside the activations of a step of `step_tokens`. # [n] ->
+        [n]
 
-        What requests keep whatever their length is to come out of them: see `request_blocks`.
+        They include the memory that each request needs whatever its length: see `request_blocks`.
         """
         free, block = self.free_bytes(step_tokens), self._block_bytes[self._distinct, None]
         if self.request_bytes.any():
@@ -203,18 +206,19 @@ class LaneMemory:
 
     @property
     def request_blocks(self) -> float:
-        """Return the blocks that equal the memory of a request of any length, on the stage where they are most."""
+        """Blocks that are worth the memory that each request needs whatever its length, on the stage with the most."""
         if not self.request_bytes.any():
             return 0.0
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
 
     def free_bytes(self, step_tokens: npt.ArrayLike) -> Array:
-        """Return the bytes that K/V may take on a device of each different stage. # [n] -> [distinct stages, n]"""
+        """Return the bytes for K/V on a device of each stage that differs. # [n] -> [distinct stages, n]"""
         tokens, stages = np.atleast_1d(np.asarray(step_tokens, float)), self._distinct
         return self._usable - self._occupied[stages, None] - self._buffers.of(tokens, stages)
 
     def device_bytes(self, blocks: float, step_tokens: float, requests: float = 0.0) -> tuple[int, ...]:
-        """Bytes in use on each device, stage by stage, with these K/V blocks, requests and the largest step."""
+        """Return the bytes in use on each device, stage by stage, with these K/V blocks, requests and this largest
+        step."""
         activations = self._buffers.of(np.asarray([float(step_tokens)]))[:, 0]
         by_stage = self.fixed_bytes + activations + blocks * self._block_bytes + requests * self.request_bytes
         return tuple(int(used) for stage, used in zip(self.lane, by_stage, strict=True) for _ in range(stage.tp))
@@ -229,11 +233,11 @@ def _weight_bytes(
         np.asarray([getattr(stage, name) for stage in lane], float)
         for name in ("tp", "decoder_layers", "encoder_layers", "embeds", "heads")
     )
-    # A tied matrix is on both ends of a pipeline, and once if they are one stage, unless heads are packed.
+    # A tied matrix is on both ends of a pipeline; if these are one stage it is there once, unless heads are packed.
     ties = spec.tie_embeddings and not precision.packs
-    # Products in eight bits leave embedding and head in half precision.
+    # In eight bits, embedding and head stay in half precision.
     tables = embeds * state + heads * (1 - ties * embeds) * (state if precision.weights == "float8" else size)
-    if precision.screens:  # in eight bits, with two norms of each token, and as it was read: a tied embedding's
+    if precision.screens:  # an eight-bit copy with two norms for each token, and the head as loaded unless it is tied
         of_screen = 1 + 2 * BYTES_PER_ELEMENT["float32"] / spec.hidden_size
         tables += heads * (of_screen + (1 - spec.tie_embeddings * embeds) * state)
     ends = np.cumsum(decoder)
@@ -244,20 +248,20 @@ def _weight_bytes(
     )
     shared = layers - unshared + encoder * spec.encoder_layer_params * size
     tables = tables * spec.vocab_size * spec.hidden_size + embeds * state * spec.layer_embedding_params
-    # If replicas hold the experts together, a device has fewer of them than its group's share.
+    # If replicas share the experts, a device holds fewer of them than its group's share.
     fewer = 1 / tp - 1 / np.maximum(tp, [stage.ep for stage in lane])
     weights: Array = (shared + tables) / tp + unshared - fewer * experts
     if keeps is not None:
         marlin = None if OWN_KERNELS.match(cluster.device.name) else keeps.marlin_multiples
         multiples = marlin or (1, keeps.expert_multiple)
         weights += _padding(spec, precision.weights, lane, ends, multiples, is_repacked=marlin is not None)
-        if keeps.framework != "native":  # encoders of images and sound, which such engines load, too
+        if keeps.framework != "native":  # such engines also load encoders of images and sound
             weights += embeds * spec.tower_params * state / tp
     return weights
 
 
 def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: float | None) -> tuple[float, float]:
-    """Return the bytes that a device of a stage keeps of each token, and of each request of any length."""
+    """Return the bytes on a device of a stage for each token, and for each request whatever its length."""
     grows = constant = 0.0
     for kind in spec.kinds:
         count = kind.count(end - stage.decoder_layers, end)
@@ -282,8 +286,8 @@ def _padding(
 
     Args:
         multiples: of the hidden size, and of an expert's width.
-        is_repacked: whether kernels repack weights and scales into tensors of their own (Marlin's), beside which biases
-            count; in other figures they are contained.
+        is_repacked: whether kernels repack weights and scales into new tensors (Marlin's); then biases are added, which
+            other figures include.
     """
     stored = spec.quantization
     if stored is None or stored.kind != PADDED:
@@ -315,7 +319,8 @@ def _rounded_up(size: float, multiple: int) -> float:
 
 
 def _allocated(size: float) -> float:
-    """Return the bytes that PyTorch's allocator uses for a tensor: it keeps a rest of up to 1 MiB of its last 2 MiB."""
+    """Return the bytes that PyTorch's allocator uses for a tensor: it does not split off a rest of up to 1 MiB in its
+    last 2 MiB."""
     rest = -size % (2 * MIB)
     return size + rest if size >= 10 * MIB and rest <= MIB else size
 
@@ -328,17 +333,18 @@ def capacity(
     kept_blocks: int = 0,
     request_blocks: float = 0.0,
 ) -> npt.NDArray[np.float64]:
-    """Requests that may be inside at once.
+    """Return the number of requests that may be inside at once.
 
-    Each holds blocks of mean r and variance v. Under "reserve" as many are inside as fit, a compound Poisson sum: the
-    largest B with B E[r] + z sqrt(B E[r^2]) <= blocks; one that does not fit just waits, so 99 of 100 moments will do.
-    Under "quantile" B is the plan's `max_running`, and no more are inside: the sum varies by B v alone; where it does
-    not fit one is preempted, so it is 999 of 1000 moments. Both solve a quadratic in sqrt(B).
+    Each holds r blocks, with variance v. Under "reserve" as many are inside as fit, so their blocks are a compound
+    Poisson sum: the result is the largest B with B E[r] + z sqrt(B E[r^2]) <= blocks. A request that does not fit only
+    waits, so it suffices that B fit at 99 of 100 moments. Under "quantile", B is the plan's `max_running`, so the sum
+    has variance B v. If it does not fit, a request is preempted, so B must fit at 999 of 1000 moments. Both solve a
+    quadratic equation in sqrt(B).
 
     Args:
-        kept_blocks: blocks for prompts that later ones find; the outputs so far must fit into the others. What is
-            promised and not used yet keeps prompts, too.
-        request_blocks: blocks that each request takes besides, whatever its length.
+        kept_blocks: blocks for cached prompts; the outputs so far must fit into the others. Blocks that are reserved
+            but not used yet also hold cached prompts.
+        request_blocks: further blocks that each request takes whatever its length.
     """
     if kept_blocks:
         mean, mean_square = lengths.output_blocks(block_size)
@@ -355,7 +361,7 @@ def capacity(
 
 
 def _solve(z: float, mean: float, mean_square: float, blocks: Array) -> Array:
-    """The largest B with B mean + z sqrt(B mean_square) <= blocks."""
+    """Return the largest B with B mean + z sqrt(B mean_square) <= blocks."""
     available = np.maximum(blocks, 0.0)
     spread = z * np.sqrt(max(mean_square, 0.0))
     root = (np.sqrt(spread**2 + 4 * mean * available) - spread) / (2 * mean)

@@ -1,21 +1,23 @@
 """Compute in closed form the share of arriving requests that keep their bounds, waiting included, at any rate.
 
-The number of requests inside is taken for a birth-death process: arrivals at rate r, departures at the throughput X(k)
-that the schedule has with k requests inside, and at X(n) while more than the n that it takes are there:
+The number of requests inside is modelled as a birth-death process: arrivals at rate r, departures at the throughput
+X(k) of the schedule with k requests inside, and at X(n) while there are more than its n slots:
 
     log P(k) = sum_{j<=k} log(r / X(j)) / z + constant,   z = (1 + 1)/2 up to n + 1,  (1 + s^2)/2 beyond,
 
-with s the coefficient of variation of the time that a place is held: 0 where places are free again together, after a
-phase or a batch. A request that meets k others takes in turn
+with s the coefficient of variation of the time for which a slot is held; s = 0 if slots become free together, after a
+phase or a batch. A request that meets k others spends in turn
 
-- the time to the next step that may admit it, uniform over the time between two such steps;
-- where all n places are taken, the wait for one: exponential, for the tail of P is geometric;
-- its time inside, at the pace that the schedule has with k + 1 requests.
+- the time to the next step that may admit it: uniform over the time between two such steps;
+- if all n slots are taken, the wait for one: exponential, since the tail of P is geometric;
+- its time inside, at the pace of the schedule with k + 1 requests.
 
-Exact for Poisson arrivals and processor sharing up to n (the stay's distribution does not matter); beyond, the
-diffusion's variance. Sources: Kelly 1979, ch. 3; Whitt 1993 for z. Requests wait in order of arrival.
+This is exact for Poisson arrivals and processor sharing up to n (the distribution of stays does not matter); beyond n
+it uses the variance of the diffusion approximation. Sources: Kelly 1979, ch. 3; Whitt 1993 for z. Requests wait in
+order of arrival.
 
-The throughput with k inside is that of a smaller batch, saturated: one curve of batches tells of every cap along it.
+The throughput with k inside is that of a saturated smaller batch, so one curve of batch sizes serves every cap along
+it.
 """
 
 from __future__ import annotations
@@ -32,25 +34,25 @@ from xsimulator.lengths import Lengths
 Array = npt.NDArray[np.float64]
 
 NUM_LOADS = 16
-"""Batches at which a curve is evaluated, from one request up to its largest."""
+"""Number of batch sizes at which a curve is evaluated, from one request to its largest."""
 FEW_STATES = 24
-"""Up to this number of requests inside, each number is a state; beyond, ever fewer are."""
+"""Up to this number of requests inside, each number is a state; beyond it, states are further and further apart."""
 NUM_STATES = 72
 RATE_STEPS = 14
-"""Bisections of a rate: to a ten-thousandth of saturation."""
+"""Bisections of a rate, to a ten-thousandth of saturation."""
 LENGTH_EDGES = np.unique(np.concatenate([np.linspace(0, 0.9, 13), np.linspace(0.9, 0.98, 9), np.linspace(0.98, 1, 11)]))
-"""Shares of all output lengths, each of which stands for its mean."""
+"""Quantiles that divide output lengths into groups, each represented by its mean."""
 
 P99_DEVIATE = 2.33
 INPUT_EDGES = np.asarray([0.0, 0.35, 0.65, 0.85, 0.95, 0.99, 1.0])
 
 
 class LoadCurves:
-    """Curves of candidates of one policy: along each, the batch grows, and every point of it is a candidate.
+    """Curves of one policy's candidates: the batch grows along each, and every point is a candidate.
 
     Args:
-        found: predictions at saturation. # [curves * loads], the loads of a curve side by side, rising
-        goal: what a share of the requests is to keep.
+        found: predictions at saturation, curve by curve with rising loads. # [curves * loads]
+        goal: the bounds, and the share of requests that must keep them.
         headroom: share by which steps may take longer than predicted.
     """
 
@@ -68,16 +70,16 @@ class LoadCurves:
         inputs, of_inputs = _groups(lengths.inputs, lengths.input_probabilities, INPUT_EDGES)
         self._decodes, self._shares = np.repeat(decodes, len(inputs)), np.outer(of_decodes, of_inputs).ravel()
         self._prompts = np.tile(inputs / lengths.mean_input, len(decodes))
-        """Of representative requests: decode iterations, shares, and prompts relative to the mean one."""
+        """Representative requests: decode iterations, shares, and prompts relative to the mean prompt."""
         shape = (-1, num_loads)
         ttft, tpot, gate, throughput = (
             curve.reshape(shape) for curve in (found.ttft, found.tpot, found.cycle, found.throughput)
         )
-        # A step that mixes may admit at any time; other steps admit once a phase, or batch.
+        # Mixed steps may admit requests at any time; other policies admit once in a phase or batch.
         self._ttft, self._tpot, self._gate = ttft, tpot, tpot if stations.admits_each_step else gate
-        # A schedule never serves less with a larger batch: where the closed form says so, it is by rounding.
+        # A schedule never serves less with a larger batch; if the closed form says so, it is by rounding.
         self.saturation: Array = np.maximum.accumulate(throughput, axis=1)
-        """Requests a second at most. # [curves, loads]"""
+        """Highest requests a second. # [curves, loads]"""
         stay = ttft + tpot * lengths.mean_decodes
         self._inside = np.maximum.accumulate(np.maximum(self.saturation * stay, 1.0), axis=1)
         self._set_bounds(goal, 1 + headroom, (found.itl_p99 - found.tpot).reshape(shape))
@@ -88,12 +90,12 @@ class LoadCurves:
             self._stay_variation = np.maximum((stays**2 @ self._shares) / (stays @ self._shares) ** 2 - 1, 0.0)
 
     def _set_bounds(self, goal: Goal, slack: float, beyond: Array) -> None:
-        """What is left of each bound for waiting, and the share of requests that break one without it.
+        """Compute the rest of each bound for waiting, and the share of requests that break a bound without waiting.
 
         Args:
             beyond: by how much the 99th percentile of gaps exceeds their mean. # [curves, loads]
         """
-        # A long prompt takes longer; the step that it is in takes as long as others at least.
+        # A long prompt takes longer; its step takes at least as long as others.
         beside = np.minimum(self._tpot, self._ttft)[..., None]
         self._first: Array = beside + (self._ttft[..., None] - beside) * self._prompts
         left = np.full((*self._ttft.shape, len(self._decodes)), np.inf)
@@ -103,7 +105,7 @@ class LoadCurves:
             left = np.minimum(left, goal.ttft_s / slack - self._first)
         self._left: Array = left
         self._slow: Array = np.zeros_like(left)
-        """Share whose mean gap breaks its bound: that of few gaps varies more."""
+        """Share of requests whose mean gap breaks its bound; the mean of few gaps varies more."""
         if goal.tpot_s is not None:
             deviation = np.maximum(beyond / P99_DEVIATE, 1e-9)[..., None]
             room = (goal.tpot_s / slack - self._tpot)[..., None] * np.sqrt(self._decodes) / deviation
@@ -115,8 +117,8 @@ class LoadCurves:
         """# [curves, loads]"""
 
     def _set_states(self) -> None:
-        """The numbers of requests inside that are looked at; for each, sum_{j<=k} log X(j) and the share that is late
-        with k + 1 inside.
+        """Choose the numbers k of requests inside to evaluate; for each, compute sum_{j<=k} log X(j) and the share of
+        requests that are late with k + 1 inside.
         """
         most = max(int(np.ceil(self._inside.max())), 2)
         few = np.arange(min(FEW_STATES, most))
@@ -132,7 +134,8 @@ class LoadCurves:
             self._late_at[i] = np.interp(self._states + 1, inside, self._late[i])
 
     def late(self, curves: npt.NDArray[np.intp], loads: npt.NDArray[np.intp], rate: Array) -> Array:
-        """Share of requests that break a bound, of points of the curves at an arrival rate each; 1 beyond saturation.
+        """Return the share of requests that break a bound, for points of the curves at given arrival rates; 1 beyond
+        saturation.
 
         # [n], [n], [n] -> [n]
         """
@@ -142,7 +145,7 @@ class LoadCurves:
         log_rate = np.log(rate)[:, None]
         places = np.maximum(np.round(inside), 1.0)[:, None]
         states = self._states
-        # Each state stands for those up to the next, as far as there are places.
+        # Each state stands for all numbers up to the next one, as far as there are slots.
         width = np.clip(np.minimum(np.append(states[1:], np.inf), places) - states, 0.0, None)
         log_p = states * log_rate - self._work[curves]
         with np.errstate(divide="ignore"):
@@ -161,8 +164,8 @@ class LoadCurves:
         return np.where(stable, ((p * self._late_at[curves]).sum(axis=1) + tail * late) / total, 1.0)
 
     def max_rate(self, at_least: float = 0.0) -> Array:
-        """The highest rate at which the quantile of requests keeps the bounds, for every point of every curve; 0 if
-        none does. # [curves, loads]
+        """Return the highest rate at which the quantile of requests keeps the bounds, for every point of every curve; 0
+        if there is none. # [curves, loads]
 
         Args:
             at_least: points that saturate below this rate are skipped, and get 0.
@@ -181,13 +184,14 @@ class LoadCurves:
 def max_rate(
     stations: Stations, found: Performance, lengths: Lengths, constraint: Constraint, at_least: float = 0.0
 ) -> Array:
-    """Return the highest rate at which every goal of a constraint is kept, of every point of every curve."""
+    """Return the highest rate at which every goal of a constraint is kept, for every point of every curve. # [curves,
+    loads]"""
     curves = [LoadCurves(stations, found, lengths, goal, constraint.headroom) for goal in constraint.goals]
     return np.min([one.max_rate(at_least) for one in curves], axis=0)
 
 
 def _groups(values: Array, probabilities: Array, edges: Array) -> tuple[Array, Array]:
-    """Means of shares of a distribution, from the least on, and these shares."""
+    """Return the means of consecutive shares of a distribution, from the lowest on, and these shares."""
     reached = np.concatenate([[0.0], np.cumsum(probabilities)])
     inside = np.minimum(reached[1:, None], edges[1:]) - np.maximum(reached[:-1, None], edges[:-1])
     inside = np.maximum(inside, 0.0)  # [values, shares]
@@ -205,7 +209,7 @@ def _interpolated(x: Array, at: Array, values: Array) -> Array:
 
 
 def _longer(x: Array, gate: Array, drain: Array) -> Array:
-    """P(uniform wait up to `gate` and an exponential one at rate `drain` take longer than x)."""
+    """Return P(a uniform wait up to `gate` plus an exponential one at rate `drain` > x)."""
     gate = np.maximum(gate, 1e-12)
     inside, beyond = np.clip(x, 0.0, gate), np.maximum(x - gate, 0.0)
     late = 1 - inside / gate + (np.exp(-drain * beyond) - np.exp(-drain * (beyond + inside))) / (gate * drain)

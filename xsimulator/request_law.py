@@ -1,16 +1,16 @@
-"""The latency of all requests, from admission to the last token, read off a simulated log.
+"""Compute the distribution of all requests' latencies, from admission to the last token, from a simulated log.
 
-A request's output length is independent of what the engine does until that output ends, and the law of lengths is
-known exactly. So each admission of a log stands for requests of every length: every running request decodes in every
-step of its micro-batch that decodes, so that the log shows when a request of any length, admitted there, would have had
-its last token. Mixed over the law of lengths, a thousand admissions tell a quantile in the tail of a skewed law as well
-as tens of thousands of requests do whose lengths are drawn.
+The engine's steps do not depend on a request's output length until that output ends, and the distribution of lengths is
+known exactly. So each admission in a log stands for requests of every length: every running request decodes in every
+decode step of its micro-batch, so the log shows when a request of any length, admitted there, would have had its last
+token. A thousand admissions, weighted by the distribution of lengths, estimate a quantile in the tail of a skewed
+distribution as well as tens of thousands of requests with drawn lengths.
 
-One thing a log cannot show is put right. Where nothing was left in decode (or the log ends), a request that goes on
-would have kept the next ones out: mean gaps behind tokens of the same number stand in.
+One thing a log cannot show is corrected. If no request was left in decode (or the log ends), a request that goes on
+would have kept the next ones out: mean gaps after tokens of the same number are used instead.
 
-Where steps mix encode and decode, a longer request would have kept its slot from a prompt that these steps encode.
-There the latencies of requests with drawn lengths are the law (`drawn_law`), and far more of them are simulated.
+If steps mix encode and decode, a longer request would have kept its slot from a prompt that these steps encode. Then
+the latencies of requests with drawn lengths are used (`drawn_law`), and far more of them are simulated.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int_]
 
 NUM_GROUPS = 10
-"""Groups into which consecutive admissions, which have much in common, are put."""
+"""Number of groups of consecutive admissions, which resemble each other."""
 NUM_DRAWS = 40
 LEAST_ERROR = 0.003
-"""Stated at least: where lengths hardly differ a schedule repeats itself for ever, in a way that its start decides."""
+"""Least error stated: if lengths hardly differ, a schedule repeats itself for ever, in a way that depends on its
+start."""
 
 
 @dataclass(frozen=True)
 class RequestLaw:
-    """Latencies of requests of each length, admission by admission.
+    """The distribution of latencies: for each admission, the latency of a request of each length.
 
     Attributes:
-        seconds: each a request of that length; drawn: one column. # [admissions, lengths or 1]
-        probabilities: of the lengths. # [lengths or 1]
-        batch: of each admission: requests of one were admitted in the same step. # [admissions]
+        seconds: latencies; one column if lengths were drawn. # [admissions, lengths or 1]
+        probabilities: probabilities of the lengths. # [lengths or 1]
+        batch: the batch of each admission; requests of one batch were admitted in the same step. # [admissions]
     """
 
     seconds: Array
@@ -53,12 +54,12 @@ class RequestLaw:
     batch: Ints
 
     def quantile(self, q: float) -> float:
-        """The latency that a share q of all requests keeps, s."""
+        """Return the latency that a share q of all requests does not exceed, in s."""
         seconds, reached = self._sorted
         return float(seconds[_reaches(reached, q)])
 
     def share_within(self, bound_s: float) -> float:
-        """Share of all requests whose latency keeps the bound."""
+        """Return the share of all requests whose latency keeps the bound."""
         seconds, reached = self._sorted
         index = int(np.searchsorted(seconds, bound_s, side="right"))
         return float(reached[index - 1]) if index else 0.0
@@ -69,16 +70,17 @@ class RequestLaw:
         return bool(np.ptp(self.seconds, axis=0).max() <= 1e-9 * self.seconds.max())
 
     def batches_beyond(self, q: float) -> int:
-        """Return the number of batches with requests that take longer than the quantile: few do not tell a tail."""
+        """Return the number of batches with requests that take longer than the quantile; with few, the tail is
+        uncertain."""
         return len(np.unique(self.batch[(self.seconds > self.quantile(q)).any(axis=1)]))
 
     def error(self, q: float) -> float:
-        """Standard error of that quantile, relative: groups of admissions are drawn again and again in their place."""
+        """Return the relative standard error of that quantile, by bootstrapping groups of admissions."""
         num_groups = min(NUM_GROUPS, len(self.seconds))
         group = np.repeat(np.arange(len(self.seconds)) * num_groups // len(self.seconds), len(self.probabilities))
         seconds, groups, weights = self._sorted[0], group[self._order], self._weights
         total = np.asarray(np.bincount(groups, weights), float)
-        # Each mixture's quantile lies between those of its groups: only what lies there is summed for each mixture.
+        # Each sample's quantile lies between those of its groups: only the latencies there are summed for each sample.
         members = [np.flatnonzero(groups == number) for number in range(num_groups)]
         at = [rows[_reaches(np.cumsum(weights[rows]), q)] for rows in members]
         inside = slice(min(at), max(at) + 1)
@@ -93,18 +95,18 @@ class RequestLaw:
 
     @cached_property
     def _order(self) -> Ints:
-        """Of all latencies, shortest first, their places in `seconds`."""
+        """Indices in `seconds` of all latencies, shortest first."""
         return np.argsort(self.seconds, axis=None)
 
     @cached_property
     def _weights(self) -> Array:
-        """Of all latencies, shortest first."""
+        """Weights of all latencies, shortest first."""
         weights: Array = np.broadcast_to(self.probabilities, self.seconds.shape).ravel()[self._order]
         return weights
 
     @cached_property
     def _sorted(self) -> tuple[Array, Array]:
-        """All latencies, and the share of requests up to each."""
+        """All latencies in order, and the share of requests up to each."""
         reached = np.cumsum(self._weights)
         return self.seconds.ravel()[self._order], reached / reached[-1]
 
@@ -112,10 +114,10 @@ class RequestLaw:
 def request_law(
     seen: SeenSteps, lengths: Lengths, skip_requests: int, num_requests: int, *, encode_emits: bool = True
 ) -> RequestLaw:
-    """The law of the latencies of the requests admitted after the first `skip_requests`, at saturation.
+    """Return the distribution of latencies, at saturation, of the requests admitted after the first `skip_requests`.
 
     Raises:
-        InputError: the log is too short for that.
+        InputError: the log is too short.
     """
     chosen = _chosen(seen.first_token, skip_requests, num_requests)
     decodes = lengths.outputs.astype(int) - encode_emits
@@ -123,7 +125,8 @@ def request_law(
 
 
 def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
-    """Run until those after the first `skip_requests` have ended, and return the law of their own latencies."""
+    """Run until `num_requests` after the first `skip_requests` have ended; return the distribution of their own
+    latencies."""
     counted = slice(skip_requests, skip_requests + num_requests)
     run.run(KeptBounds((), counted.start, counted.stop))
     requests = run.state.requests[counted]
@@ -131,10 +134,10 @@ def drawn_law(run: Run, skip_requests: int, num_requests: int) -> RequestLaw:
 
 
 def logged_law(seen: SeenSteps, skip_requests: int, num_requests: int) -> RequestLaw:
-    """The law of these requests' own latencies.
+    """Return the distribution of the own latencies of `num_requests` after the first `skip_requests`.
 
     Raises:
-        InputError: the log is too short for that.
+        InputError: the log is too short.
     """
     chosen = _chosen(seen.last_token, skip_requests, num_requests)
     admitted = seen.admitted[chosen]
@@ -146,12 +149,12 @@ def _own_law(seconds: Array, admitted: Ints) -> RequestLaw:
 
 
 def _reaches(reached: Array, q: float, total: float | None = None) -> int:
-    """Return where sums first reach a share of the whole; None: of the last one."""
+    """Return the index at which sums first reach a share q of `total`; None: of the last sum."""
     return min(int(np.searchsorted(reached, q * (total or reached[-1]) * (1 - 1e-12))), len(reached) - 1)
 
 
 def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
-    """Of the requests that have such a step, those after the first."""
+    """Return `num_requests` of those that have such a step, after the first `skip_requests`."""
     ids = np.flatnonzero(step >= 0)
     chosen = ids[skip_requests : skip_requests + num_requests]
     if not len(chosen):
@@ -161,17 +164,17 @@ def _chosen(step: Ints, skip_requests: int, num_requests: int) -> Ints:
 
 @dataclass(frozen=True)
 class SeenSteps:
-    """What a log shows of its steps, in the order of their ends, and of each request.
+    """The steps of a log, in the order of their ends, and the steps of each request.
 
     Attributes:
-        start_s, end_s: # [steps]
-        steps: of each micro-batch, the steps that decode.
-        empty: of each micro-batch, the numbers of its decode steps that find nothing from before in decode.
-        ended: of each micro-batch, steps without decodes that leave nothing in decode: all outputs have one token.
-        admitted, first_token, last_token: the step that begins a request's prompt, that which makes its first token (of
-            an encoder's lane: ends the prompt), and its last; -1: none does. # [requests]
-        batch: the micro-batch in which it decodes; -1: none. # [requests]
-        joined: its first decode step's number there. # [requests]
+        start_s, end_s: times of each step. # [steps] each
+        steps: for each micro-batch, the steps that decode.
+        empty: for each micro-batch, the numbers of its decode steps before which no request was in decode.
+        ended: for each micro-batch, the steps without decodes that leave none in decode: all outputs have one token.
+        admitted, first_token, last_token: the step that begins a request's prompt, the step that makes its first token
+            (in an encoder's lane, that ends its prompt), and the step of its last token; -1: none. # [requests] each
+        batch: the micro-batch in which a request decodes; -1: none. # [requests]
+        joined: the number of a request's first decode step there. # [requests]
     """
 
     start_s: Array
@@ -187,7 +190,7 @@ class SeenSteps:
 
     @classmethod
     def of_run(cls, run: Run) -> SeenSteps:
-        """What a run by counts has logged."""
+        """Return the steps that a run by counts has logged."""
         log, requests = run.log, run.state.requests
         steps, empty, ended = {}, {}, {}
         without = (log["lane"] == BOTH) & (log["decodes"] == 0) & (log["left"] == 0)
@@ -206,7 +209,7 @@ class SeenSteps:
 
     @classmethod
     def of_log(cls, log: Sequence[StepRecord]) -> SeenSteps:
-        """What a log of an engine says."""
+        """Return the steps of an engine's log."""
         arrivals = [arrival for record in log for arrival in record.arrivals]
         prompts = {arrival.id: arrival.input_length for arrival in arrivals}
         admitted, first, last, batch_of, joined = (np.full(max(prompts, default=-1) + 1, -1) for _ in range(5))
@@ -254,11 +257,11 @@ class SeenSteps:
 
     @cached_property
     def _last(self) -> int:
-        """Step of the last admission: from there on batches shrink."""
+        """The step of the last admission, after which batches shrink."""
         return len(self.start_s) if (self.admitted < 0).any() else int(self.admitted.max())
 
     def first_output_s(self, ids: Ints, *, encode_emits: bool) -> Array:
-        """Return when requests have their first token; if no encode step makes it, the first decode step does."""
+        """Return the times of requests' first tokens; if no encode step makes them, the first decode step does."""
         if encode_emits:
             return self.end_s[self.first_token[ids]]
         found = np.full(len(ids), np.nan)
@@ -268,9 +271,9 @@ class SeenSteps:
         return found
 
     def latencies(self, ids: Ints, decodes: Ints) -> Array:
-        """Seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
+        """Return the seconds from admission to the last token, by the number of decode steps. # [ids, decodes]"""
         opens = int(self.admitted[ids[0]])
-        """From here on batches are as in the steady state, up to the last admission."""
+        """The first step with batches as in the steady state, which lasts until the last admission."""
         first = self.end_s[self.first_token[ids]]
         found = np.repeat((first - self.start_s[self.admitted[ids]])[:, None], len(decodes), axis=1)
         further = np.full_like(found, np.nan)
@@ -294,15 +297,16 @@ class SeenSteps:
             total = np.concatenate([[0.0], np.cumsum(behind[reach])])
             decode_s += total[decodes] - total[known]
             further[rows] = np.where(decodes > 0, decode_s, 0.0)
-        # Under WAA a request of one token never comes to the decode lane: had it gone on, it would have met there what
-        # the next one meets that does.
+        # Under WAA a request of one token never reaches the decode lane. Had it gone on, it would have had the times
+        # there of the next request that does.
         known = np.flatnonzero(~np.isnan(further[:, 0]))
         if len(known):
             further = further[known[np.minimum(np.searchsorted(known, np.arange(len(ids))), len(known) - 1)]]
         return found + np.nan_to_num(further)
 
     def _gaps_by_age(self, batch: int, opens: int) -> Array:
-        """Mean seconds of a request's n-th decode step, from its token before on. # [most decodes]"""
+        """Return the mean seconds from the previous token to the end of a request's n-th decode step. # [most
+        decodes]"""
         steps = self.steps[batch]
         gaps = np.diff(self.end_s[steps], prepend=self.start_s[steps[0]])
         total, count = np.zeros(len(steps) + 1), np.zeros(len(steps) + 1)

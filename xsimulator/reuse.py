@@ -1,4 +1,4 @@
-"""Apply a reuse curve to the lengths of closed forms."""
+"""Apply a reuse curve to the lengths that closed forms use."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from xgpt.core.reuse import ReuseCurve
 from xsimulator.lengths import Reused
 
 KINDS = 200
-"""Kinds of requests that closed forms tell apart."""
+"""Most kinds of requests that closed forms distinguish."""
 
 
 def reused_at(
     curve: ReuseCurve, tokens: float, kept_tokens: float | None = None, *, holds_prompts: bool = True
 ) -> Reused:
-    """Return what requests find in a cache of that many tokens, as closed forms take it.
+    """Return the part of prompts that requests find in a cache of `tokens` tokens, for closed forms.
 
-    Requests are put together by what they have left to encode: the fewest and the most of them are kept apart.
+    Requests are grouped by their number of tokens still to encode.
 
     Args:
-        kept_tokens: memory that is left for it; None: as much.
+        kept_tokens: memory, in tokens, that is reserved for the cache; None: `tokens`.
     """
     cached = curve.cached(tokens)
     order = np.argsort(curve.inputs - cached, kind="stable")

@@ -1,4 +1,4 @@
-"""Run a plan on the simulated engine, and summarise what it does."""
+"""Run a plan on the simulated engine, and summarise its throughput and latencies."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from xsimulator.request_law import RequestLaw, SeenSteps, drawn_law, logged_law,
 from xsimulator.timeline import Timeline, chrome_trace, idle_shares
 
 FULL = 0.95
-"""Share of its mean requests in decode from which a batch counts as steady."""
+"""A batch counts as steady from this share of its mean requests in decode."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples spread evenly between whole numbers."""
+"""The golden ratio; the fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 """Figures that count from admission."""
 
@@ -43,11 +43,11 @@ FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 def warm_up_requests(plan: Plan) -> int:
     """Return the number of requests that must end before a replica's batch is in its steady state.
 
-    An empty engine takes in short requests and long ones as they come. The short ones have ended long before there are
-    as many long ones in decode as there will be.
+    An empty engine admits short and long requests as they come. The short ones end long before as many long ones are in
+    decode as in the steady state.
     """
     estimate, decodes = plan.estimate, plan.workload.output.mean - 1
-    # Of the batch of a policy that refills it when it is empty, most may have ended with their prompts.
+    # If a policy refills an empty batch, most of its requests may have ended with their prompts.
     each_iteration = min(estimate.decode_batch / decodes, estimate.encode_batch) if decodes else 0.0
     ended = each_iteration * (_iterations_until_full(plan.workload) - FULL * decodes)
     return ceil(1.5 * max(estimate.decode_batch, ended) + estimate.encode_batch)
@@ -56,14 +56,14 @@ def warm_up_requests(plan: Plan) -> int:
 def _iterations_until_full(workload: Workload) -> float:
     """Return the number of decode iterations after which a batch has `FULL` of its steady size."""
     decodes, probabilities = np.asarray(workload.output.lengths) - 1.0, np.asarray(workload.output.probabilities)
-    # After n iterations the batch holds E[min(D, n)] / E[D] of what it will; between two lengths that is linear.
+    # After n iterations the batch has E[min(D, n)] / E[D] of its steady size; between two lengths that is linear.
     after = np.concatenate([[0.0], decodes])
     there = np.minimum(decodes, after[:, None]) @ probabilities
     return float(np.interp(FULL * there[-1], there, after))
 
 
 def outstanding_requests(plan: Plan) -> int:
-    """Return the number of requests that keep a replica saturated: as many as may run, and some more that wait."""
+    """Return the number of requests that keep a replica saturated: as many as may run, and some that wait."""
     return ceil(max(1.5 * plan.estimate.decode_batch, _most_running(plan)) + 3 * plan.estimate.encode_batch) + 8
 
 
@@ -83,7 +83,7 @@ def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
 def requests_to_end(plan: Plan, num_requests: int) -> int:
     """Return the number of requests after whose end `num_requests` of a saturated run can be measured.
 
-    Where requests are admitted together and are equally long, all that run end together: once as the warm-up ends, and
+    If requests are admitted together and are equally long, all running ones end together: once as the warm-up ends, and
     once as the window does.
     """
     together = max(_most_running(plan), plan.estimate.encode_batch)
@@ -99,7 +99,7 @@ class Simulated:
         steps: the executed steps, with their times.
         spans: the times in which each stage was busy.
         times: times of each request from its arrival; None: requests were always waiting.
-        kept: of each class of requests, the share that kept its bounds.
+        kept: for each class of requests, the share that kept its bounds.
     """
 
     plan: Plan
@@ -113,7 +113,8 @@ class Simulated:
     def figures(self) -> dict[str, float]:
         """Every figure by its name.
 
-        Where requests arrive, times count from arrival, and the goodput is the share that keeps every bound.
+        If requests arrive at their own times, these count from arrival, and goodput is the share that keeps every
+        bound.
         """
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
         idle = idle_shares(self.spans)
@@ -151,8 +152,9 @@ def run_simulation(
         workload: a name, a path, or histograms; None: the plan's own.
         num_requests: requests that are measured.
         arrivals: the arrival process; None: requests are always waiting.
-        own_times: replay the workload, a trace, as recorded: its pairs of lengths and its arrival times.
-        clients: of a closed loop, of all replicas together; None: there is none.
+        own_times: replay the workload, which must be a trace, as recorded: with its pairs of lengths and its arrival
+            times.
+        clients: number of clients of a closed loop, all replicas together; None: no closed loop.
 
     Raises:
         InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
@@ -165,7 +167,7 @@ def run_simulation(
     tokens: Ints | None = None
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
-            raise InputError("own_times", own_times, "it takes a trace as `workload`, and no `arrival_rate_per_s`")
+            raise InputError("own_times", own_times, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
         trace = read_lengths(Path(workload))
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
@@ -187,9 +189,9 @@ def run_simulation(
 def _closed_loop(
     plan: Plan, profile: Profile, workload: Workload, num_requests: int, clients: int, rng: np.random.Generator
 ) -> Simulated:
-    """Run the requests of clients who each send the next one once the last one has ended, on one replica.
+    """Run a closed loop on one replica: each client sends its next request when its last one has ended.
 
-    Each client's first request counts as warm-up; as many go on after the measured ones.
+    Each client's first request is warm-up, and as many requests follow the measured ones.
     """
     check_fits(plan, workload)
     own_clients, spans = round(clients / plan.replicas), list[Span]()
@@ -226,9 +228,9 @@ def simulate(
     arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Replay sampled requests on the simulated engine; all at once, or as they arrive.
+    """Return the figures and steps of sampled requests on the simulated engine, all at once or as they arrive.
 
-    One replica is simulated, with its share of the arrivals; the throughput is that of all replicas.
+    One replica is simulated with its share of the arrivals; throughput is that of all replicas.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -250,7 +252,7 @@ def _drawn(
 def _first_of(
     trace: TraceLengths, plan: Plan, num_requests: int, rng: np.random.Generator, arrivals: ArrivalProcess | None
 ) -> TraceLengths:
-    """Return the first requests of a trace that one replica gets, in their order, with what they have in common.
+    """Return the first requests of a trace that one replica gets, in order, with their shared prefixes.
 
     Raises:
         InputError: the trace has too few.
@@ -259,7 +261,7 @@ def _first_of(
     replica_trace = share_of_replica(trace, plan)
     if len(replica_trace.input) < total:
         raise InputError(
-            "requests", num_requests, f"the trace has {len(replica_trace.input)} requests, this takes {total}"
+            "requests", num_requests, f"the trace has {len(replica_trace.input)} requests, but {total} are needed"
         )
     times = None if arrivals is None else arrivals.times(total, rng, 1 / plan.replicas)
     return TraceLengths(replica_trace.input[:total], replica_trace.output[:total], times, replica_trace.prefixes)
@@ -273,7 +275,8 @@ def run_replica(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Run one replica's requests, all at once if they have no times; the throughput is that of all replicas."""
+    """Return the figures and steps of one replica's requests, all at once if they have no times; throughput is of all
+    replicas."""
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)
@@ -296,19 +299,19 @@ def request_latencies(
 ) -> RequestLaw:
     """Return the distribution of all requests' latencies at saturation, from admission to the last token.
 
-    Where requests enter one by one, the first ones begin in the middle of their outputs, as in a running engine: a
-    batch that began all at once would end nearly at once for many lifetimes.
+    If requests enter one by one, the first ones begin in the middle of their outputs, as in a running engine: a batch
+    whose requests began together would keep ending nearly together for many lifetimes.
 
     Args:
-        at_once: begin with such a batch all the same.
+        at_once: begin with such a batch nevertheless.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
     """
     check_fits(plan, workload)
     lengths = Lengths(workload)
-    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # of those admitted, not of those that ended
-    # While the last one that counts decodes, others go on entering: a batch that shrinks is faster.
+    skipped = warm_up_requests(plan) + ceil(plan.estimate.decode_batch)  # counted by admissions, not by ends
+    # While the last measured request decodes, others must keep entering, since a shrinking batch is faster.
     behind = ceil(plan.estimate.decode_batch * lengths.max_output / lengths.mean_output) + outstanding_requests(plan)
     total = skipped + num_requests + behind
     inputs, outputs = sample(workload, total, rng)
@@ -327,8 +330,8 @@ def request_latencies(
 
 
 def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints) -> SeenSteps:
-    """Simulate one replica's requests that are all there from the beginning, steps at their means: by counts where
-    these tell.
+    """Return the steps of one replica's requests that are all present from the beginning, with mean step times; by
+    counts if possible.
 
     Args:
         longest: the longest output that each request may have.
@@ -351,7 +354,7 @@ def _counted_at_once(
 
 
 def is_drawn(plan: Plan) -> bool:
-    """Whether the latencies of all requests are those of requests whose lengths are drawn: see `request_law`."""
+    """Return whether all requests' latencies must be measured with drawn lengths: see `xsimulator.request_law`."""
     return FORECASTS[plan.policy.kind].stations.admits_each_step
 
 
@@ -363,12 +366,12 @@ def replay_trace(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Replay a trace's first requests as recorded: at their own times, each input with its own output.
+    """Return the figures and steps of a trace's first requests, replayed as recorded: arrival times and pairs of
+    lengths.
 
     Args:
         workload: the trace's histograms.
-
-        num_requests: requests that are measured; all, if the trace has no more.
+        num_requests: requests that are measured; all of them if the trace has fewer.
 
     Raises:
         InputError: the trace has no times, or a request that can never fit.
@@ -386,7 +389,7 @@ def replay_trace(
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:
     """Return the plan with an estimate of the error of treating inputs and outputs as independent.
 
-    The trace's pairs are simulated, and the same inputs and outputs paired at random.
+    The trace's pairs are simulated, and then the same inputs and outputs in random pairs.
     """
     if min(np.ptp(trace.input), np.ptp(trace.output)) == 0:
         return plan
@@ -406,7 +409,7 @@ def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_re
         throughput=pairs.throughput_rps / apart.throughput_rps - 1,
         latency=pairs.latency_s / apart.latency_s - 1,
     )
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"joint_lengths": joint})})
+    return plan.with_estimate(joint_lengths=joint)
 
 
 def run_requests(
@@ -421,9 +424,9 @@ def run_requests(
     """Return the steps of these requests on one replica.
 
     Args:
-        clients: who send the requests in a closed loop; None: they arrive by themselves.
-        trace: without times: all arrive at once. If it does not say what requests have in common although the plan
-            counts on reuse, all prompts share one beginning of the planned share.
+        clients: number of clients that send the requests in a closed loop; None: requests arrive at their own times.
+        trace: the requests; without times, all arrive at once. If it has no prefixes although the plan counts on reuse,
+            all prompts share one prefix of the planned share.
     """
     schedule = policies.build(plan)
     size = plan.block_size
@@ -462,7 +465,8 @@ def run_requests(
 
 
 def accounts_of(plan: Plan, num_requests: int) -> list[Account]:
-    """Return the accounts of a plan's classes, dealt out to requests so that any run of them has about the shares."""
+    """Return an account for each request, such that every stretch of requests has about the shares of the plan's
+    classes."""
     classes = plan.constraint.classes
     accounts = [plan.account_of(each) for each in classes]
     ends = list(accumulate(each.share for each in classes))
@@ -481,7 +485,7 @@ def reused_share(log: Sequence[StepRecord]) -> float:
 
 
 def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan | None = None) -> StepClock:
-    """Return the simulated clock of one replica's single steps."""
+    """Return the simulated clock of one replica's steps."""
     lanes = lanes_of(plan, profile)
     if "both" in lanes:
         return LaneClock(lanes["both"], schedule, on_span, lanes["both"].profile.jitter)
@@ -489,19 +493,22 @@ def clock_of(plan: Plan, profile: Profile, schedule: Schedule, on_span: OnSpan |
 
 
 def check_fits(plan: Plan, workload: Workload) -> None:
-    """Refuse a workload whose longest request the plan's K/V memory or the model's context cannot hold."""
+    """Raise InputError if a workload's longest request does not fit into the plan's K/V memory or the model's
+    context."""
     longest = workload.input.lengths[-1] + workload.output.lengths[-1]
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "encode")
     room = min(blocks * plan.block_size, plan.model.max_context)
     if longest > room:
-        raise InputError("workload", workload.name, f"its longest request has {longest} tokens, the plan holds {room}")
+        raise InputError(
+            "workload", workload.name, f"its longest request has {longest} tokens, but the plan holds at most {room}"
+        )
 
 
 def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests: int, *, saturated: bool) -> Measured:
-    """Return the figures of a log of this plan, of as many replicas as wrote it, without a saturated run's warm-up.
+    """Return the figures of a log of this plan's replicas, without the warm-up of a saturated run.
 
-    A log of requests that arrived by themselves may end with the last of them; a saturated one must go on after the
-    measured ones, because a batch that runs empty is no steady state.
+    A log of requests that arrived at their own times may end with the last of them. A saturated log must go on after
+    the measured requests, because an emptying batch is not in the steady state.
     """
     return measure(
         log,
@@ -516,7 +523,7 @@ def read_log(plan: Plan, workload: Workload, log: list[StepRecord], num_requests
 
 
 def warm_up_of(plan: Plan, log: Sequence[StepRecord]) -> int:
-    """Return the number of requests of a saturated run's warm-up, in all replicas that wrote the log."""
+    """Return the number of a saturated run's warm-up requests, for all replicas in the log."""
     return len({record.replica for record in log}) * warm_up_requests(plan)
 
 
@@ -524,14 +531,15 @@ def times_of(plan: Plan, log: Sequence[StepRecord], num_requests: int, tokens: I
     """Return the times, from arrival, of the first requests in a log of this plan.
 
     Args:
-        tokens: output tokens by the request's id, if a draft makes them differ from decode steps; None: the same.
+        tokens: output tokens by the request's id, if they differ from decode steps because of a draft; None: they do
+            not.
     """
     tokens = None if plan.speculation is None else tokens
     return request_times(log, num_requests, encode_emits=encode_emits(plan), tokens=tokens)
 
 
 def kept_by_class(plan: Plan, log: Sequence[StepRecord], num_requests: int) -> dict[str, float]:
-    """Of each class the share of the first requests of a log that kept its bounds."""
+    """Return, for each class, the share of the first requests of a log that kept its bounds."""
     found = {}
     for each in plan.constraint.classes:
         times = request_times(log, num_requests, encode_emits=encode_emits(plan), of_class=each.name)

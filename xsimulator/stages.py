@@ -1,4 +1,4 @@
-"""The stages of a lane, and how many layers each holds."""
+"""Describe the stages of a lane, and distribute layers over them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from xgpt.core.schema import ClusterSpec, ModelSpec, Stage
 
 
 class StageShape(NamedTuple):
-    """One pipeline stage as its times and its memory need it.
+    """One pipeline stage, with the properties that determine its times and memory.
 
     Attributes:
         tp: devices of its tensor-parallel group.
-        ep: parts into which these divide the experts of a layer.
+        ep: number of parts into which the experts of a layer are divided.
         decoder_layers, encoder_layers: layers that it holds. Those of a decoder-only model are decoder layers.
-        embeds: it holds the token embedding: the first of a lane.
-        heads: it holds the output head: the last of a lane that makes tokens.
-        far: its input comes from another node.
+        embeds: whether it holds the token embedding, as the first stage of a lane does.
+        heads: whether it holds the output head, as the last stage of a lane that makes tokens does.
+        far: whether its input comes from another node.
     """
 
     tp: int
@@ -32,7 +32,7 @@ class StageShape(NamedTuple):
 
     @property
     def group(self) -> tuple[int, int]:
-        """What a profile's table of its layers is found by."""
+        """The key of its layers' tables in a profile: tensor-parallel and expert-parallel degree."""
         return self.tp, self.ep
 
 
@@ -40,14 +40,15 @@ Lane = tuple[StageShape, ...]
 
 
 def whole(spec: ModelSpec, tp: int = 1, ep: int = 1) -> Lane:
-    """The lane of one stage with the whole model."""
+    """Return the lane of a single stage with the whole model."""
     return (StageShape(tp, spec.num_layers, spec.num_encoder_layers, embeds=True, heads=True, ep=ep),)
 
 
 def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] | None = None) -> tuple[int, ...]:
     """Return the layers of each stage that make the slowest stage as fast as possible; every stage has at least one.
 
-    Layers go one by one to the stage that is the fastest with it: optimal, as each adds the same to its stage.
+    Each layer in turn goes to the stage that is fastest with it. This is optimal, since layers add equal times to a
+    stage.
 
     Args:
         layer_s: seconds of a layer on each stage.
@@ -72,7 +73,7 @@ def spread(num_layers: int, layer_s: Sequence[float], fixed_s: Sequence[float] |
 
 
 def degrees(num_devices: int, tp_degree: int, tp_devices: int) -> tuple[int, ...]:
-    """Tensor-parallel degree of each stage: `tp_devices` in groups of `tp_degree` first, then the rest one by one.
+    """Return the tensor-parallel degree of each stage: `tp_devices` devices in groups of `tp_degree`, then single ones.
 
     Source: ExeGPT sec. 4.2, Figure 4 (d).
     """
@@ -90,13 +91,13 @@ def lane(
     cluster: ClusterSpec | None = None,
     ep: int = 1,
 ) -> Lane:
-    """Stages on consecutive devices.
+    """Return a lane of stages on consecutive devices.
 
     Args:
-        ep: parts into which each group of several devices divides the experts; of a lane of one group also more than
-            it has devices, shared with other replicas.
-        heads: the lane makes tokens (not so the encode lane of an encoder-decoder).
-        first_device: index of its first device in the cluster: it decides which hops are between nodes.
+        ep: number of parts into which each group of several devices divides the experts; a lane of one group may have
+            more parts than devices, shared with other replicas.
+        heads: whether the lane makes tokens (the encode lane of an encoder-decoder does not).
+        first_device: index of its first device in the cluster, which determines the hops between nodes.
     """
     encoder = encoder_layers or [0] * len(degrees)
     stages, device, node = [], first_device, -1
@@ -120,7 +121,7 @@ def lane(
 
 
 def lane_of(stages: Sequence[Stage], cluster: ClusterSpec, *, heads: bool = True) -> Lane:
-    """The stages of one lane of a plan."""
+    """Return the lane of some stages of a plan."""
     layers = [stage.decode_layers[1] - stage.decode_layers[0] for stage in stages]
     encoder = [
         0 if stage.encode_layers is None else stage.encode_layers[1] - stage.encode_layers[0] for stage in stages

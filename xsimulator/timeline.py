@@ -1,4 +1,4 @@
-"""Write the work of stages over time as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
+"""Render the work of stages over time as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import Span
 
 StageKey = tuple[str, int]
-"""Lane, and place in it."""
+"""Lane and index of the stage in it."""
 
 
 class Timeline(NamedTuple):
-    """Steps to be drawn.
+    """Steps to draw.
 
     Attributes:
-        spans: of each stage; without them the steps stand on a line for each micro-batch of each lane, from when they
-            were scheduled to their end.
+        spans: busy times of each stage; without them, steps are drawn on one line per micro-batch and lane, from
+            scheduling to end.
     """
 
     title: str
@@ -27,9 +27,10 @@ class Timeline(NamedTuple):
 
 
 def chrome_trace(*timelines: Timeline) -> str:
-    """Steps as spans of the stages that execute them, and the requests inside as a counter. Times in microseconds.
+    """Return a Chrome trace: steps as spans of the stages that execute them, and running requests as a counter.
 
-    Each timeline is a process of its own in the trace, from 0 on. Source: ExeGPT Figure 4.
+    Times are in microseconds. Each timeline is a separate process in the trace and starts at 0. Source: ExeGPT Figure
+    4.
     """
     events: list[dict[str, Any]] = []
     for pid, timeline in enumerate(timelines):
@@ -64,7 +65,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def stages(spans: Sequence[Span]) -> list[StageKey]:
-    """The stages of the spans, encode lane first."""
+    """Return the stages of the spans, encode lane first."""
     return _in_order({(span.lane, span.stage) for span in spans})
 
 
@@ -73,7 +74,7 @@ def _in_order(rows: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def idle_shares(spans: Sequence[Span]) -> dict[StageKey, float]:
-    """Share of the time in which each stage is idle, in the middle half of the spans."""
+    """Return the share of time for which each stage is idle, in the middle half of the spans."""
     if not spans:
         return {}
     first, last = min(span.start_ns for span in spans), max(span.end_ns for span in spans)

@@ -205,4 +205,4 @@ def test_a_plan_warns_of_steps_beyond_the_profile() -> None:
     small, large = (scheduler.score(StaticSettings(batch=n), placement).estimate.warnings for n in (10, 100))
     last = subject.profile.layers[0].rest.points[-1]
     assert small == ()
-    assert large == (f"tokens a step 25735 lies beyond the profile's {last}: extrapolated",)
+    assert large == (f"tokens a step 25735 exceeds the profile's largest, {last}: its time is extrapolated",)

@@ -1,4 +1,4 @@
-"""A day's load: a trace with times, or rates and workloads over hours; cut into intervals, grouped by their lengths."""
+"""Read a day's load (a trace with times, or rates and workloads over hours), cut it into intervals and group these."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Ints = npt.NDArray[np.int64]
 PARTS = 3
 """Parts of an interval: the busiest one gives its load."""
 ALIKE = 0.2
-"""Relative difference of mean lengths, beyond chance, up to which intervals are grouped."""
+"""Intervals are grouped if their mean lengths differ by at most this share, apart from chance."""
 MOST_GROUPS = 6
 MOST_INTERVALS = 2000
 
 
 class DayStage(Frozen):
-    """A part of a day.
+    """A part of a day with one arrival rate and one workload.
 
     Attributes:
         hours: its length.
@@ -44,7 +44,7 @@ class DayStage(Frozen):
 
 
 class DaySpec(Frozen):
-    """A file of rates and workloads over hours."""
+    """The content of a YAML file of rates and workloads over hours."""
 
     name: str
     stages: tuple[DayStage, ...] = Field(min_length=1)
@@ -68,7 +68,7 @@ class Intervals:
         peaks: requests a second in each interval's busiest third.
         groups: index into `lengths` of each interval.
         lengths: lengths of each group.
-        everything: the lengths of all requests.
+        everything: lengths of all requests.
     """
 
     rates: Array
@@ -113,10 +113,10 @@ def _drawn(spec: DaySpec, rng: np.random.Generator) -> Day:
 
 
 def cut(day: Day, interval_s: float) -> Intervals:
-    """Cut a day into intervals.
+    """Return a day cut into intervals.
 
     Raises:
-        InputError: there would be too many.
+        InputError: there would be too many intervals.
     """
     count = max(1, ceil(day.seconds / interval_s - 1e-9))
     if count > MOST_INTERVALS:
@@ -172,7 +172,7 @@ def _led(points: Array, reach: Array, order: Ints) -> Ints:
 
 
 def _workload(name: str, inputs: Ints, outputs: Ints, longest: int) -> Workload:
-    """Return the histograms of some requests; all reserve memory for the day's longest output."""
+    """Return the workload of some requests. Its longest output is the day's, for which memory is reserved."""
     output = histogram_of(outputs)
     if output.lengths[-1] < longest:
         output = Histogram(lengths=(*output.lengths, longest), probabilities=(*output.probabilities, 0.0))

@@ -1,4 +1,5 @@
-"""Forecast the load: the planned day (the season) at today's level, or today's trend, weighted by their past errors."""
+"""Forecast the load from the planned day (the season) at today's level and from today's trend, weighted by past
+errors."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from xgpt.core.schema.fleet import FleetPlan
 Array = npt.NDArray[np.float64]
 
 MEMORY_S = 600.0
-"""Time for which looks are kept."""
+"""Time for which observations are kept."""
 SHORTEST_S = 30.0
-"""Least time of looks from which the level is computed."""
+"""Least time span of observations from which the level is computed."""
 UNLIKE = 3.0
-"""Standard deviations beyond which a difference is not chance."""
+"""A difference of more standard deviations than this is not chance."""
 LEAST_REQUESTS = 0.5
-"""Added to counts, which may be zero."""
+"""Added to counts of requests, which may be zero, before they are divided."""
 SEASON_ERROR, TREND_ERROR = 0.02, 0.1
-"""Least relative errors assumed of the season and of the trend, which cannot foresee steps."""
+"""Least relative errors assumed for the season and for the trend, which cannot foresee steps."""
 FIRST_ERROR = 0.1
-"""Relative error assumed before any forecast has been compared."""
+"""Relative error assumed before any forecast has been compared with reality."""
 MEMORY_OF_ERRORS = 0.05
-"""Weight of the newest error."""
+"""Weight of the newest error in the moving average."""
 
 
 @dataclass
@@ -42,7 +43,7 @@ class _Predictor:
     slight: float
     square: float = FIRST_ERROR**2
     pending: deque[tuple[float, float]] = field(default_factory=deque)
-    """(time, rate) of predictions whose time has not come."""
+    """(time, rate) of predictions for times still ahead."""
 
     def judge(self, now_s: float, rate: float, noise: float) -> None:
         """Compare the prediction for now with the observed rate, less the variance of chance."""
@@ -56,9 +57,9 @@ class _Predictor:
 class LoadForecast:
     """Forecasts requests a second.
 
-    The level is computed from as many of the last looks as agree with the newest, relative to the season: a jump counts
-    at once, and noise is averaged out otherwise. Season and trend are weighted by their
-    errors at the lead time, so on a day unlike the planned one the trend prevails.
+    The level is computed from the latest observations that agree with the newest one, relative to the season: a jump
+    counts at once, and noise is averaged out otherwise. Season and trend are weighted by their errors at the lead time,
+    so the trend prevails on a day unlike the planned one.
 
     Args:
         lead_s: time from ordering a replica until it serves.
@@ -69,9 +70,9 @@ class LoadForecast:
         self._rates = np.asarray([interval.rate_per_s for interval in fleet.intervals])
         self._rises = _rises(self._rates)
         self._looks: deque[tuple[float, float, float]] = deque()
-        """(end, seconds, requests) of each look."""
-        # What the smallest replica holds by itself is no error: else a night without requests would make any load of
-        # the morning one beyond measure.
+        """(end, seconds, requests) of each observation."""
+        # A difference that the smallest replica can serve by itself is no error: otherwise, after a night without
+        # requests, any load of the morning would be an error beyond measure.
         slight = min(max(kind.rates_per_s) for kind in fleet.kinds)
         self._season, self._trend = (_Predictor(error**2, slight) for error in (SEASON_ERROR, TREND_ERROR))
         self.level = 1.0
@@ -103,8 +104,8 @@ class LoadForecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return the requests that arrived, and that the season expected, in the last looks that agree: the span is
-        doubled as long as the time before it does not differ."""
+        """Return the requests that arrived and those that the season expected in the latest observations that agree:
+        the span is doubled as long as the time before it does not differ."""
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
         due = np.cumsum([0.0, *(self.season(end - span / 2) * span for end, span, _ in self._looks)])
@@ -158,8 +159,8 @@ class LoadForecast:
         return sqrt(self._weight * self._season.square + (1 - self._weight) * self._trend.square)
 
     def most(self, from_s: float, to_s: float, deviations: float, factor: float) -> float:
-        """Return the highest rate to hold between two times ahead, with reserves for the forecast's error and for
-        chance. These are independent, so the squares of their logarithms add up.
+        """Return the highest rate to be ready for between two times ahead, with reserves for the forecast's error and
+        for chance. The two are independent, so the squares of their logarithms add up.
 
         Args:
             deviations: standard errors held in reserve.
@@ -173,8 +174,8 @@ class LoadForecast:
 
 
 def _rises(rates: Array) -> Array:
-    """Return the rise of the rate within each interval, from the mean rates: as steep as between the
-    intervals around it, but never beyond their rates, so that ramps are ramps and steps between two levels stay steps.
+    """Return the rise of the rate within each interval, computed from the mean rates of the intervals around it. It
+    never goes beyond their rates, so ramps stay ramps and steps between two levels stay steps.
 
     Source: the monotonised central limiter of finite volumes (van Leer, 1977). # [intervals]
     """
@@ -184,7 +185,7 @@ def _rises(rates: Array) -> Array:
 
 
 def _are_unlike(newer: tuple[float, float], older: tuple[float, float]) -> bool:
-    """Whether two spans (arrived, expected) differ by more than chance."""
+    """Return whether two spans (arrived, expected) differ by more than chance."""
     (n, due_n), (m, due_m) = newer, older
     if due_n <= 0 or due_m <= 0:
         return (due_n > 0) != (due_m > 0)

@@ -1,4 +1,4 @@
-"""From a day's load to a fleet: the replicas of each interval at the least cost, settled by simulating the day."""
+"""Plan a fleet for a day's load: the cheapest replicas in each interval, verified by simulating the day."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FleetCluster(NamedTuple):
 
     Attributes:
         problem: the problem of one replica under the whole day's lengths.
-        policy: its policies.
+        policy: the policies to consider.
         most_devices: largest number of devices of all its replicas; None: as many as needed.
     """
 
@@ -58,7 +58,7 @@ class FleetCluster(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetModel:
-    """A day, the kinds of replicas that may hold it, and their step costs."""
+    """A day's load and the kinds of replicas that may serve it."""
 
     day: Day
     intervals: Intervals
@@ -85,7 +85,7 @@ def plan_day(
     startup_s: float = 60.0,
     least_replicas: int = 1,
 ) -> FleetPlan:
-    """Return the cheapest fleet that holds a day's load.
+    """Return the cheapest fleet that serves a day's load within the bounds.
 
     Args:
         interval_s: length of the intervals, in which the fleet does not change.
@@ -94,7 +94,7 @@ def plan_day(
         least_replicas: least number of replicas at any time.
 
     Raises:
-        InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
+        InfeasibleError: no replica keeps the bounds, or there are too few devices for the load.
     """
     started = time.perf_counter()
     found, limits = _candidates(clusters, intervals, startup_s)
@@ -175,14 +175,14 @@ def _candidates(
 def _settled(
     model: FleetModel, problem: FleetProblem, solution: FleetSolution, quantile: float, interval_s: float
 ) -> tuple[float, FleetSolution, RequestTimes]:
-    """Return the least load factor tried whose fleet keeps the share of requests in simulation, with that fleet; if
-    several give the same fleet, the highest of these.
+    """Return the least load factor tried whose fleet keeps the bounds for enough simulated requests, with that fleet.
 
-    Replicas that share a load keep more of it than each would by itself, but a load that changes within an interval is
-    kept less often; the simulated day shows which effect is larger.
+    If several factors give the same fleet, the highest of them is returned. Replicas that share a load serve more of it
+    in time than each would by itself, but a load that changes within an interval is served less well; the simulated
+    day shows which effect is larger.
 
     Raises:
-        InfeasibleError: no factor tried keeps it.
+        InfeasibleError: no factor tried suffices.
     """
     known: dict[bytes, RequestTimes] = {}
     best: tuple[float, FleetSolution, RequestTimes] | None = None
@@ -220,7 +220,7 @@ def share_kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True)
     """Return the share of a day's requests that keep the bounds.
 
     Args:
-        headroom: whether to leave the headroom free, as plans do.
+        headroom: whether times must leave the plan's headroom below the bounds.
     """
     return float(np.mean(kept(model, times, headroom=headroom)))
 
@@ -233,7 +233,7 @@ def kept(model: FleetModel, times: RequestTimes, *, headroom: bool = True) -> np
 
 
 def figures_of(model: FleetModel, problem: FleetProblem, counts: Ints, times: RequestTimes) -> FleetFigures:
-    """Return a fleet's cost and the requests that it keeps. # counts [intervals, kinds]"""
+    """Return a fleet's cost and the shares of requests that keep the bounds. # counts [intervals, kinds]"""
     kinds = [candidate.kind for candidate in model.candidates]
     starts = starts_of(counts).sum(axis=0)
     devices = np.asarray([kind.num_devices for kind in kinds])

@@ -1,7 +1,7 @@
-"""Compute how many replicas of each kind a fleet should have now: samples of the load enter, numbers leave.
+"""Compute how many replicas of each kind a fleet should have now, from samples of its load.
 
-The recommender reads no clock and starts nothing: `xgpt.autoscaling` publishes its numbers for an autoscaler to act on,
-and `xscheduler.fleet.simulated_day` acts on them on the simulated clock.
+The recommender reads no clock and starts nothing: `xgpt.autoscaling` publishes its numbers for an autoscaler, and
+`xscheduler.fleet.simulated_day` follows them in simulated time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from xscheduler.fleet.replica_counts import DeviceLimit, FleetProblem, solve_fle
 Ints = npt.NDArray[np.int64]
 
 STEP_S = 300.0
-"""Longest step of the time that is planned ahead."""
+"""Longest time step of the plan ahead."""
 NUM_STEPS = 6
 DEVIATIONS = 1.0
-"""Standard errors of the forecast that are held in reserve."""
+"""Reserve for the forecast's error, in standard errors."""
 BACKLOG_SHARE = 0.5
-"""Share of the latency bound in which the fleet works off random backlogs; larger ones are worked off in
-the lead time."""
+"""Backlogs that the fleet clears within this share of the latency bound count as random; replicas are added so that
+larger ones are cleared within the lead time."""
 HYSTERESIS = 0.03
-"""Share by which the remaining replicas must exceed the need before others leave."""
+"""Replicas are removed only if the others can serve this share more than the need."""
 LEAST_LENGTHS = 50
-"""Least number of requests from which lengths are observed."""
+"""Least number of requests from which mean lengths are computed."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class LoadSample:
         now_s: seconds since the planned day began.
         seconds: time since the previous sample.
         num_requests: requests that have arrived in that time.
-        waiting: requests that wait now.
-        ready: replicas of each kind that serve now; None: not known, so those recommended long enough ago. # [kinds]
+        waiting: requests waiting now.
+        ready: replicas of each kind that serve now; None: unknown, so those recommended long enough ago. # [kinds]
         input_mean, output_mean: recent mean lengths; None: too few requests.
-        num_lengths: number of requests that these means are of.
+        num_lengths: number of requests behind these means.
     """
 
     now_s: float
@@ -66,9 +66,9 @@ class Recommendation(NamedTuple):
     """The replicas that a fleet should have.
 
     Attributes:
-        replicas: of each kind. # [kinds]
+        replicas: number of replicas of each kind. # [kinds]
         need_per_s: highest load, in requests a second, until replicas ordered now would serve.
-        held_per_s: load that the replicas recommended before hold.
+        held_per_s: load, in requests a second, that the previously recommended replicas can serve.
     """
 
     replicas: tuple[int, ...]
@@ -79,7 +79,8 @@ class Recommendation(NamedTuple):
 class Recommender:
     """Recommends a fleet's replicas at every sample of the load.
 
-    More are recommended at once; fewer, once fewer have sufficed for as long as starting and ending one takes.
+    More replicas are recommended at once, but fewer only after fewer have sufficed for as long as a replica takes to
+    start and to end.
 
     Args:
         limits: limits on devices that kinds share.
@@ -104,7 +105,7 @@ class Recommender:
         """Times at which the recommended replicas of each kind were first recommended, in ascending order."""
 
     def as_planned(self, now_s: float) -> Recommendation:
-        """Return the plan's replicas of this time of day, or as many as were recommended last, if these are more."""
+        """Return the plan's replicas for this time of day, or the last recommendation if it is higher."""
         planned = np.asarray(self._fleet.interval_at(now_s).replicas)
         if self._ordered_s:
             planned = np.maximum(planned, self._present())
@@ -131,7 +132,7 @@ class Recommender:
             self._fewer_since_s = now_s
         if self._fewer_since_s is not None:
             if now_s - self._fewer_since_s >= self._change_s:
-                if not more.any():  # those that take their place must be ready first
+                if not more.any():  # their replacements must be ready first
                     leaving = self._leaving(sample, fewer, problem)
             elif kept >= need:  # another fleet would be cheaper, but perhaps only by noise
                 more = np.zeros_like(more)
@@ -151,8 +152,8 @@ class Recommender:
             times += [now_s] * (count - len(times))
 
     def _problem(self, sample: LoadSample, present: Ints) -> FleetProblem:
-        """Return the fleet problem of the time ahead. Its first step lasts until an order at the next sample
-        would serve: later needs are not ordered now."""
+        """Return the fleet problem of the time ahead. Its first step ends when replicas ordered at the next sample
+        would serve, since later needs can still be ordered then."""
         fleet, lead_s = self._fleet, self._lead_s
         edges = [0.0, *(lead_s + i * self._step_s for i in range(NUM_STEPS))]
         spans = list(pairwise(edges))
@@ -174,7 +175,8 @@ class Recommender:
         )
 
     def _rates(self, sample: LoadSample, ahead_s: float) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind holds, under the planned lengths unless others are observed."""
+        """Return the rate that a replica of each kind serves, under the planned lengths unless other lengths are
+        observed."""
         group = self._fleet.interval_at(sample.now_s + ahead_s).lengths
         if sample.input_mean is not None and sample.output_mean is not None:
             apart = np.abs(self._logs - np.log([sample.input_mean, sample.output_mean]))
@@ -184,11 +186,11 @@ class Recommender:
         return self._rates_of(group)
 
     def _rates_of(self, group: int) -> tuple[float, ...]:
-        """Return the rate that a replica of each kind holds under one of the day's lengths."""
+        """Return the rate that a replica of each kind serves under one of the day's groups of lengths."""
         return tuple(kind.rates_per_s[group] for kind in self._fleet.kinds)
 
     def _wanted(self, problem: FleetProblem) -> Ints:
-        """Return the wanted replicas of each kind; if devices do not suffice, those that hold the most."""
+        """Return the wanted replicas of each kind; if there are too few devices, those that serve the most."""
         while True:
             try:
                 return solve_fleet(problem).replicas[0]
@@ -198,7 +200,7 @@ class Recommender:
                     return np.zeros(len(problem.prices), int)
 
     def _leaving(self, sample: LoadSample, fewer: Ints, problem: FleetProblem) -> list[tuple[int, float]]:
-        """Return kind and order time of replicas to give up: first those that do not serve yet, then the newest."""
+        """Return kind and order time of the replicas to remove: first those that do not serve yet, then the newest."""
         starts_s = [kind.start_s for kind in self._fleet.kinds]
         ready = np.asarray(
             [

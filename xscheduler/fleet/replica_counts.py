@@ -1,16 +1,16 @@
-"""Find how many replicas of each kind hold every interval of a day's load at the least cost.
+"""Find how many replicas of each kind serve every interval of a day's load at the least cost.
 
 Minimise, over whole numbers n[t, k] of replicas and starts u[t, k],
 
     sum_t sum_k  price[k] hours n[t, k] + start_cost[k] u[t, k]
     subject to   sum_k rate[t, k] n[t, k] >= need[t]              the load is served
                  u[t, k] >= n[t, k] - n[t-1, k]                   more than before are starts
-                 sum_{t-stay < s <= t} u[s, k] <= n[t, k]         what has started stays
+                 sum_{t-stay < s <= t} u[s, k] <= n[t, k]         started replicas stay
                  sum_k devices[k] n[t, k] <= limit                of each group of kinds that share devices
 
-The first interval's fleet pays no starts, unless `before` says what was there before. If
-replicas need not stay and there are few possible fleets, the cheapest day is found as a shortest path over intervals
-and fleets; otherwise by HiGHS's branch and bound.
+The first interval's fleet pays for no starts unless `before` gives the fleet before it. If replicas need not stay and
+few fleets are possible, the cheapest day is found as a shortest path over intervals and fleets; otherwise by HiGHS's
+branch and bound.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 EXACT, NEAR = 1e-7, 5e-3
-"""Relative gaps at which the search stops: of problems of up to `FEW` variables, and of larger ones, whose last half
-percent takes minutes and is less than the uncertainty of any day's load."""
+"""Relative gaps at which the search stops: for problems of up to `FEW` variables, and for larger ones. Their last half
+percent would take minutes and is less than the uncertainty of any day's load."""
 FEW = 200
 TIME_S = 30.0
-"""Time after which a search stops with its best fleet; only large problems on slow machines reach it."""
+"""Seconds after which a search stops with its best fleet; only large problems on slow machines take so long."""
 MOST_STATES, MOST_CONSTANT = 1000, 20_000
-"""Fleets over which the shortest path is found, and among which the cheapest constant one is."""
+"""Most fleets over which the shortest path is searched, and most among which the cheapest constant one is."""
 SLACK = 1e-9
 INFEASIBLE = 2
 """Status of scipy's milp."""
@@ -42,7 +42,7 @@ INFEASIBLE = 2
 
 @dataclass(frozen=True)
 class DeviceLimit:
-    """Kinds of replicas that share a stock of devices.
+    """A limit on the devices that some kinds of replicas share.
 
     Attributes:
         kinds: their indices.
@@ -60,11 +60,11 @@ class FleetProblem:
     """A day's load and the kinds of replicas that may serve it.
 
     Attributes:
-        needs: requests a second that the fleet must be able to hold. # [intervals]
-        rates: requests a second that a replica of each kind holds, under the lengths of the interval.
-            # [intervals, kinds]
+        needs: requests a second that the fleet must be able to serve. # [intervals]
+        rates: requests a second that a replica of each kind serves under the lengths of the interval. # [intervals,
+            kinds]
         prices: price of a replica for an hour. # [kinds]
-        start_costs: cost of a replica while it starts and ends, and serves nothing. # [kinds]
+        start_costs: cost of a replica for the time in which it starts and ends without serving. # [kinds]
         hours: length of an interval.
         least_stay: least number of intervals for which a started replica stays.
         least: least number of replicas at any time.
@@ -118,7 +118,7 @@ def solve_fleet(problem: FleetProblem) -> FleetSolution:
     """Return the fleet of least cost.
 
     Raises:
-        InfeasibleError: the devices that there are do not hold the load.
+        InfeasibleError: there are too few devices for the load.
     """
     _check(problem)
     states = _states(problem, MOST_STATES) if problem.least_stay == 1 else None
@@ -198,7 +198,7 @@ def solve_constant(problem: FleetProblem) -> FleetSolution:
     """Return the fleet of least cost that is the same in all intervals.
 
     Raises:
-        InfeasibleError: the devices that there are do not hold the load.
+        InfeasibleError: there are too few devices for the load.
     """
     _check(problem)
     count, kinds = problem.rates.shape
@@ -232,7 +232,7 @@ def least_costs(problem: FleetProblem) -> Array:
 
 
 def _check(problem: FleetProblem) -> None:
-    """Refuse a load that no kind holds any of."""
+    """Raise InfeasibleError if no kind of replica can serve any of an interval's load."""
     unheld = (problem.needs > 0) & (problem.rates.max(axis=1) <= 0)
     if unheld.any():
         raise InfeasibleError(
@@ -253,8 +253,8 @@ def _not_held(problem: FleetProblem) -> InfeasibleError:
 
 
 def _most(problem: FleetProblem) -> Ints:
-    """Return the largest useful number of replicas of each kind: as many as hold any interval's load by themselves.
-    With such bounds HiGHS needs a seventh of the time on problems of few variables. # [kinds]"""
+    """Return the largest useful number of replicas of each kind: as many as serve every interval's load by themselves.
+    With these bounds HiGHS takes a seventh of the time on problems of few variables. # [kinds]"""
     needs = problem.needs[:, None]
     alone = np.ceil(np.divide(needs, problem.rates, out=np.zeros_like(problem.rates), where=problem.rates > 0))
     before = 0 if problem.before is None else problem.before
@@ -267,7 +267,7 @@ def _most(problem: FleetProblem) -> Ints:
 
 
 def _states(problem: FleetProblem, at_most: int) -> Ints | None:
-    """Return all useful fleets that the devices allow; None: too many. # [states, kinds]"""
+    """Return all useful fleets that the devices allow; None if there are too many. # [states, kinds]"""
     most = _most(problem)
     if np.prod(most + 1.0) > at_most:
         return None
@@ -279,12 +279,12 @@ def _states(problem: FleetProblem, at_most: int) -> Ints | None:
 
 
 def _held(problem: FleetProblem, states: Ints) -> npt.NDArray[np.bool_]:
-    """Return which fleets hold the load of each interval. # [intervals, states]"""
+    """Return which fleets can serve the load of each interval. # [intervals, states]"""
     return problem.rates @ states.T >= (1 - SLACK) * problem.needs[:, None]
 
 
 def _shares(problem: FleetProblem) -> tuple[Array, Array]:
-    """Return the share of each interval's need that a replica holds (at most 1), and the sum to reach: 1 or 0.
+    """Return the share of each interval's need that a replica serves (at most 1), and the sum to reach: 1 or 0.
 
     Unlike needs, shares are never so small that a solver takes them for zero; capping them changes no integer solution.
     # [intervals, kinds], [intervals]

@@ -1,4 +1,4 @@
-"""Find the kinds of replicas that may hold a day's load: plans on few and on many devices of each cluster."""
+"""Find the kinds of replicas that may serve a day's load: plans on few and on many devices of each cluster."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from xscheduler.replanning.reestimate import reestimate
 from xscheduler.schedule import scheduler
 
 WORTH = 1.02
-"""Factor by which more devices must raise the rate a device, since such replicas are added in larger steps."""
+"""A larger replica must serve more per device by this factor, since larger replicas are added in larger steps."""
 MOST_SIMULATED = 2
-"""Plans of each size whose rate is simulated, the best in closed form first."""
+"""Most plans of each size whose rate is simulated, the best in closed form first."""
 NEAR = 0.94
-"""Other policies' plans are also simulated if their rate in closed form is at least this share of the best one."""
+"""A plan of another policy is also simulated if its rate in closed form is at least this share of the best rate."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Candidate:
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return this machine's devices for replicas: a CPU counts as many times as its cores hold a replica's threads."""
+    """Return how many replicas' devices this machine has: a CPU counts once for every replica whose threads its cores
+    hold."""
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count
@@ -67,7 +68,7 @@ def candidates(
             best_rate = a_device
             found.append(Candidate(_kind(plan, problem.profile, lengths, startup_s), problem.profile))
         elif found:
-            break  # if twice the devices gain nothing, four times do not, either
+            break  # if twice the devices gain nothing, neither do four times as many
     if not found:
         raise why or _never_kept(problem)
     return found
@@ -87,7 +88,7 @@ def _best_plan(problem: Problem, policy: PolicyChoice, least_a_device: float) ->
     """Return the plan of one replica with the highest simulated rate; None if none is worth a simulation.
 
     Args:
-        least_a_device: requests a second and device that plans on fewer devices keep.
+        least_a_device: requests a second per device that plans on fewer devices serve within the bounds.
     """
     search = scheduler(problem)
     rated = [pair for kind in kinds_of(problem, policy) for pair in Arrivals(search).of_kind(kind, 1)]
@@ -105,9 +106,9 @@ def _rate(plan: Plan) -> float:
 
 
 def _kind(plan: Plan, profile: Profile, lengths: Sequence[Workload], startup_s: float) -> ReplicaKind:
-    """Return the kind of replica of a plan: its rate under other lengths is the simulated one, changed as the work of a
-    request is. (The closed form's rate would fall to nothing under lengths of which more than the allowed share break
-    the bound even alone: no replica helps those, and the bounds are of the whole day's requests.)"""
+    """Return the kind of replica of a plan. Its rate under other lengths is the simulated rate, scaled by the work of a
+    request. (The closed form's rate would be zero under lengths of which too many requests break the bound even by
+    themselves; no replica helps those, and the bounds are for the whole day's requests.)"""
     devices, quantile = plan.devices_per_replica, plan.constraint.quantile
     whole = reestimate(plan, profile, plan.workload, quantile)["throughput"]
     rates = tuple(_rate(plan) * reestimate(plan, profile, season, quantile)["throughput"] / whole for season in lengths)

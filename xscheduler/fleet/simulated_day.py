@@ -1,4 +1,4 @@
-"""Simulate a day on which a fleet's replicas follow recommendations: replicas take time to start and to end."""
+"""Simulate a day on which a fleet follows recommendations, with replicas that take time to start and to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xscheduler.fleet.recommender import LEAST_LENGTHS, LoadSample, Recommendati
 from xsimulator.fleet import Replica, Requests
 
 LENGTHS_S = 600.0
-"""Time over whose requests lengths are observed."""
+"""Mean lengths are those of the requests of this time span."""
 
 Recommend = Callable[[LoadSample], Recommendation]
 
@@ -33,7 +33,7 @@ class RecommendedDay:
 
     Attributes:
         replicas: the times at which each took requests.
-        device_hours, cost: of all replicas, from their orders to their ends.
+        device_hours, cost: totals of all replicas, from order to end.
         held: (time, serving replicas, need) at each sample.
     """
 
@@ -48,7 +48,7 @@ def simulate_day(
 ) -> RecommendedDay:
     """Return the replicas of a day that follow recommendations at every sample of its load.
 
-    Waiting requests are a fluid queue: those beyond what ready replicas hold under the day's lengths add up.
+    Waiting requests are modelled as a fluid queue: arrivals that the ready replicas cannot serve add up.
 
     Args:
         first: replicas of each kind at the beginning.

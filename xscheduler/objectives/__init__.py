@@ -1,1 +1,1 @@
-"""What a plan maximises: each objective ranks candidates in closed form and settles them by simulation."""
+"""Objectives: what a plan maximises. Each ranks candidates in closed form and verifies the best by simulation."""

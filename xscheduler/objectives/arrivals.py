@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.rates import rate_of
-from xgpt.core.schema import Capacity, Constraint, Plan, SearchCertificate
+from xgpt.core.schema import Constraint, Plan, SearchCertificate
 from xscheduler.arrival_rate import (
     MOST_PLACEMENTS,
     Rated,
@@ -34,25 +34,25 @@ from xsimulator.forecast import choice_of
 SHARP = 0.005
 """Relative precision of the best plan's rate; another plan must exceed it by this share."""
 COARSE = 0.03
-"""Relative precision of the rate of a policy that is far behind."""
+"""Relative precision of the rate of a policy that cannot win."""
 BEHIND = 0.7
-"""A policy is far behind if its rate in closed form is below this share of the best simulated rate."""
+"""A policy cannot win if its rate in closed form is below this share of the best simulated rate."""
 MOST_TRIED = 3
 """Largest number of a policy's plans that are simulated, the best in closed form first."""
 DOUBT = 0.06
-"""Share by which the rate in closed form of a simulated plan may fall below the best one."""
+"""A plan is simulated if its rate in closed form is at most this share below the best one."""
 DOUBT_NEARBY = 0.15
-"""The same for plans of the best one's placement: the closed form may be off by as much, and they are few."""
+"""The same for plans on the best plan's placement: the closed form may be off by as much, and they are few."""
 MOST_SETTLED = 12
 """Largest number of further placements whose best plan is simulated."""
 DRAWS = (1, 2)
 """Seeds of further draws of lengths and arrivals, from which the best rate's error is estimated."""
 DEVIATIONS = 2.0
-"""Standard deviations by which rates must differ for simulation to tell them apart."""
+"""Simulation tells two rates apart if they differ by this many standard deviations."""
 NOISE = 0.05
-"""Share by which a simulated rate may be above its bound: chance in a run of `LEAST_REQUESTS`."""
+"""A simulated rate may exceed its bound by this share, by chance in a run of `LEAST_REQUESTS`."""
 ENDED_EARLY = f"the search ended after {MOST_SECONDS:g} s: on a faster machine it finds a better plan or a closer bound"
-UNBOUND = "none: a simulated rate is above what bounds it, since closed forms do not tell what these lengths do"
+UNBOUND = "none: a simulated rate exceeds its bound, since closed forms are wrong for these lengths"
 
 
 class Arrivals(Objective):
@@ -73,7 +73,7 @@ class Arrivals(Objective):
         super().__init__(scheduler, finish, progress)
         self._only_best = only_best
         self._seconds: dict[str, float] = {}
-        """Of the search of each policy's plan."""
+        """Seconds of the search for each policy's plan."""
         self._rated: dict[Space, Rated | None] = {}
         """The best settings in closed form of each placement that was searched."""
         self._simulations, self._sampled, self._ended_early = 0, False, False
@@ -87,10 +87,10 @@ class Arrivals(Objective):
         return ranked
 
     def of_kind(self, kind: str, most: int) -> list[tuple[Plan, float]]:
-        """Return one policy's plans of the highest rates in closed form, each with that rate, the highest first.
+        """Return one policy's plans of the highest rates in closed form, each with its rate, the highest first.
 
         Args:
-            most: the number of plans, of as many placements.
+            most: largest number of plans; each is on another placement.
         """
         return self._ranked(self.scheduler.candidates.spaces(kind), kind, most)
 
@@ -115,7 +115,7 @@ class Arrivals(Objective):
         for i, kind in enumerate(order):
             started = time.perf_counter()
             self._say(i, len(order), kind)
-            # A policy that is far behind gets a coarse rate; its plans are not compared with each other.
+            # A policy that cannot win gets a coarse rate, and only its first plan is simulated.
             hopeless = best is not None and ranked[kind][0][1] < BEHIND * best.rate
             plans = ranked[kind][: 1 if hopeless else MOST_TRIED]
             search = self._best_of(plans, best if self._only_best else None)
@@ -130,19 +130,19 @@ class Arrivals(Objective):
         started = time.perf_counter()
         self._say(len(order), len(order), "its neighbours")
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
-        # Each policy has been simulated by now: compiling its simulation, once on a machine, does not count.
+        # By now each policy's simulation is compiled, which happens once on a machine and does not count.
         self._until = time.perf_counter() + MOST_SECONDS
         best = self._settled(self._best_rival(self._best_nearby(best), near))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
-        rate = capacities[kind].rate_per_s  # which simulations under other bounds do not change
+        rate = capacities[kind].rate_per_s  # simulations under other bounds leave it unchanged
         capacities[kind] = capacities[kind].model_copy(update={"error": self._error(best.plan, rate)})
         self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - started
         asked = self.scheduler.problem.constraint.arrival_rate_per_s
         if asked is not None and rate < asked:
             raise self._rate_not_kept(tuple(ranked), rate)
-        kept = {name: _with(found[name].plan, capacity) for name, capacity in capacities.items()}
+        kept = {name: found[name].plan.with_estimate(capacity=capacity) for name, capacity in capacities.items()}
         return {kind: kept[kind]} if self._only_best else kept
 
     def certify(self, plans: dict[str, Plan]) -> dict[str, Plan]:
@@ -162,7 +162,8 @@ class Arrivals(Objective):
         }
 
     def _certified(self, plan: Plan, kind: str, breach: float, *, best: bool) -> Plan:
-        """Return the plan with the rate that no other one keeps: of its policy, or of all if it is the best."""
+        """Return the plan with its proof: the rate that no other plan of its policy keeps, or no other plan at all if
+        it is the best."""
         rate, together = rate_of(plan), "throughput_rps" in plan.estimate.simulated
         branches = [branch for branch in self._branches.all if best or branch.kind == kind]
         search: dict[str, object] = {
@@ -189,7 +190,7 @@ class Arrivals(Objective):
 
     @cached_property
     def _in_loop(self) -> Constraint:
-        """What the engine's loop must keep of the constraint on requests that arrive."""
+        """The constraint less the time that requests spend outside of the engine's loop."""
         constraint, engine = self.scheduler.problem.constraint, self.scheduler.problem.engine
         prompt = self.scheduler.candidates.lengths.mean_whole_input
         return (
@@ -199,13 +200,13 @@ class Arrivals(Objective):
         )
 
     def _predicted(self, plan: Plan) -> float:
-        """Return the arrival rate that the closed form gives a plan of the scheduler."""
+        """Return the arrival rate, in closed form, of a plan that the scheduler made."""
         return closed_rate(self.scheduler.space_of(plan), plan.policy, self._in_loop)
 
     def _best_of(
         self, candidates: Sequence[tuple[Plan, float]], rival: CapacitySearch | None, doubt: float = DOUBT
     ) -> CapacitySearch | None:
-        """Return the candidate with the highest simulated rate, if that is above the rival's; else None."""
+        """Return the candidate with the highest simulated rate; None unless it exceeds the rival's."""
         best = rival
         for plan, predicted in candidates:
             if best is not None and predicted < (1 - doubt) * min(best.rate, best.predicted or best.rate):
@@ -217,7 +218,7 @@ class Arrivals(Objective):
         return None if best is rival else best
 
     def _best_nearby(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the best plan, or the one that repeated steps to better settings of its placement lead to."""
+        """Return the plan reached from the best one by repeated steps to better settings on its placement."""
         tried = {repr(best.plan.policy)}
         while time.perf_counter() < self._until:
             near = [(other, rate) for other, rate in self._nearby(best.plan) if repr(other.policy) not in tried]
@@ -229,7 +230,7 @@ class Arrivals(Objective):
         return best
 
     def _nearby(self, plan: Plan) -> list[tuple[Plan, float]]:
-        """Return plans for the same placement, each with its rate in closed form: those that differ a little in one
+        """Return plans on the same placement with their rates in closed form: those that differ slightly in one
         variable, and the best ones under tighter bounds.
         """
         space, constraint = self.scheduler.space_of(plan), self._in_loop
@@ -239,7 +240,7 @@ class Arrivals(Objective):
         return [(other, closed_rate(space, settings, constraint)) for settings, other in plans if other is not None]
 
     def _best_rival(self, best: CapacitySearch, kinds: Sequence[str]) -> CapacitySearch:
-        """Return the best plan, or one of those with the highest saturated throughput if it has a higher rate."""
+        """Return the best plan, or a plan of the highest saturated throughput if its rate is higher."""
         best.precision = SHARP
         try:
             rivals = self.scheduler.best_of_each(kinds)
@@ -253,7 +254,7 @@ class Arrivals(Objective):
         return found
 
     def _settled(self, best: CapacitySearch) -> CapacitySearch:
-        """Return the best plan after each branch that may hold a better one was settled."""
+        """Return the best plan after simulating the branches that may hold a better one."""
         space = self.scheduler.space_of(best.plan)
         if best.plan.admission.order == "fcfs":
             self._branches.count_waits()
@@ -291,7 +292,8 @@ class Arrivals(Objective):
         return found
 
     def _error(self, plan: Plan, rate: float) -> float | None:
-        """Return the relative standard deviation of the best rate over further draws; None: only it is asked for."""
+        """Return the relative standard deviation of the best rate over further draws; None if only the best plan is
+        wanted."""
         if self._only_best:
             return None
         rates = [rate]
@@ -302,7 +304,7 @@ class Arrivals(Objective):
         return round(float(np.std(rates, ddof=1) / rate), 4)
 
     def _never_kept(self, kinds: tuple[str, ...]) -> InfeasibleError:
-        """Return the error that no plan keeps the bounds at any rate, with the nearest that a plan of these keeps."""
+        """Return the error that no plan keeps the bounds at any rate; it names the nearest bounds that a plan keeps."""
 
         def keeps(constraint: Constraint) -> bool:
             if not constraint.bounds_latency:
@@ -328,7 +330,7 @@ class Arrivals(Objective):
 
 
 def _with_rival(ordered: dict[str, Plan]) -> Plan:
-    """Return the best of the policies' plans, with the next one as its rival if simulation does not tell them apart."""
+    """Return the best plan, with the next one noted as its rival if simulation cannot tell the two apart."""
     plan, *others = ordered.values()
     found = plan.estimate.capacity
     noise = DEVIATIONS * (0.0 if found is None else found.error or 0.0)
@@ -338,7 +340,3 @@ def _with_rival(ordered: dict[str, Plan]) -> Plan:
         return plan
     rival = f"{other.policy.kind} keeps the bounds up to {rate_of(other):.4g} requests/s"
     return plan.model_copy(update={"search": plan.search.model_copy(update={"rival": rival})})
-
-
-def _with(plan: Plan, capacity: Capacity | None) -> Plan:
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": capacity})})

@@ -1,4 +1,4 @@
-"""The contract of an objective: what a plan maximises, and how the plan that maximises it is found and proven."""
+"""The interface of an objective: what a plan maximises, and how the best plan is found and proven."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from xgpt.core.schema import Plan
 from xscheduler.schedule import Scheduler
 
 Ranked = dict[str, list[tuple[Plan, float]]]
-"""Each policy's plans with their value in closed form, in requests a second, the highest first."""
+"""Each policy's plans with their objective's value in closed form, the highest first."""
 
 
 MOST_SECONDS = 20.0
-"""A search ends after this time with the best plan so far, and says so. What it does at once takes far less."""
+"""Seconds after which a search ends with the best plan so far, and says so. Most searches take far less."""
 BOUNDS = ("latency_bound_s", "ttft_s", "tpot_s")
 """The bounds of a constraint, by name."""
-TOGETHER = "none: requests that began together stay together, which closed forms do not know"
-"""Why there is no proof where a simulation at saturation contradicts the closed form."""
+TOGETHER = "none: requests that began together stay together, which closed forms do not model"
+"""Why there is no proof if a simulation at saturation contradicts the closed form."""
 
 
 class Objective(ABC):
-    """What a plan maximises. An objective ranks candidates in closed form, verifies the best of them by simulation, and
-    certifies the rest: it says how much better any other candidate could be.
+    """What a plan maximises.
+
+    An objective ranks candidates in closed form, verifies the best ones by simulation, and certifies the result: it
+    computes how much better any other candidate could be.
 
     Args:
-        finish: completes a plan before it is simulated, by its order of admission.
+        finish: completes a plan before it is simulated; for example, it sets the order of admission.
         progress: is called for each part of the work.
     """
 
@@ -42,7 +44,7 @@ class Objective(ABC):
 
     @abstractmethod
     def rank(self, kinds: Sequence[str]) -> Ranked:
-        """Return each policy's plans of the highest value in closed form.
+        """Return each policy's plans with the highest value in closed form.
 
         Raises:
             InfeasibleError: closed forms show that no plan keeps the constraint.
@@ -50,7 +52,7 @@ class Objective(ABC):
 
     @abstractmethod
     def verify(self, ranked: Ranked) -> dict[str, Plan]:
-        """Return each policy's plan of the highest value in simulation.
+        """Return each policy's plan with the highest value in simulation.
 
         Raises:
             InfeasibleError: no plan keeps the constraint.

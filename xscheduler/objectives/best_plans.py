@@ -25,20 +25,20 @@ from xsimulator.costs.step_times import with_step_times
 from xsimulator.forecast import CHOICES, TUNED
 
 OF_ROWS = ("row_tokens", "eta_percent", "row_batches")
-"""Variables of rows under order das that can be held: the prompt tokens of a row (TCB's L), eta, and the batches that
-are inside at once, where slots of one have left."""
+"""Variables of rows under order das that can be fixed: the prompt tokens of a row (TCB's L), eta, and the number of
+batches that run at once as slots become free."""
 UNIFORM_KINDS = ("chunked", "orca", "static")
 """Policies that other planners offer, on replicas of equal stages."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A problem, and which of its candidates are searched in which way.
+    """A problem with the choice of policies, search method and order of admission.
 
     Attributes:
         policy: a policy, or a group of them.
-        order: order of admission; None: fcfs, or the one that tuning finds. Under another one, and for tuned
-            policies, vLLM has xgpt's scheduler class in it.
+        order: order of admission; None: fcfs, or the order that tuning finds. For other orders and for tuned policies,
+            vLLM runs with xgpt's scheduler class.
     """
 
     problem: Problem
@@ -62,7 +62,7 @@ class Task:
             progress: is called for each part of the work.
 
         Raises:
-            InputError: the model cannot be run under that policy.
+            InputError: the model cannot run under that policy.
             InfeasibleError: no policy has a plan that keeps the constraint.
         """
         if self.policy in TUNED:
@@ -70,7 +70,7 @@ class Task:
         _check_maximised(self.problem)
         for name in OF_ROWS:
             if name in self.problem.fixed and self.order != "das":
-                raise InputError("fix", f"{name}={self.problem.fixed[name]}", "it goes with `order=das`")
+                raise InputError("fix", f"{name}={self.problem.fixed[name]}", "it needs `order=das`")
         if (percent := self.problem.fixed.get("eta_percent", 50)) >= 100:
             raise InputError("fix", f"eta_percent={percent}", "give 1 to 99")
         kinds = kinds_of(self.problem, self.policy)
@@ -91,7 +91,7 @@ class Task:
 
         if not problem.constraint.maximises_arrivals:
             return Saturated(search, finish, progress)
-        if self.policy in TUNED:  # never without a word in `auto`: it takes its time
+        if self.policy in TUNED:  # never part of `auto`, since tuning is slow
             return TunedArrivals(search, finish, progress, self.policy, self.order)
         return Arrivals(search, finish, progress)
 
@@ -108,7 +108,7 @@ def plan_each(
 
 
 def _check_tunable(problem: Problem, policy: str) -> None:
-    """Refuse a tuned policy without the bounds that its rule needs.
+    """Raise InputError if a tuned policy lacks the bounds that its rule needs.
 
     Raises:
         InputError: the objective, the bounds or the model do not go with the policy.
@@ -116,15 +116,13 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     constraint = problem.constraint
     by_rate = constraint.maximises_arrivals or constraint.arrival_rate_per_s is not None
     if not by_rate or constraint.tpot_s is None:
-        raise InputError(
-            "policy", policy, "it goes with `objective=arrivals` and a bound on the time per token, `tpot_s`"
-        )
+        raise InputError("policy", policy, "it needs `objective=arrivals` and a bound on the time per token, `tpot_s`")
     if problem.model.is_encoder_decoder or problem.reused is not None:
         raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked")
 
 
 def _check_maximised(problem: Problem) -> None:
-    """Refuse an objective that names the price of devices whose price is not known.
+    """Raise InputError if the objective names the cost of devices whose price is unknown.
 
     Raises:
         InputError: there is no price.
@@ -135,7 +133,7 @@ def _check_maximised(problem: Problem) -> None:
 
 
 def _distinct(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return the plans with one `waa`, the better one, in place of waa-c and waa-m that divide devices alike."""
+    """Return the plans with a single `waa`, the better one, if waa-c and waa-m divide the devices alike."""
     both = [kind for kind in plans if kind in POLICY_GROUPS["waa"]]
     if len(both) < 2 or plans[both[0]].stages != plans[both[1]].stages:
         return plans
@@ -146,7 +144,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     """Return the policies that a choice stands for; for a tuned policy, the policy from which tuning begins.
 
     Raises:
-        InputError: the model cannot be run under that policy.
+        InputError: the model cannot run under that policy.
     """
     kinds = POLICY_GROUPS.get(policy, (TUNED.get(policy, policy),))
     if policy == "auto" and problem.profile.engine == "vllm":  # it frees a slot as soon as its request ends
@@ -156,7 +154,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     if problem.speculation is not None:
         kinds = tuple(kind for kind in kinds if kind in SPECULATIVE_POLICIES)
         if not kinds:
-            accepted = f"speculative decoding goes with {' and '.join(SPECULATIVE_POLICIES)}"
+            accepted = f"speculative decoding needs {' and '.join(SPECULATIVE_POLICIES)}"
             raise InputError("policy", policy, accepted)
     found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
     if not found:
@@ -166,7 +164,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
 
 
 def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
-    """Check the variables to hold, before anything is measured for them.
+    """Check the names of fixed variables, before anything is measured for them.
 
     Raises:
         InputError: there is no such variable, or no policy of the choice has it.
@@ -175,7 +173,7 @@ def check_held(policy: PolicyChoice, fixed: Mapping[str, int]) -> None:
 
 
 def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the policies that have all variables to hold.
+    """Return the policies that have all of the fixed variables.
 
     Raises:
         InputError: there is no such variable, or none of the policies has it.
@@ -192,14 +190,14 @@ def _with_variables(kinds: tuple[str, ...], policy: str, fixed: Mapping[str, int
 
 
 def variables_of(kind: str) -> set[str]:
-    """Return the variables of a policy that can be held."""
+    """Return the variables of a policy that can be fixed."""
     settings = CHOICES[kind].settings
     placed = set(PLACED) & (settings.model_fields.keys() | {"tp", "tp_devices", "ep", "pp", "replicas"})
     return placed | {variable.name for variable in settings.variables} | {*settings.steadying, *OF_ROWS}
 
 
 def is_uniform(plan: Plan) -> bool:
-    """Return whether a plan has replicas of equal stages and neither rra nor waa, as other planners' plans have."""
+    """Return whether a plan is one that other planners offer: replicas of equal stages, without rra and waa."""
     return plan.policy.kind in UNIFORM_KINDS and Placement.of(plan).is_uniform
 
 
@@ -218,7 +216,8 @@ def plan_uniform(problem: Problem, search: SearchMethod = "branch-and-bound") ->
 
 
 def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = "branch-and-bound") -> Plan:
-    """Return the plan of the highest arrival rate of some policies, proven, without an estimate of its error.
+    """Return the plan with the highest arrival rate among some policies, with its proof but without an estimate of its
+    error.
 
     Raises:
         InfeasibleError: none keeps the bounds.
@@ -228,9 +227,10 @@ def best_by_rate(problem: Problem, kinds: Sequence[str], search: SearchMethod = 
 
 
 def _with_figures(plan: Plan, problem: Problem) -> Plan:
-    """Return the plan with its figures at saturation corrected by simulation, unless prompts share what is cached.
+    """Return the plan with its figures at saturation corrected by simulation, unless prompts share cached prefixes.
 
-    Its arrival rate is searched afterwards: below that throughput, on as many requests as it calls for.
+    The search for its arrival rate, which comes later, stays below that throughput and simulates as many requests as it
+    calls for.
     """
     return plan if problem.reused is not None else with_simulated_figures(plan, problem.profile)
 
@@ -238,15 +238,15 @@ def _with_figures(plan: Plan, problem: Problem) -> Plan:
 def _admitting(plan: Plan, order: AdmissionOrder, problem: Problem) -> Plan:
     """Return the plan with this order of admission.
 
-    A row of das has as many prompt tokens as run at once, unless they are held. Under lpt, for work that is given as a
-    whole, no request is overdue.
+    A row of das has as many prompt tokens as run at once, unless they are fixed. Under lpt, all work is known at the
+    start, so no request becomes overdue.
 
     Raises:
         InputError: the order does not go with the plan's bounds or policy.
     """
     if order == "in-time":
         if plan.constraint.ttft_s is None:
-            raise InputError("order", order, "it goes with a bound on the time to first token (ttft)")
+            raise InputError("order", order, "it needs a bound on the time to first token (ttft)")
         if len(plan.policy.lanes) > 1 or plan.model.is_encoder_decoder:
             raise InputError("order", order, f"{plan.policy.kind} of {plan.model.name}: take another order or policy")
         plan = with_step_times(plan, problem.profile)

@@ -1,10 +1,10 @@
 """Branch and bound for the highest arrival rate, over the placements of all policies.
 
-A branch is a placement under a policy, with all of its settings. Its bound is at first that of the placement
-(`xscheduler.placement_bounds`), from thousands of which one call is made, then that of its settings: the highest
-saturated throughput under the loosened bounds (`xscheduler.arrival_bounds`), by branch and bound over boxes of them. A
-branch is settled by simulation of its settings that are best in closed form; it is dropped once its bound is not above
-the best simulated rate.
+A branch is a placement under a policy, with all of its settings. Its first bound is that of the placement
+(`xscheduler.placement_bounds`, one call for thousands of placements). Its refined bound is the highest saturated
+throughput of its settings under the loosened latency bounds (`xscheduler.arrival_bounds`), found by branch and bound
+over boxes of settings. A branch is settled by simulating the settings that are best in closed form; it is dropped once
+its bound does not exceed the best simulated rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xsimulator.forecast import CHOICES
 
 BOUND = "Little's law: what an engine that is never idle serves within the same bounds, on monotone tables"
 CLOSE = 0.005
-"""Branches are not settled whose bound is above the best rate by no more than this share."""
+"""A branch is not settled if its bound exceeds the best rate by at most this share."""
 NUM_BOXES = 12
 """Boxes drawn to attack the bounds within the best branch."""
 WAIT_STEPS = 5
@@ -36,7 +36,7 @@ WAIT_STEPS = 5
 MANY = 10**9
 """More tokens than any step has."""
 FAR_BELOW = 0.9
-"""Share of a simulated rate below which its bound is not looked for."""
+"""A bound is not searched below this share of the simulated rate."""
 
 
 @dataclass
@@ -44,11 +44,11 @@ class Branch:
     """A placement under a policy.
 
     Attributes:
-        space: its settings, under the constraint of arriving requests.
-        relaxed: the same settings, under the constraint of an engine that is never idle.
-        bound: requests a second that no settings keep; it shrinks as the search goes on.
-        in_steps: whether steps of a micro-batch take prompts at any time, and pass all stages one after the other.
-        prompt_s: else, where prompts pass each stage one by one, least seconds of the mean one on the slowest stage.
+        space: its settings, under the constraint on arriving requests.
+        relaxed: the same settings, under the constraint on an engine that is never idle.
+        bound: rate, in requests a second, that no settings exceed; it shrinks as the search goes on.
+        in_steps: whether a micro-batch's steps take prompts at any time and pass all stages one after the other.
+        prompt_s: if prompts pass each stage one by one instead: least seconds of the mean prompt on the slowest stage.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Branch:
 
     @property
     def alike(self) -> Hashable:
-        """The same for branches that differ in nothing but the name of their policy."""
+        """A key that is equal for branches that differ only in the name of their policy."""
         placement = self.space.placement
         other = tuple(sorted((name, value) for name, value in placement.fixed.items() if name != "allocation"))
         return CHOICES[self.kind].settings, placement.layouts, placement.replicas, other
@@ -72,15 +72,16 @@ class Branch:
         return min(self.space.evaluations + self.relaxed.evaluations, self.space.num_points)
 
     def refine(self, at_least: float, waits: Waits | None) -> None:
-        """Tighten the bound on the settings' rate: serve in the time that waits at a rate leave; stop at this rate.
+        """Tighten the bound by counting the waits at a rate; the bound stays at least this rate.
 
-        The higher a rate, the longer the waits, and the less time they leave for decoding. So what is served then
-        bounds all rates from this one on, and if it is no more than the rate itself, no settings keep that.
+        The higher a rate, the longer requests wait and the less time remains for decoding. So the throughput in the
+        time that remains at this rate bounds all higher rates; if it is no more than the rate itself, no settings keep
+        the rate.
         """
         self.bound, self.is_refined = min(self.bound, max(self._served(at_least, at_least, waits), at_least)), True
 
     def tighten(self, at_least: float, waits: Waits | None) -> None:
-        """Bound the settings as closely as bisection of the rate does; no closer than to this rate."""
+        """Tighten the bound by bisection of the rate, but not below this rate."""
         low = at_least
         self.refine(at_least, waits)
         for _ in range(WAIT_STEPS):
@@ -94,24 +95,25 @@ class Branch:
                 low, self.bound = rate, min(self.bound, served)
 
     def breach(self, rate: float, waits: Waits | None) -> float:
-        """Return the share by which a simulated rate, or a random point, is above what bounds it."""
+        """Return the share by which a simulated rate, or a random point, exceeds its bound."""
         by_point = breach(self.relaxed, NUM_BOXES, np.random.default_rng(0))
         return max(by_point, rate / max(self._served(rate, FAR_BELOW * rate, waits), 1e-9) - 1)
 
     @cached_property
     def _steps(self) -> PromptSteps:
-        """Of prompts in steps that take them at any time."""
+        """The least times of prompts in steps that take them at any time."""
         budgets = self._budgets or (MANY,)
         micro = self.space.placement.microbatches
         return PromptSteps(self.relaxed.models.floor.lane, self.space.lengths, np.asarray(budgets) / micro, micro)
 
     @cached_property
     def _budgets(self) -> list[int]:
-        """The token budgets of its settings, if they have one."""
+        """The token budgets of the branch's settings; empty if its policy has none."""
         return next((axis.values.tolist() for axis in self.space.axes if axis.variable.name == "token_budget"), [])
 
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
-        """Return the most that is served in the time that waits at a rate leave, or `at_least` if that is higher."""
+        """Return a bound on the throughput in the time that remains after waits at a rate, or `at_least` if that is
+        higher."""
         relaxed, of_one = self.relaxed, rate / self.space.placement.replicas
         left = np.ones(1)
         if waits is not None and self.in_steps:
@@ -155,14 +157,15 @@ class Branches:
         ]
 
     def count_waits(self) -> None:
-        """Also count what requests wait for the prompts before them: if they enter in the order of their arrival."""
+        """From now on, count the time that requests wait for the prompts before them; valid if they enter in order of
+        arrival."""
         self._waits = Waits(self._constraint, self._lengths)
 
     def breach(self, space: Space, rate: float, *, waits: bool = True) -> float:
-        """Return the share by which a simulated rate, or a random point of its space, is above what bounds it.
+        """Return the share by which a simulated rate, or a random point of its space, exceeds its bound.
 
         Args:
-            waits: also hold it against the bounds that count waits.
+            waits: also compare the rate with the bounds that count waits.
         """
         return self.of(space).breach(rate, self._waits if waits else None)
 
@@ -175,7 +178,7 @@ class Branches:
         return next(one for one in self.all if (one.kind, one.space.placement) == (space.kind, space.placement))
 
     def open(self, until: float) -> Iterator[Branch]:
-        """Yield the branches that may keep more than the best rate so far, the highest bound first.
+        """Yield the branches that may keep a higher rate than the best one so far, the highest bound first.
 
         Args:
             until: the time (`time.perf_counter`) after which none is yielded.
@@ -194,7 +197,7 @@ class Branches:
                 heapq.heappush(heap, (-branch.bound, i))
 
     def _refine(self, branch: Branch) -> None:
-        """Bound a branch; waa-c and waa-m may divide devices alike."""
+        """Bound a branch once; waa-c and waa-m may divide devices alike and then share the bound."""
         alike = branch.alike
         if alike not in self._refined:
             self._say(branch)
@@ -203,7 +206,8 @@ class Branches:
         branch.bound, branch.is_refined = min(branch.bound, self._refined[alike]), True
 
     def tighten(self, until: float) -> bool:
-        """Bound the branches as closely as it takes for the highest bound of all; return whether time sufficed."""
+        """Tighten the bounds of the branches that decide the highest bound of all; return whether there was enough
+        time."""
         highest, closest = self.best_rate, dict[Hashable, float]()
         for branch in sorted(self.all, key=lambda one: -one.bound):
             if branch.bound <= (1 + CLOSE) * highest:
@@ -222,12 +226,12 @@ class Branches:
         self._num_bounded += 1
         if self._progress is not None:
             parts = max(len(self.all), self._num_bounded)
-            self._progress(self._num_bounded, parts, f"bounding what placements keep: {branch.kind}")
+            self._progress(self._num_bounded, parts, f"bounding the rates of placements: {branch.kind}")
 
     def most(self, rate: float, kind: str | None = None) -> float:
-        """Return the rate that no settings of any branch, or of any of one policy, keep, or this rate if it is higher.
+        """Return a rate that no settings of all branches, or of one policy's, exceed, or this rate if it is higher.
 
-        A policy's is no lower than the best rate of all: its branches are not looked at more closely.
+        A policy's bound is not below the best rate of all policies, since its branches are not examined more closely.
         """
         return max([rate, *(branch.bound for branch in self.all if kind in (None, branch.kind))])
 

@@ -1,11 +1,11 @@
-"""Find plans whose bound holds for all requests (sla "request"): by closed forms first, settled by simulation.
+"""Find plans whose bound holds for a quantile of all requests (sla "request"), by closed forms and then simulation.
 
 The latency of a quantile of all requests depends on whole distributions of times. Closed forms predict it with an error
-that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans stand on a ladder
-that does not depend on the bound: each rung holds the best plan that keeps the rung's latency in closed form. The
-search looks for the highest rung whose plan keeps the bound in simulation, always by the same halvings of the same
-ladder. A looser bound passes every test that a tighter one passes, so it ends at least as high: no bound that can be
-kept is called infeasible, and throughput never falls with a looser bound.
+that differs from plan to plan, so plans are simulated until one keeps the bound. A policy's plans form a ladder that
+does not depend on the bound: each rung holds the best plan that keeps the rung's latency in closed form. The search
+finds the highest rung whose plan keeps the bound in simulation, always by the same bisection of the same ladder. A
+looser bound passes every test that a tighter one passes, so its search ends at least as high: no bound that can be kept
+is called infeasible, and throughput never falls with a looser bound.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NUM_REQUESTS = 500
 prompts, which their own error estimate would not show."""
 MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
-"""More admissions than `MOST_REQUESTS` are simulated where outputs are so short that they have no more than this."""
+"""More than `MOST_REQUESTS` admissions are simulated if outputs are so short that they have fewer tokens than this."""
 NUM_DRAWN = 20_000
 """Number of simulated requests if each stands only for itself; takes some 15 ms."""
 MOST_STEPS = 250_000
-"""Fewer are simulated, though no fewer than `MOST_REQUESTS`, where their decode steps would be more than this."""
+"""Fewer than `NUM_DRAWN` requests, but at least `MOST_REQUESTS`, are simulated if they would take more decode steps."""
 BATCHES_BEYOND = 3
 """Least number of encode batches with requests beyond the quantile; with fewer, more are simulated."""
 GOOD_ERROR = 0.01
@@ -44,7 +44,7 @@ RUNG = 1.01
 BLOCK = 8
 """Number of rungs that are skipped at once."""
 LOWEST = -2000
-"""A rung that has no plan: a latency of two nanoseconds."""
+"""A rung far below any plan: a latency of two nanoseconds."""
 REACH = 1.15
 """Largest factor by which the closed form may overestimate latencies; higher rungs are not searched."""
 SEED = 0
@@ -56,12 +56,12 @@ ROUNDING = 1e-9
 def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, seed: int = SEED) -> RequestLaw:
     """Return the simulated latencies of all requests at saturation, from admission to the last token.
 
-    Where outputs are of one length, which requests are in step with each other is decided by how they begin, for good.
-    So requests of drawn lengths are run from both beginnings, and the slower ones count.
+    If all outputs have one length, requests that begin together stay together. So requests with drawn lengths are
+    simulated twice, beginning together and spread out, and the slower result counts.
 
     Args:
-        workload: other lengths than the plan's own.
-        seed: of the lengths that are drawn.
+        workload: lengths; None: the plan's own.
+        seed: seed of the drawn lengths.
     """
     from xsimulator.counts.counted_run import is_counted
 
@@ -85,10 +85,10 @@ def request_law(plan: Plan, profile: Profile, workload: Workload | None = None, 
 
 
 def request_latency(plan: Plan, profile: Profile, workload: Workload | None = None) -> float:
-    """Return the simulated latency, in s, of the quantile of all requests for which the plan is made.
+    """Return the simulated latency, in s, of the quantile of all requests for which the plan was made.
 
     Args:
-        workload: other lengths than the plan's own.
+        workload: lengths; None: the plan's own.
     """
     return request_law(plan, profile, workload).quantile(plan.constraint.planned_quantile)
 
@@ -116,13 +116,14 @@ class Ladder:
         self.plan = cache(self._plan)
 
     def top(self, bound_s: float) -> Plan | None:
-        """Return the plan whose throughput no rung searched under a bound exceeds; None: no rung has a plan."""
+        """Return the plan of the highest rung searched under a bound, whose throughput is the highest; None: no rung
+        has a plan."""
         return self.plan((_top(bound_s) + 1) * BLOCK)
 
     def highest(self, bound_s: float, rival_rps: float = 0.0) -> Plan | None:
         """Return the plan on the highest rung that keeps the bound in simulation; None: no rung does.
 
-        If no rung can serve more than a rival, return the plan that keeps the bound in closed form, not simulated.
+        If no rung can serve more than a rival, the plan that keeps the bound in closed form is returned, not simulated.
         """
         started = time.perf_counter()
         above = (_top(bound_s) + 1) * BLOCK
@@ -143,7 +144,7 @@ class Ladder:
         return None if plan is None else self._settled(plan, low, bound_s, time.perf_counter() - started)
 
     def keeps(self, rung: int, bound_s: float) -> bool:
-        """Whether the rung's plan keeps a bound in simulation; True for a rung without a plan."""
+        """Return whether the rung's plan keeps a bound in simulation; True for a rung without a plan."""
         plan = self.plan(rung)
         return plan is None or self.simulated(plan).guarded_s <= bound_s
 
@@ -205,7 +206,7 @@ def with_law(plan: Plan, law: RequestLaw, closed_s: float | None = None) -> Plan
     """Return the plan with the simulated quantile of all requests as its latency; its proof is the closed form's.
 
     Args:
-        closed_s: the bound, in s, under which the plan is the best in closed form; None: it is not stated.
+        closed_s: the bound, in s, under which the plan is the best in closed form; None: it is not mentioned.
     """
     quantile, search = plan.constraint.quantile, plan.search
     estimate = plan.estimate.model_copy(

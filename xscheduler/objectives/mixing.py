@@ -1,4 +1,4 @@
-"""How much the choice of a policy depends on the cost of a step that mixes prompts and decodes."""
+"""Find the cost of steps that mix prompts and decodes at which another policy would win."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALVINGS = 5
 
 
 def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
-    """Return the first plan, with the cost of mixed steps at which another policy's plan would serve more.
+    """Return the first plan, annotated with the cost of mixed steps at which another policy's plan would serve more.
 
     Plans are compared by their objective, in closed form at another cost and with unchanged settings. A plan from a
     measured profile is returned unchanged: mixed steps have been measured.
@@ -45,7 +45,7 @@ def with_mixing_edge(plans: Mapping[str, Plan], profile: Profile) -> Plan:
         middle = (near + far) / 2
         near, far = (middle, far) if is_mixed_better(middle) == (mixed is best) else (near, middle)
     edge = MixingEdge(mixing=round((near + far) / 2, 3), policy=rival.policy.kind)
-    return best.model_copy(update={"estimate": best.estimate.model_copy(update={"mixing_edge": edge})})
+    return best.with_estimate(mixing_edge=edge)
 
 
 def _mixes(plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Say which bound no plan keeps with waiting counted, and the nearest one that a plan keeps."""
+"""Explain which bound no plan keeps with waiting counted, and find the nearest one that a plan keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROWTH = 1.5
 """Factor by which a bound is loosened until a plan keeps it."""
 MOST_GROWN = 24
 NEAR = 1.04
-"""The bound that is named is at most this factor above one that is not kept."""
+"""The bound named in the error is at most this factor above one that no plan keeps."""
 Keeps = Callable[[Constraint], bool]
 """Whether planning under other bounds finds a plan."""
 
@@ -24,16 +24,16 @@ Keeps = Callable[[Constraint], bool]
 def never_kept(
     scheduler: Scheduler, kinds: Sequence[str], keeps: Keeps, progress: Progress | None = None
 ) -> InfeasibleError:
-    """Return the error that no plan keeps the bounds at any rate, with the nearest bounds that planning keeps.
+    """Return the error that no plan keeps the bounds at any rate; it names the nearest bounds that a plan keeps.
 
-    It names one bound that is in the way of all others, if there is one, and all of them otherwise.
+    If one bound by itself is to blame, only that one is named; otherwise all are.
     """
     constraint = scheduler.problem.constraint
     given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
     binding, base = next(iter(given)), 1.0
     try:
         scheduler.best_of_each(kinds)
-    except InfeasibleError as error:  # requests that do not wait keep them neither
+    except InfeasibleError as error:  # even requests that do not wait break the bounds
         if error.binding not in given:
             return error
         binding = error.binding
@@ -61,7 +61,7 @@ def never_kept(
 def _nearest(
     constraint: Constraint, bounds: Mapping[str, float], low: float, keeps: Keeps, progress: Progress | None
 ) -> float | None:
-    """Return the least factor on some bounds at which planning keeps them; None: none was found."""
+    """Return the least factor by which some bounds must be loosened so that a plan keeps them; None: none was found."""
     started, high, tried = time.perf_counter(), low, 0
 
     def is_kept(factor: float) -> bool:
@@ -88,7 +88,7 @@ def _nearest(
 
 
 def _times(bounds: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Return looser bounds, rounded as they are printed: what is printed can be asked for."""
+    """Return the bounds times a factor, rounded as they are printed, so that a user can ask for the printed values."""
     return {name: float(f"{factor * bound:.4g}") for name, bound in bounds.items()}
 
 

@@ -1,4 +1,4 @@
-"""The arrival rates of plans: as simulated, as predicted in closed form, and simulated where they are missing."""
+"""Compute the arrival rates of plans: in closed form, and by simulation if they are missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from xsimulator.capacity import capacity
 
 
 def with_capacities(plans: dict[str, Plan], profile: Profile) -> dict[str, Plan]:
-    """Return the plans with their missing capacities simulated, the first one's also under slightly other bounds."""
+    """Return the plans with missing capacities simulated; the first plan's also under slightly tighter and looser
+    bounds."""
     found = {}
     for i, (kind, plan) in enumerate(plans.items()):
         known = plan.estimate.capacity
@@ -36,5 +37,4 @@ def with_capacity(plan: Plan, profile: Profile, predicted: float | None = None, 
         predicted: the closed form's rate.
         edges: also simulate bounds that are a little tighter and looser.
     """
-    found = capacity(plan, profile, predicted, edges=edges)
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})
+    return plan.with_estimate(capacity=capacity(plan, profile, predicted, edges=edges))

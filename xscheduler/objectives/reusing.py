@@ -1,10 +1,11 @@
-"""Find plans that count on reuse: divide memory between running requests and prompts kept for later ones.
+"""Find plans that count on prefix reuse: divide memory between running requests and prompts cached for later ones.
 
-The share of prompt tokens that requests find depends on the memory that a setting leaves for kept prompts; a larger
-batch serves more at a time and finds less, so throughput has no direction in the batch. Therefore the kept memory is
-enumerated, in steps between which the found share grows by equal parts. Within a step lengths are fixed, and all
-directions hold as without reuse. The certificate bounds each step by what its settings could reach if they found as
-much as the next step's in this step's memory, with running requests taking memory for their outputs alone.
+The share of prompt tokens found in the cache depends on the memory that a setting leaves for the cache. A larger batch
+serves more requests at a time and finds less cached, so throughput is not monotone in the batch size. Therefore the
+size of the cache is enumerated, in steps between which the cached share grows equally. Within a step, lengths are fixed
+and the settings are monotone as without reuse. The certificate bounds each step by the throughput that its settings
+would reach if they found as much cached as those of the next step, and if running requests took memory only for their
+outputs.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from xscheduler.problem import Problem
 from xsimulator.reuse import reused_at
 
 STEPS = 4
-"""Number of sizes of the kept memory; from one to the next the found share grows by the same amount."""
+"""Number of cache sizes; from one to the next the cached share grows by the same amount."""
 SHARES = (0.5, 0.65, 0.8, 0.9, 0.95)
-"""Further shares of the K/V memory that are tried."""
-BOUND = "the best of any division of memory between running requests and what later ones find"
+"""Further cache sizes that are tried, as shares of the K/V memory."""
+BOUND = "the best of any division of memory between running requests and cached prompts"
 ROUNDS = 1
 """Number of further searches, each with as many running requests as the plan before it."""
 MOST_DIVISIONS = 2
@@ -36,12 +37,13 @@ MOST_DIVISIONS = 2
 
 
 def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return each policy's best plan, the best of all first: those given, or better ones that count on reuse.
+    """Return each policy's best plan, the best of all first: the given one, or a better one that counts on reuse.
 
-    A plan with reuse has one replica, or as many as the best plan without: each then has the requests routed to it.
+    A plan with reuse has one replica, or as many as the best plan without reuse; each replica then gets the requests
+    that are routed to it.
 
     Args:
-        trace: None: the workload is not a trace, and the plans are returned unchanged.
+        trace: the workload's trace; None: it is not a trace, and the plans are returned unchanged.
         plans: each policy's best plan without reuse.
     """
     if trace is None:
@@ -70,12 +72,12 @@ def with_reuse(task: Task, trace: TraceLengths | None, plans: dict[str, Plan]) -
 
 @dataclass(frozen=True)
 class _Division:
-    """A division of memory between running requests and prompts kept for later ones.
+    """A division of memory between running requests and cached prompts.
 
     Attributes:
-        of: the problem, its number of replicas given.
-        curve: the reuse curve, by the number of other running requests.
-        size, larger: tokens kept in this division, and in the next one.
+        of: the problem, with a fixed number of replicas.
+        curve: returns the reuse curve for a number of other running requests.
+        size, larger: tokens cached in this division and in the next one.
         has_answers: whether prompts contain the answers to earlier ones.
     """
 
@@ -86,7 +88,7 @@ class _Division:
     has_answers: bool
 
     def problem(self, inside: float = 0.0) -> Problem:
-        """Return the problem with the lengths that are left to encode while `inside` others run."""
+        """Return the problem with prompts less their cached tokens, while `inside` other requests run."""
         return replace(self.of, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:
@@ -107,9 +109,9 @@ def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Divis
 
 
 def _consistent(task: Task, division: _Division, best: Plan) -> dict[str, Plan]:
-    """Return each policy's best plan, for the reuse that remains with as many running requests as it has.
+    """Return each policy's best plan, for the reuse that is possible with as many running requests as the plan has.
 
-    With requests always waiting, the turn of a conversation enters before the answers of those that still run.
+    If requests are always waiting, a conversation's next turn may enter before the previous answer has ended.
     """
     if not division.has_answers:
         return _planned(task, division.problem())
@@ -136,14 +138,14 @@ def _rps(task: Task, problem: Problem) -> float:
 
 
 def _sizes(curve: ReuseCurve, plan: Plan) -> list[float]:
-    """Return the numbers of tokens to keep that are tried, from none to all of a plan's K/V memory."""
+    """Return the cache sizes to try, in tokens, from none to all of a plan's K/V memory."""
     memory = float(plan.block_size * min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode"))
     steps = {0.0, memory, *curve.sizes(STEPS).tolist(), *(share * memory for share in SHARES)}
     return sorted(size for size in steps if size <= memory)
 
 
 def _planned(task: Task, problem: Problem) -> dict[str, Plan]:
-    """Return each policy's best plan, without policies that do not fit in memory."""
+    """Return each policy's best plan; empty if none fits in memory."""
     try:
         return replace(task, problem=problem).settle()
     except InfeasibleError:
@@ -151,7 +153,7 @@ def _planned(task: Task, problem: Problem) -> dict[str, Plan]:
 
 
 def _bound(plan: Plan) -> float | None:
-    """Return the proven upper bound of the policy's objective; None: not proven."""
+    """Return the proven upper bound on the objective of the plan's policy; None: nothing is proven."""
     gap = plan.search.gap
     return None if gap is None else maximised(plan) * (1 + gap)
 

@@ -1,4 +1,4 @@
-"""Sample settings for the highest arrival rate with Optuna, for problems without a valid bound."""
+"""Search for the highest arrival rate with Optuna, for problems without a valid bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUND = "none: sampled settings prove no bound"
 def sampled(
     spaces: Sequence[Space], constraint: Constraint, *, num_trials: int = NUM_TRIALS, seed: int = 0
 ) -> list[Rated]:
-    """Return the sampled settings of the highest arrival rates in closed form, the highest first."""
+    """Return the sampled settings with the highest arrival rates in closed form, the highest first."""
     import optuna  # takes half a second to load: only if used
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -33,7 +33,7 @@ def sampled(
         space = spaces[number]
         columns = {}
         for axis in space.axes:
-            # On a logarithmic scale: small batches differ more.
+            # On a logarithmic scale, since small batches differ more from each other.
             index = trial.suggest_int(f"{space.kind} {axis.variable.name}", 1, len(axis.values), log=True) - 1
             columns[axis.variable.name] = np.asarray([axis.values[index]])
         if not space.evaluate(columns).fits[0]:

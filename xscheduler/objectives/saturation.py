@@ -1,11 +1,11 @@
 """Check a plan's figures under saturation (requests always waiting) by simulation.
 
-Closed forms know the steady state in which running requests are spread over their outputs. If outputs are of nearly
-equal length there is another one: requests that began together end together, and whole batches follow each other. So
-each plan is simulated; if simulation disagrees, the plan gets its figures. If throughput disagrees, or a bound is
-broken, the policy's plan is the one that serves most in simulation among those that are the best in closed form under
-tighter bounds. These stand on rungs that do not depend on the bound, so that a looser one adds plans and takes none
-away.
+Closed forms describe the steady state in which running requests are at different points of their outputs. If outputs
+have nearly equal lengths there is another steady state: requests that began together end together, and whole batches
+follow each other. So each plan is simulated; if the simulation disagrees, the plan gets the simulated figures. If
+throughput disagrees or a bound is broken, other plans are simulated: the best in closed form under ever tighter bounds.
+The one that serves most in simulation becomes the policy's plan. These tighter bounds do not depend on the user's
+bound, so a looser bound adds plans and removes none.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from xsimulator.capacity import in_order_of_arrival
 from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_at_once, warm_up_requests
 
 AGREES = 0.1
-"""Share by which a simulation may differ from the closed form, whose figures then stand."""
+"""The figures of the closed form are kept if the simulation differs by at most this share."""
 MORE = 2.0
-"""By which factor another plan may serve more in simulation than it promises, where the one that promises most does."""
+"""If the plan that promises most serves more in simulation than it promises, other plans may do so by this factor."""
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
-"""Simulated requests for each request of the decode batch, at least `LEAST_REQUESTS` in all."""
+"""Number of simulated requests per request of the decode batch; at least `LEAST_REQUESTS` in all."""
 ABOUT = 1.25
-"""Factor by which outputs may differ from the quantile's length and still count for its gaps between tokens."""
+"""Outputs that differ from the quantile's length by at most this factor count for its gaps between tokens."""
 LEAST_ALIKE = 30
 """Least number of requests of about the quantile's length from which its latency is read."""
 MOST_REQUESTS = 5000
-"""Most simulated requests where few have that length."""
+"""Most simulated requests if few have that length."""
 SEED = 0
 RUNG = 1.2
 """Ratio of the closed form's latencies on neighbouring rungs."""
 
-PASSED_OVER = f"{TOGETHER}; plans that promise more there serve less in simulation, or break a bound"
+PASSED_OVER = f"{TOGETHER}; plans with a higher prediction serve less in simulation, or break a bound"
 
 
 class SaturatedFigures(NamedTuple):
     """A plan's simulated figures while requests are always waiting.
 
     Attributes:
-        throughput_rps: of all replicas.
+        throughput_rps: throughput of all replicas together.
         latency_s: mean time from admission to the last token, of a request of the quantile's length.
         ttft_s: mean time from admission to the first token.
         tpot_s: mean gap between the tokens of a request of about the quantile's length. None, like the latency, if too
@@ -66,7 +66,8 @@ class SaturatedFigures(NamedTuple):
     tpot_s: float | None
 
     def other_than(self, plan: Plan) -> dict[str, float]:
-        """Return the figures that disagree with the plan's; under sla "request" its latency is simulated already."""
+        """Return the figures that disagree with the plan's, except under sla "request" the latency, which is simulated
+        already."""
         found = self._asdict()
         if plan.constraint.sla == "request":
             del found["latency_s"]
@@ -83,7 +84,8 @@ class SaturatedFigures(NamedTuple):
         return (1 + constraint.headroom) * max(over, default=0.0)
 
     def refutes(self, plan: Plan) -> bool:
-        """Whether another plan may be better: this one does not serve what it says, or breaks a bound."""
+        """Return whether another plan may be better because this one serves another throughput than predicted or breaks
+        a bound."""
         return not _agree(self.throughput_rps, plan.estimate.throughput_rps) or self.excess(plan, plan.constraint) > 1
 
 
@@ -92,7 +94,7 @@ def _agree(seen: float, predicted: float) -> bool:
 
 
 def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
-    """Simulate a plan with all requests there from the beginning, in the order of their arrival.
+    """Simulate a plan with all requests present from the beginning, admitted in order of arrival.
 
     Raises:
         InputError: a request of the workload can never fit into the plan's K/V memory.
@@ -124,7 +126,7 @@ def saturated_figures(plan: Plan, profile: Profile) -> SaturatedFigures:
 
 
 def _about(lengths: Ints | Sequence[int], length: int) -> npt.NDArray[np.bool_]:
-    """Which outputs are of about a length, and have a gap between tokens."""
+    """Return which outputs are about as long as `length` and have at least two tokens."""
     values = np.asarray(lengths)
     return (values >= max(2, length / ABOUT)) & (values <= ABOUT * length)
 
@@ -168,10 +170,10 @@ class Saturated(Objective):
         return stable
 
     def _kept_by_all(self, ranked: Ranked, bound_s: float) -> dict[str, Plan]:
-        """Return each policy's plan of the highest throughput that keeps the bound on all requests in simulation.
+        """Return each policy's plan with the highest throughput that keeps the bound on all requests in simulation.
 
-        Policies that serve less than the best one even in closed form, and under a looser bound, are not simulated:
-        their plans keep the bound in closed form.
+        A policy that serves less than the best one even in closed form under a looser bound is not simulated: its plan
+        keeps the bound in closed form.
         """
         plans: dict[str, Plan] = {}
         best_rps = 0.0
@@ -208,7 +210,7 @@ class Saturated(Objective):
         """Return the policy's best plan in simulation (None: none keeps the bounds), and the least excess over them."""
         best, least, simulated, profile = None, inf, {}, self.scheduler.problem.profile
         more = MORE if seen.throughput_rps > plan.estimate.throughput_rps else 1.0
-        has_own = plan.constraint.maximise is not None  # which need not fall as bounds tighten
+        has_own = plan.constraint.maximise is not None  # its value need not fall as bounds tighten
         for other in chain((plan,), self._rungs(kind, plan)):
             if (
                 not has_own
@@ -248,7 +250,8 @@ class Saturated(Objective):
             rung -= 1
 
     def _never_kept(self, nearest_s: float) -> InfeasibleError:
-        """Return the error that no policy keeps the bounds, with a latency bound that one kept in simulation."""
+        """Return the error that no policy keeps the bounds; it names a latency bound that a policy kept in
+        simulation."""
         constraint = self.scheduler.problem.constraint
         bounds = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
         name = next(iter(bounds))
@@ -256,7 +259,7 @@ class Saturated(Objective):
         nearest = f"; the nearest bound that one keeps is {round_up(nearest_s)} s" if known else ""
         return InfeasibleError(
             f"{name}: no schedule keeps {' and '.join(f'{bound:g} s' for bound in bounds.values())} in simulation, "
-            f"where requests that began together stay together{nearest}",
+            f"because requests that began together stay together{nearest}",
             nearest_bound_s=nearest_s if known else None,
             binding=name,
         )
@@ -268,7 +271,7 @@ class Saturated(Objective):
             self.scheduler.best_of_each(tuple(self._ladders))  # says why not
         nearest_s = min(nearest)
         return InfeasibleError(
-            f"latency_bound_s: no schedule keeps {bound_s:g} s for that share of all requests in simulation; the "
+            f"latency_bound_s: no schedule keeps {bound_s:g} s for the quantile of all requests in simulation; the "
             f"nearest bound that one keeps is {round_up(nearest_s)} s",
             nearest_bound_s=nearest_s,
             binding="latency_bound_s",
@@ -284,7 +287,8 @@ def _key(plan: Plan) -> str:
 
 
 def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
-    """Return the plan with the simulated figures that disagree with its own; its proof is that of the closed form."""
+    """Return the plan with simulated figures in place of its own that disagree; a proof of the closed form is then
+    dropped."""
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")
     if rps is not None:

@@ -1,4 +1,4 @@
-"""Find how many devices, and of which cluster, sustain an arrival rate."""
+"""Find the fewest devices that sustain an arrival rate, and the cheapest of several clusters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xscheduler.problem import Problem
 
 @dataclass(frozen=True)
 class ClusterChoice:
-    """One of several clusters.
+    """One of several clusters, with the devices that sustain the rate and their price.
 
     Attributes:
         num_devices: the fewest devices that sustain the arrival rate; None if not even all of them do.
@@ -31,7 +31,7 @@ def fewest_devices(problem: Problem, policy: PolicyChoice = "auto") -> int:
     """Return the smallest number of the cluster's devices that sustains the arrival rate under the constraint.
 
     Raises:
-        InfeasibleError: all of them together do not.
+        InfeasibleError: even all of them do not.
     """
     low, high = 1, problem.cluster.num_devices
     plan_each(replace(problem, max_devices=high), policy)

@@ -1,8 +1,8 @@
-"""Control variables that steady two lanes at run time, which no closed form knows: tried by simulation.
+"""Try by simulation the control variables that steady two lanes at run time; no closed form models them.
 
-An encode batch takes more or fewer tokens when fewer or more requests decode than on average, and it joins the decode
-lane after a buffer time. The cap on requests inside steadies the lanes already, so that neither gains as a rule
-(docs/results/correlated.md).
+An encode batch takes more tokens if fewer requests than average decode, and fewer tokens if more do, and it joins the
+decode lane after a buffer time. The cap on running requests already steadies the lanes, so usually neither variable
+gains anything (docs/results/correlated.md).
 Source: ExeGPT sec. 5.2.
 """
 
@@ -17,11 +17,11 @@ from xscheduler.objectives.saturation import saturated_figures, with_simulated_f
 from xscheduler.problem import Problem
 
 ADJUSTMENTS = (10, 20)
-"""Percentages that are tried."""
+"""Percentages to try."""
 BUFFER = 1.25
-"""The buffer time that is tried, over the time until a batch joins without any."""
+"""The buffer time to try, as a multiple of the time after which a batch joins without a buffer."""
 LEAST_GAIN = 0.01
-"""Least gain for which a setting is taken; repeated simulations differ by less."""
+"""A setting is taken if it gains at least this share; repeated simulations differ by less."""
 
 
 def steadied(plan: Plan, problem: Problem) -> Plan:

@@ -1,8 +1,8 @@
-"""Tune settings that closed forms cannot tell apart, by simulation: the slack of budgets.
+"""Tune by simulation the settings that closed forms cannot tell apart: token budgets that follow the slack of requests.
 
-Optuna proposes settings, a round at a time, beginning with those that are equal to the plan's fixed ones. All are
-simulated with the same lengths and arrivals, at a rate a little above the best so far; a run is given up as soon as too
-many requests have broken their bounds. So the result is never worse than the plan that was tuned.
+Optuna proposes settings in rounds, beginning with those that are equal to the plan's fixed ones. All are simulated with
+the same lengths and arrivals, at a rate slightly above the best so far; a run is given up as soon as too many requests
+have broken their bounds. So the result is never worse than the plan that was tuned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import AdmissionOrder, Plan, Profile, SlackBudget
-from xscheduler.objectives.arrivals import Arrivals
+from xscheduler.objectives.arrivals import DRAWS, Arrivals
 from xscheduler.objectives.rates import with_capacity
 from xscheduler.schedule import Scheduler
 from xsimulator.capacity import CapacitySearch, Trial
@@ -40,20 +40,19 @@ PRECISION = 0.01
 """Share by which settings must exceed the best rate so far."""
 FAR = 1.5
 """Factor by which the quantile may exceed its bounds before a run is given up."""
-DRAWS = (1, 2)
-"""Seeds of further draws of lengths and arrivals, from which the rate's error is estimated."""
 LARGEST_STEP = 8192
 """Largest number of prompt tokens in a step."""
 TIGHTER = (0.7, 0.4)
-"""Shares of the bound on the time per token: under these the closed form takes smaller budgets."""
+"""Shares of the bound on the time per token; under these tighter bounds the closed form chooses smaller budgets."""
 
 
 class TunedArrivals(Arrivals):
-    """The highest arrival rate of a tuned policy, which is the best fixed one with settings that simulation compares.
+    """The highest arrival rate of a tuned policy: the best fixed policy's plan, with further settings tuned by
+    simulation.
 
     Args:
-        kind: the tuned policy: a key of `xsimulator.forecast.TUNED`.
-        order: order of admission; None: tuned, too.
+        kind: the tuned policy, a key of `xsimulator.forecast.TUNED`.
+        order: order of admission; None: it is tuned as well.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class TunedArrivals(Arrivals):
                 yield with_capacity(plan, self.scheduler.problem.profile, rate_of(plan), edges=False)
 
     def _on_one_stage(self, fixed: list[Plan]) -> list[Plan]:
-        """Return the policy's best plan in closed form whose steps pass one stage, if none of these is one.
+        """Return the policy's best single-stage plan in closed form; empty if the fixed plans include one.
 
         Steps of a pipeline have less time, and a prompt passes through only one of its micro-batches.
         """
@@ -102,7 +101,7 @@ class TunedArrivals(Arrivals):
 
 
 class Score(NamedTuple):
-    """The score of settings: a rate, or an estimate of it from how far the bounds were broken at a higher rate."""
+    """The score of settings: their rate, or an estimate of it from the excess over the bounds at a higher rate."""
 
     kept: bool
     rate: float
@@ -113,8 +112,8 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
 
     Args:
         plan: a plan with fixed settings and a simulated capacity.
-        others: further plans with fixed settings to begin with, on other placements or with other budgets.
-        order: order of admission; None: tuned, too.
+        others: further plans with fixed settings to start from, on other placements or with other budgets.
+        order: order of admission; None: it is tuned as well.
     """
     import optuna
 
@@ -147,7 +146,7 @@ def tune(plan: Plan, profile: Profile, *, others: Sequence[Plan] = (), order: Ad
 
 
 def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
-    """Return the plan with its own saturated throughput, and its capacity with an error."""
+    """Return the plan with its simulated saturated throughput, and its capacity with an error."""
     saturated = max(Trial(plan, profile).saturated(), rate)
     estimate, factor = plan.estimate, saturated / plan.estimate.throughput_rps
     cost = estimate.cost_per_million_tokens
@@ -176,7 +175,7 @@ def _settled(plan: Plan, profile: Profile, rate: float) -> Plan:
 
 
 def _slack_settings(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Return the settings to begin with: the fixed budget, in the order of arrival and in time; then by slack alone."""
+    """Yield the settings to start from: the fixed budget, in order of arrival and in time; then budgets by slack."""
     budget = plan.policy.token_budget  # type: ignore[union-attr]
     fixed = {
         "by_slack": False,
@@ -216,7 +215,7 @@ def _with_slack(plan: Plan, trial: optuna.trial.BaseTrial, order: AdmissionOrder
 
 
 _profile: Profile | None = None
-"""The state of a scoring process."""
+"""The profile of a scoring process."""
 
 
 @contextmanager
@@ -240,7 +239,7 @@ def _begin(profile: Profile) -> None:
 
 
 def _score(plan: Plan, best: float) -> Score:
-    """Return the plan's rate if it is above the best one, else an estimate of it."""
+    """Return the plan's rate if it exceeds the best one, else an estimate of it."""
     assert _profile is not None
     search = CapacitySearch(plan, _profile, best, most=2 * max(best, plan.estimate.throughput_rps))
     search.precision = PRECISION

@@ -1,1 +1,1 @@
-"""Re-planning: what a running plan does under other lengths, which plans may take over, and whether one should."""
+"""Re-planning: predict a running plan under other lengths, find plans that may replace it, and decide on a change."""

@@ -1,4 +1,4 @@
-"""Decide whether to change a running plan: weigh what another one gains against the cost of the change."""
+"""Decide whether to change a running plan: weigh the gain of another plan against the cost of the change."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from xscheduler.replanning.replacements import SWAPPABLE, find_candidates, withi
 from xsimulator.memory import LaneMemory
 
 LOAD_BYTES_PER_S = {"cpu": 5e8, "gpu": 4e9}
-"""Bytes of weights that a device loads a second, if its profile does not say: the slowest measured on a CPU
-(docs/results/devices.md), and the slowest of ExeGPT's Table 4."""
+"""Bytes of weights that a device loads a second if its profile does not say so: the slowest rate measured on a CPU
+(docs/results/devices.md), and the slowest in ExeGPT's Table 4."""
 
 WIDER = (1.0, 1.5, 2.0, 4.0)
-"""If no plan keeps the bound: multiples of the nearest one, tried until a plan keeps one at the observed rate."""
+"""If no plan keeps the bound, these multiples of the nearest bound are tried until a plan keeps one at the observed
+rate."""
 
 SAME = 0.02
-"""Two plans are the same if their prompt tokens of a phase differ by at most this share."""
+"""Two plans count as the same if their prompt tokens in a phase differ by at most this share."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Verdict:
     Attributes:
         breaks_bound: whether the running plan certainly breaks its bounds.
         plan: the best plan, in a form that can replace the running one; None if none keeps the bounds.
-        is_swap: whether it goes into effect between two steps.
+        is_swap: whether it takes effect between two steps, without a pause.
         gain: the best plan's gain in the objective, as a share of the running plan's value.
         pause_s: seconds for which the change would delay requests.
-        switch: whether to change.
+        switch: whether to change to `plan`.
         reason: why, or why not.
     """
 
@@ -51,8 +52,8 @@ class Verdict:
 def decide(judge: Judge, terms: Terms) -> Verdict:
     """Compare the running plan with the best one.
 
-    A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound; one on
-    another placement must also repay the pause. If no plan keeps the bound, one near it takes over.
+    A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound. A plan on another
+    placement must also repay the pause. If no plan keeps the bound, one that nearly keeps it takes over.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -66,7 +67,7 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         near = judge.near(bound_s)
         if near is None:
             break
-        with suppress(InfeasibleError):  # not only the latency binds
+        with suppress(InfeasibleError):  # another bound binds, too
             found = _although_broken(verdict := _decide_feasible(near, terms), judge.plan.constraint)
             if verdict.best is None or verdict.best.keeps_bound is not False:
                 break
@@ -74,8 +75,10 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
 
 
 def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
-    """Raises:
-    InfeasibleError: no plan keeps the bounds.
+    """Return the verdict if a plan keeps the bounds.
+
+    Raises:
+        InfeasibleError: no plan does.
     """
     anywhere, swap = find_candidates(judge)
     pause_s = judge.running.latency_s + loading_s(anywhere, judge.situation.profile, judge.plan)
@@ -96,13 +99,14 @@ def _decide_feasible(judge: Judge, terms: Terms) -> Verdict:
 
 
 def loading_s(plan: Plan, profile: Profile, running: Plan) -> float:
-    """Return the seconds in which a change of placement loads weights; as many single devices keep theirs."""
+    """Return the seconds for which a change of placement loads weights; 0 if the same number of single devices keep
+    theirs."""
     keeps = plan.devices_per_replica == running.devices_per_replica == 1 and plan.replicas == running.replicas
     return 0.0 if keeps else weights_loading_s(plan, profile)
 
 
 def weights_loading_s(plan: Plan, profile: Profile) -> float:
-    """Return the seconds in which the devices load a plan's weights from a checkpoint in host memory.
+    """Return the seconds that the devices take to load a plan's weights from a checkpoint in host memory.
 
     Source: ExeGPT sec. 7.7, Table 4.
     """
@@ -116,13 +120,13 @@ def weights_loading_s(plan: Plan, profile: Profile) -> float:
 
 
 def _repays(rate: float, in_place_rps: float, pause_s: float, terms: Terms) -> bool:
-    """Whether another placement beats the best on the present one, and repays its pause."""
+    """Return whether a plan on another placement beats the best on the present one and repays its pause."""
     repaid = (rate - in_place_rps) * terms.horizon_s
     return repaid > rate * pause_s and rate > (1 + terms.least_gain) * in_place_rps
 
 
 def _compare(judge: Judge, best: Plan, terms: Terms, *, pause_s: float, is_swap: bool) -> Verdict:
-    """Return a plan's gain, and whether it is enough."""
+    """Return the verdict on a plan: its gain, and whether that is enough."""
     running, outcome, gain = judge.running, judge.outcome(best), _gain(judge, best)
     switch = not judge.kept_rps or gain >= terms.least_gain
     if outcome.arrival_rate_per_s is not None:
@@ -146,12 +150,13 @@ def _with_caution(judge: Judge, verdict: Verdict) -> Verdict:
     cautious = replace(verdict, plan=best, best=judge.outcome(best), gain=_gain(judge, best))
     if verdict.switch:
         return cautious
-    reason = "further requests may show a broken bound, and caution costs little"
+    reason = "a few more requests may show that the bound is broken, and the careful plan costs little"
     return replace(cautious, switch=True, reason=reason)
 
 
 def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
-    """Return the verdict under a feasible bound near the plan's own, which cannot be kept but remains its aim."""
+    """Return the verdict under a feasible bound as one under the plan's own bound, which cannot be kept but remains the
+    aim."""
     assert near.best is not None and near.plan is not None
     seconds = f"{near.best.latency_s:.3g} s"
     return replace(
@@ -160,7 +165,7 @@ def _although_broken(near: Verdict, constraint: Constraint) -> Verdict:
         best=near.best.model_copy(update={"keeps_bound": False}),
         plan=near.plan.model_copy(update={"constraint": constraint}),
         breaks_bound=True,
-        reason=f"nothing keeps the bound of {_bound(constraint)}; {seconds} are near to what can be kept",
+        reason=f"nothing keeps the bound of {_bound(constraint)}; {seconds} are close to the best possible",
     )
 
 
@@ -174,6 +179,7 @@ def _gain(judge: Judge, plan: Plan) -> float:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    """Whether a swap would change neither the settings nor the figures that the rule takes from the estimate."""
+    """Return whether a swap would change neither the settings nor the figures that the policy takes from the
+    estimate."""
     tokens, others = plan.estimate.encode_tokens, other.estimate.encode_tokens
     return plan.policy == other.policy and abs(tokens - others) <= SAME * others

@@ -1,4 +1,4 @@
-"""Compare plans under the observed lengths, by the objective of the running plan."""
+"""Compare plans under the observed lengths by the running plan's objective."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from xscheduler.schedule import Scheduler
 
 @dataclass(frozen=True)
 class Terms:
-    """The thresholds for a change.
+    """The thresholds for a change of plan.
 
     Attributes:
         least_gain: share of the running plan's throughput (or arrival rate) that another plan must gain.
-        confidence: standard deviations by which the observed quantile of lengths may be wrong, as the highest
-            quantiles of few requests are mostly chance. The bound counts as broken if even the lowest such quantile
-            breaks it.
-        caution: pairs (standard deviations, share of throughput). The share is the accepted loss for a plan that
-            keeps the bound even if the quantile is higher by the deviations, where the running plan would break it. The
-            likelier that is, the higher the share.
-        near: if no plan keeps the bound, the running plan stays up to this factor of the nearest bound that can be
-            kept.
+        confidence: number of standard deviations by which the observed quantile of lengths may be wrong, since high
+            quantiles of few requests are mostly chance. The bound counts as broken only if even the quantile lowered by
+            these breaks it.
+        caution: pairs (standard deviations, share of throughput). If the running plan would break the bound at a
+            quantile raised by the deviations, a plan that keeps it there may lose this share of throughput. The fewer
+            the deviations, the likelier that case, and the higher the share.
+        near: if no plan keeps the bound, the running plan stays as long as it keeps this multiple of the nearest
+            possible bound.
         horizon_s: time in which a change of placement must repay its pause.
     """
 
@@ -40,7 +40,7 @@ class Terms:
 
 
 class Judge(ABC):
-    """Figures of plans under the observed lengths, and the best plan by them."""
+    """Predicts plans under the observed lengths and finds the best one."""
 
     situation: Situation
 
@@ -52,7 +52,7 @@ class Judge(ABC):
     @property
     @abstractmethod
     def running(self) -> Outcome:
-        """What the running plan does."""
+        """The running plan's figures under the observed lengths."""
 
     @property
     @abstractmethod
@@ -77,7 +77,7 @@ class Judge(ABC):
         """Return the best plan of some policies, in a form that can replace the running one.
 
         Args:
-            in_place: on the running plan's stages.
+            in_place: whether the plan must use the running plan's stages.
 
         Raises:
             InfeasibleError: none keeps the bounds.
@@ -88,23 +88,23 @@ class Judge(ABC):
 
         Args:
             plan: the running plan, or the one that would take over.
-            rate_rps: its value of the objective.
+            rate_rps: the objective's value of `plan`.
 
         Returns:
-            None: `plan` keeps them, no cheap plan does, or the bounds do not depend on that quantile.
+            The plan; None if `plan` keeps the bounds, no plan at a small loss does, or they do not depend on lengths.
         """
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
-        """Return a judge under a bound near the nearest one that any plan keeps.
+        """Return a judge under a bound slightly looser than the nearest one that any plan keeps.
 
-        None if the running plan keeps that bound, or has no latency bound.
+        None if the running plan keeps that bound or has no latency bound.
         """
         return None
 
 
 def best_of(problems: Sequence[Problem], kinds: Sequence[str]) -> list[Plan]:
-    """Return the plan of highest throughput for each problem that has one.
+    """Return the plan of the highest throughput for each problem that has a plan.
 
     Raises:
         InfeasibleError: no problem has one.
@@ -125,8 +125,8 @@ class SaturatedJudge(Judge):
     """Compares plans by saturated throughput, in closed form.
 
     Attributes:
-        ratio, ratio_of_others: the bounded latency over the closed form's latency of a request of the
-            quantile's length: for the running plan, and for candidates.
+        ratio, ratio_of_others: ratio of the latency that the bound limits to the closed form's latency of a request of
+            the quantile's length, for the running plan and for candidates.
     """
 
     situation: Situation
@@ -181,7 +181,7 @@ class SaturatedJudge(Judge):
             except InfeasibleError:
                 continue
             if best.estimate.throughput_rps >= (1 - price) * rate_rps:
-                return _with_latency(best, self._at(best, safe_quantile)["latency"])
+                return best.with_estimate(latency_s=self._at(best, safe_quantile)["latency"])
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
@@ -203,19 +203,15 @@ class SaturatedJudge(Judge):
         constraint = self.plan.constraint.model_copy(update=update)
         found = best_of([replace(problem, constraint=constraint) for problem in problems], kinds)
         best = replaced(self.plan, max(found, key=self.rate), in_place=in_place)
-        return _with_latency(best, self.ratio_of_others * best.estimate.latency_s)
+        return best.with_estimate(latency_s=self.ratio_of_others * best.estimate.latency_s)
 
     def _at(self, plan: Plan, quantile: float) -> dict[str, float]:
         ratio = self.ratio if plan is self.plan else self.ratio_of_others
         return reestimate(plan, self.situation.profile, self.situation.lengths, quantile, ratio)
 
 
-def _with_latency(plan: Plan, latency_s: float) -> Plan:
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"latency_s": latency_s})})
-
-
 def _admission(plan: Plan, best: Plan) -> Admission:
-    """Return the running plan's admission; order in-time needs step times, which not every plan has."""
+    """Return the running plan's admission settings with the best plan's largest number of running requests."""
     order = best.admission.order if plan.admission.order == "in-time" else plan.admission.order
     return plan.admission.model_copy(update={"max_running": best.admission.max_running, "order": order})
 
@@ -223,8 +219,8 @@ def _admission(plan: Plan, best: Plan) -> Admission:
 def replaced(plan: Plan, best: Plan, *, in_place: bool) -> Plan:
     """Return another plan in a form that can replace the running one.
 
-    On the same stages, K/V memory stays as allocated. Its blocks leave room for the activations of the old plan's
-    largest step, at most a slice; the new plan may exceed that by at most a slice, from the workspace.
+    On the same stages, K/V memory stays as allocated. It leaves room for the activations of the old plan's largest
+    step, which is at most a slice. The new plan's steps may be larger by at most a slice, which the workspace holds.
     """
     return plan.model_copy(
         update={

@@ -1,7 +1,7 @@
-"""Predict a plan under other lengths than it was made for, or at another pace.
+"""Predict a plan under lengths or at a pace for which it was not made.
 
-Assumptions: requests are always waiting (saturation), and the plan keeps its resolved numbers: rra encodes the planned
-prompt tokens a phase, whatever the number of requests that they belong to.
+Assumptions: requests are always waiting (saturation), and the plan keeps its resolved numbers: for example, rra encodes
+the planned number of prompt tokens in a phase, however many requests they belong to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def reestimate(
     """Return a plan's predictions under other lengths, with its resolved numbers unchanged.
 
     Args:
-        ratio: factor on the latency of the closed form.
+        ratio: factor by which the closed form's latency is multiplied.
     """
     lengths = Lengths(workload, reused_by(plan, workload))
     lanes = lanes_of(plan, profile)

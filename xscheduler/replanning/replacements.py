@@ -1,4 +1,4 @@
-"""Plans that may take over from a running one: in place, or on another placement."""
+"""Find the plans that may replace a running one, in place or on another placement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ON_ONE_DEVICE = tuple(kind for kind, forecast in FORECASTS.items() if len(foreca
 
 
 class Replacements(NamedTuple):
-    """The best plans that may take over.
+    """The best plans that may replace the running one.
 
     Attributes:
         anywhere: on any placement of the server's devices.
-        swap: on the running plan's stages, with a policy that can be swapped in between two steps; None: none keeps
-            the bounds.
+        swap: on the running plan's stages, with a policy that can be swapped in between two steps; None if no such plan
+            keeps the bounds.
     """
 
     anywhere: Plan
@@ -32,7 +32,7 @@ class Replacements(NamedTuple):
 
 
 def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
-    """Return those of some policies that what the user asked of a plan leaves open, and its model can run."""
+    """Return those of some policies that the user's requirements on a plan allow and that its model can run."""
     asked = plan.pinned.policy
     if asked != "auto":
         choices = POLICY_GROUPS.get(asked, (TUNED.get(asked, asked),))
@@ -42,7 +42,7 @@ def within_pins(plan: Plan, kinds: Collection[str]) -> tuple[str, ...]:
 
 
 def find_candidates(judge: Judge) -> Replacements:
-    """Return the best plans that may take over.
+    """Return the best plans that may replace the running one.
 
     Raises:
         InfeasibleError: no plan keeps the bounds.

@@ -1,6 +1,6 @@
 """Re-plan: judge a running plan under observed lengths, offline or for a server.
 
-python -m xscheduler.replanning.replanner     # the process in which a server plans: JSON lines in, JSON lines out
+python -m xscheduler.replanning.replanner     # a server's planning process: JSON lines in, JSON lines out
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Replanned:
     """The result of re-planning under other lengths.
 
     Attributes:
-        judged: the running plan; of a server, the plan that it has switched to since its start.
+        judged: the running plan; for a server, the plan that it runs now.
         observation: the observed lengths.
         decision: the change, its gain, and the cost of the switch.
-        plan: the plan to run from now on.
+        plan: the plan to run next.
     """
 
     judged: Plan
@@ -61,7 +61,7 @@ class Replanned:
 
 
 def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None) -> Proposal:
-    """Judge a running plan, and return the decision and the plan to change to, if any.
+    """Judge a running plan; return the decision and the new plan, if any.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -91,9 +91,9 @@ def propose(plan: Plan, profile: Profile, observation: Observation, terms: Terms
 
 
 def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
-    """Return the plan to judge, and the lengths to judge it under.
+    """Return the plan to judge, and the lengths under which to judge it.
 
-    The lengths are those of a trace file; or plan and lengths are those of a running server.
+    A trace file gives only lengths; a running server gives plan and lengths.
 
     Args:
         source: CSV or JSON lines, or the URL of a server (without /plan).
@@ -133,9 +133,9 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
 
 
 class BackgroundPlanner:
-    """Plans in a process of its own, at low priority. See `xgpt.core.schema.Planner`.
+    """Plans in a separate process at low priority; implements `xgpt.core.schema.Planner`.
 
-    The process is kept between questions: loading what planning needs takes longer than planning.
+    The process is kept between questions, since loading the planner takes longer than planning.
     """
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
@@ -144,14 +144,14 @@ class BackgroundPlanner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, which loads what it needs; otherwise the first question starts it."""
+        """Start the process and load the planner; otherwise the first question does so."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xscheduler.replanning.replanner"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # A Ctrl-C goes to the server, which ends this process itself. Not a session of its own: the kernel shares
-            # the cores between sessions evenly, however nice their processes are (autogroups).
+            # Ctrl-C must reach only the server, which ends this process itself. A new session would not do: the kernel
+            # shares the cores evenly between sessions, whatever the niceness of their processes (autogroups).
             process_group=0,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
@@ -182,14 +182,14 @@ class BackgroundPlanner:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        """End the process; a question under way fails."""
+        """End the process; a pending question fails."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
-                with suppress(OSError):  # what it has not read
+                with suppress(OSError):  # unread data
                     pipe.close()
 
     def _ask(self, plan: Plan, observation: Observation) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def main() -> None:
     """Answer questions until the input ends: a profile first, then plans with observations, one JSON line each."""
     os.nice(NICENESS)
     profile = Profile.model_validate_json(sys.stdin.readline())
-    import_module("xscheduler.replanning.verdicts")  # what `propose` needs, before the first question
+    import_module("xscheduler.replanning.verdicts")  # load what `propose` needs before the first question
     for line in sys.stdin:
         question = json.loads(line)
         try:

@@ -13,9 +13,9 @@ from xscheduler.problem import Problem, reused_by
 from xsimulator.lengths import Reused
 
 PARTS = (0.3, 0.5, 0.65, 0.8, 0.9, 0.95)
-"""Shares of K/V memory to try for kept blocks."""
+"""Shares of K/V memory to try for cached blocks."""
 NOTHING = 0.02
-"""Shares of cached prompt tokens up to this are too small to plan with."""
+"""Shares of cached prompt tokens up to this value are ignored."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Situation:
     Attributes:
         plan: the running plan, at the observed pace.
         profile: the profile as measured, without the plan's slowdown.
-        lengths: the observed ones, cut to the model's context.
-        weight: number of requests in the observed lengths.
+        lengths: the observed lengths, cut to the model's context.
+        weight: number of requests behind the observed lengths.
         arrival_rate_per_s: observed arrival rate; None: unknown.
         reuse: observed reuse; None: as the plan expects.
         goodput: share of requests that kept their bounds; None: unknown.
@@ -42,7 +42,7 @@ class Situation:
 
     @property
     def misses(self) -> bool:
-        """Whether fewer requests keep their bounds than the plan's quantile."""
+        """Whether the share of requests that keep their bounds is below the plan's quantile."""
         return self.goodput is not None and self.goodput < self.plan.constraint.quantile
 
     @classmethod
@@ -50,7 +50,7 @@ class Situation:
         """Return a plan's situation.
 
         Args:
-            slowdown: factor by which steps last longer than the profile says; None: the plan's.
+            slowdown: ratio of step times to the profile's; None: the plan's.
         """
         lengths = within_context(observation.workload, plan.model.max_context)
         rate = observation.arrival_rate_per_s
@@ -61,10 +61,10 @@ class Situation:
     def problem(self, *, in_place: bool) -> Problem:
         """Return the problem whose best plan may take over, on the server's devices.
 
-        Replicas on several machines, and those that share experts, keep their number.
+        The number of replicas stays if they are on several machines or share experts.
 
         Args:
-            in_place: only on the running plan's stages and micro-batches. A single device has no others.
+            in_place: whether to keep the running plan's stages and micro-batches. A single device has no others.
         """
         plan = self.plan
         stays = in_place or plan.cluster.num_nodes > 1 or plan.sharing_replicas > 1
@@ -84,7 +84,7 @@ class Situation:
         )
 
     def problems(self, *, in_place: bool) -> list[Problem]:
-        """Return `problem` for each division of memory between running requests and kept blocks."""
+        """Return `problem` for each division of memory between running requests and cached blocks."""
         problem, reuse = self.problem(in_place=in_place), self.reuse
         if reuse is None:
             return [problem]
@@ -104,20 +104,20 @@ class Situation:
 
 
 def with_reuse(plan: Plan, reuse: ObservedReuse | None) -> Plan:
-    """Return the plan with observed reuse; None: unchanged.
+    """Return the plan with the observed reuse, or unchanged if that is None.
 
-    A plan that expects no reuse keeps no blocks.
+    A plan that expects no reuse has no cached blocks.
     """
     estimated = plan.estimate.reuse
     if reuse is None or (estimated is None and reuse.share <= NOTHING):
         return plan
     kept = 0 if estimated is None else estimated.kept_blocks
     found = ReuseEstimate(share=reuse.share, most_share=max(reuse.most, reuse.share), kept_blocks=kept)
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"reuse": found})})
+    return plan.with_estimate(reuse=found)
 
 
 def at_pace(plan: Plan, slowdown: float | None) -> Plan:
-    """Return the plan predicted with steps `slowdown` times as long as its profile says; None: unchanged."""
+    """Return the plan with step times `slowdown` times those of its profile, or unchanged if that is None."""
     if slowdown is None:
         return plan
     return plan.model_copy(update={"profile": plan.profile.model_copy(update={"slowdown": slowdown})})
@@ -126,8 +126,8 @@ def at_pace(plan: Plan, slowdown: float | None) -> Plan:
 def within_context(workload: Workload, max_context: int) -> Workload:
     """Return the workload with its longest outputs and inputs cut, so that any input and output fit together.
 
-    Each observed request did fit: the longest input and the longest output came from different requests. Outputs that
-    were allowed but not generated are cut first: those of a chat without a limit may fill the context.
+    Each observed request did fit: the longest input and the longest output came from different requests. Allowed but
+    ungenerated output lengths are cut first, since a chat without a limit may be allowed the whole context.
     """
     workload = workload.model_copy(update={"output": _without_idle_tail(workload, max_context)})
     room = max_context - workload.output.lengths[-1]
@@ -140,7 +140,8 @@ def within_context(workload: Workload, max_context: int) -> Workload:
 
 
 def _without_idle_tail(workload: Workload, max_context: int) -> Histogram:
-    """Return the outputs, with an allowed length beyond the longest output cut to what the longest input leaves."""
+    """Return the outputs with an allowed length that no request reached cut to the room that the longest input
+    leaves."""
     output = workload.output
     room = max_context - workload.input.lengths[-1]
     if output.probabilities[-1] or output.lengths[-1] <= room or len(output.lengths) == 1:

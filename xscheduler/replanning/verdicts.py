@@ -1,4 +1,4 @@
-"""Choose how a running plan is compared with the best one: by closed forms, or by simulation of what it maximises."""
+"""Judge a running plan by closed forms or by simulation, depending on its objective."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from xgpt.core.rates import rate_of
 from xgpt.core.schema import Observation, Outcome, Plan, Profile
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.ladder import request_latency, request_law, with_law
+from xscheduler.objectives.rates import with_capacity
 from xscheduler.objectives.reusing import promising
 from xscheduler.problem import Problem
 from xscheduler.replanning.decide import Verdict, decide
@@ -19,23 +20,23 @@ from xscheduler.replanning.judge import Judge, SaturatedJudge, Terms, replaced
 from xscheduler.replanning.reestimate import reestimate
 from xscheduler.replanning.situation import Situation
 from xscheduler.schedule import Scheduler
-from xsimulator.capacity import PRECISION, capacity
+from xsimulator.capacity import PRECISION
 from xsimulator.costs.step_times import with_step_times
 from xsimulator.run import check_fits
 
 MOST_ROUNDS = 4
-"""Searches under ever tighter bounds, when a running plan is judged."""
+"""Most searches, under ever tighter bounds, for one judgement."""
 UNUSED = 0.02
-"""Share of a bound: after a plan breaks the bound, the next search's bound is tighter by a quarter of it."""
+"""If a plan breaks the bound in simulation, the next search's bound is tighter by a quarter of this share."""
 
 
 def judged(
     plan: Plan, profile: Profile, observation: Observation, terms: Terms | None = None, slowdown: float | None = None
 ) -> Verdict:
-    """Compare a running plan with the best one under the observed lengths, by what the plan maximises.
+    """Compare a running plan with the best one under the observed lengths, by the plan's objective.
 
     Args:
-        slowdown: factor by which steps last longer than the profile says; None: the one that the plan rests on.
+        slowdown: ratio of step times to the profile's; None: the plan's.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -53,19 +54,19 @@ def judged(
 
 
 def _judged_by_arrivals(situation: Situation, terms: Terms) -> Verdict:
-    """Compare plans by the rate that they keep; where requests break their bounds, a small gain is worth a change."""
+    """Compare plans by the rate that they keep; if requests break their bounds now, a small gain is worth a change."""
     if not situation.misses:
         return decide(ArrivalsJudge(situation, terms), terms)
     terms = replace(terms, least_gain=min(terms.least_gain, PRECISION))
     verdict = decide(ArrivalsJudge(situation, terms), terms)
     kept = (
-        f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} are to"
+        f"{situation.goodput:.1%} of recent requests kept their bounds, {situation.plan.constraint.quantile:g} should"
     )
     return replace(verdict, reason=f"{kept}: {verdict.reason}")
 
 
 def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
-    """Return a plan that may take over, with the running plan's tuned settings and order of admission."""
+    """Return a candidate with the running plan's tuned settings and order of admission."""
     policy, order = found.policy, running.admission.order
     names = policy.tuned if policy.kind == running.policy.kind else ()
     more = {name: value for name in names if (value := getattr(running.policy, name)) is not None}
@@ -82,7 +83,7 @@ def _ruled_alike(found: Plan, running: Plan, profile: Profile) -> Plan:
 def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
     """Compare plans whose bound is for all requests by simulating the running plan and the candidate.
 
-    Where the candidate breaks the bound, search for another one under a tighter bound.
+    If the candidate breaks the bound, another one is searched under a tighter bound.
     """
     plan, profile, lengths = situation.plan, situation.profile, situation.lengths
     constraint, bound_s = plan.constraint, plan.constraint.latency_bound_s
@@ -109,11 +110,11 @@ def _judged_by_requests(situation: Situation, terms: Terms) -> Verdict:
 
 @dataclass(frozen=True)
 class ArrivalsJudge(Judge):
-    """Judges by the highest arrival rate at which the bounds are kept, by simulation.
+    """Compares plans by the highest arrival rate at which they keep the bounds, by simulation.
 
-    The running plan breaks its bounds where requests arrive faster than that. There is no caution for few observed
-    requests: the times here are those of all requests, waiting included. They rest on the mean of the lengths as much
-    as on the longest, so that a higher quantile does not tell how wrong few requests may be.
+    The running plan breaks its bounds if requests arrive faster than that. There is no caution for few observed
+    requests: times are those of all requests, waiting included, and depend on the mean length as much as on the
+    longest, so a higher quantile does not show how wrong few requests may be.
     """
 
     situation: Situation
@@ -129,7 +130,7 @@ class ArrivalsJudge(Judge):
         found = self._reestimated
         try:
             check_fits(found, found.workload)
-        except InputError:  # the longest requests would never enter
+        except InputError:  # the longest requests would never be admitted
             return Outcome(
                 policy=found.policy,
                 throughput_rps=found.estimate.throughput_rps,
@@ -137,7 +138,7 @@ class ArrivalsJudge(Judge):
                 keeps_bound=False,
                 arrival_rate_per_s=0.0,
             )
-        return self.outcome(self._simulated(found))
+        return self.outcome(with_capacity(found, self.situation.profile, edges=False))
 
     @cached_property
     def _reestimated(self) -> Plan:
@@ -202,7 +203,3 @@ class ArrivalsJudge(Judge):
         constraint = self.plan.constraint.model_copy(update={"latency_bound_s": bound_s})
         plan = self.plan.model_copy(update={"constraint": constraint})
         return replace(self, situation=replace(self.situation, plan=plan))
-
-    def _simulated(self, plan: Plan) -> Plan:
-        found = capacity(plan, self.situation.profile, edges=False)
-        return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})

@@ -1,4 +1,4 @@
-"""Search methods for a policy's spaces, by their names for `--search`."""
+"""Methods that search a policy's spaces, by their names for `--search`."""
 
 from xgpt.core.schema import SearchMethod
 from xscheduler.search import checked, exhaustive, optuna_search

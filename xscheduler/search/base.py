@@ -1,4 +1,4 @@
-"""The contract of a search method: one policy's spaces in, the best allowed point and its proof out."""
+"""The interface of a search method: it takes one policy's spaces and returns the best allowed point with its proof."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xscheduler.space import Space
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search of one policy's spaces found.
+    """The result of a search of one policy's spaces.
 
     Attributes:
         space: the space of the best point; None: no point is allowed.
-        settings: the best point that fits and keeps the constraint; None: no point does.
+        settings: the best point that fits in memory and keeps the constraint; None: no point does.
         values: the point's predictions, by name.
         evaluations: number of points predicted.
-        gap: no point of the spaces has more than (1 + gap) times this throughput; None: nothing proves it.
-        bound: what the gap is based on, in words.
-        method: the method that found it; not the requested one if that one's bounds did not hold.
+        gap: no point of the spaces has more than (1 + gap) times this throughput; None: nothing is proven.
+        bound: a description of the bound behind the gap.
+        method: the method that found the point; not the requested one if that method's bounds did not hold.
     """
 
     space: Space | None = field(compare=False)

@@ -1,10 +1,11 @@
 """Branch and bound over the monotone variables of a policy, with one incumbent for all of its spaces.
 
-Source: ExeGPT Algorithm 1, with any number of searched variables, the enumerated ones and placements sharing the
-incumbent, and a certificate. A block is a box of indices on the searched axes. Where directions hold, its best
-throughput is at the corner with every variable at its fast end, and its lowest latency at the opposite corner;
-tolerances absorb points that violate a direction. The gap is based not on directions, but on sound bounds
-(xscheduler.box_bounds): a block is dropped only if neither its predicted throughput nor its bound beats the incumbent.
+Source: ExeGPT Algorithm 1, extended to any number of searched variables, with one incumbent for all values of the
+enumerated variables and all placements, and with a certificate. A block is a box of indices on the searched axes. If
+throughput and latency are monotone, a block's best throughput is at the corner with every variable at its fast end, and
+its lowest latency at the opposite corner; tolerances absorb points that violate this. The gap does not rest on
+monotonicity but on sound bounds (xscheduler.box_bounds): a block is dropped only if neither its predicted throughput
+nor its bound beats the incumbent.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from xscheduler.search.base import SearchResult
 from xscheduler.space import Evaluation, Ints, Space
 
 THROUGHPUT_TOLERANCE = 0.002
-"""A block is dropped when its fast corner, raised by this share, does not beat the incumbent."""
+"""A block is dropped if its fast corner, raised by this share, does not beat the incumbent."""
 TARGET_GAP = 0.01
 """Blocks are divided until no block can beat the incumbent by more than this share."""
 MAX_PREDICTIONS = 100_000
-"""Predictions, on the profile and on the lower tables, after which the search ends with the gap reached."""
+"""Number of predictions, on the profile and on the lower tables, after which the search ends with the gap so far."""
 BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""
 
@@ -39,16 +40,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(order=True, slots=True)
 class _Block:
-    """A box, ordered by its promise, the best first."""
+    """A box with its priority in the search, the most promising first."""
 
     priority: float
     box: Box = field(compare=False)
     bound: float = field(compare=False)
-    """Throughput that no point of the box exceeds, whether or not directions hold."""
+    """Throughput that no point of the box exceeds, whether or not it is monotone."""
 
 
 class _Open:
-    """A space with its open boxes, which may still hold a better point; their corners have been predicted."""
+    """A space with its open boxes: those that may still hold a better point and whose corners have been predicted."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -75,7 +76,7 @@ class _Open:
         return [part for block in taken for part in self._parts(block.box)]
 
     def corners(self, box: Box) -> list[tuple[int, ...]]:
-        """Return all corners: first that with all indices at their lowest, last that with all at their highest."""
+        """Return all corners; the first has all indices at their lowest, the last all at their highest."""
         low, high, _ = box
         return list(product(*zip(low, high, strict=True)))
 
@@ -112,7 +113,7 @@ class _Open:
 
 
 def _cut(values: Ints, low: int, high: int, parts: int) -> list[tuple[int, int]]:
-    """Return first and last indices of at most `parts` parts of low .. high, with about equal ratios of values."""
+    """Return the first and last indices of at most `parts` parts of low .. high, with about equal ratios of values."""
     inside = values[low : high + 1]
     cuts = np.exp(np.linspace(np.log(inside[0]), np.log(inside[-1]), parts + 1)[1:-1])
     starts = inside.searchsorted(cuts, side="right").tolist() if high > low else ()
@@ -199,12 +200,13 @@ class _Search:
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Find the best allowed point of all spaces, and the gap to the bound of the open blocks."""
+    """Return the best allowed point of all spaces, with the gap to the highest bound of the blocks that were not
+    divided."""
     return _Search(spaces).run()
 
 
 def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> float:
-    """Return a throughput that no allowed point of all spaces exceeds, or `at_least` if that is higher."""
+    """Return a throughput that no allowed point of any space exceeds, or `at_least` if that is higher."""
     box_search = _Search(spaces, at_least)
     box_search.run()
     return max(box_search.best_throughput, box_search.unexplored)

@@ -1,9 +1,9 @@
 """Test the bounds of branch and bound after each search, and search by another method if they do not hold.
 
-The search trusts directions and bounds of boxes (xscheduler.box_bounds). After it, random boxes are drawn in the space
-of the best point and in the next most promising one. What their points exceed a bound by is added to the gap. If
-that is more than a tolerance, nothing is proven: small spaces are then searched exhaustively, which is a proof, and in
-larger ones Optuna searches, too, and the better of both points is taken.
+The search trusts the bounds of boxes (xscheduler.box_bounds). Afterwards, random boxes are drawn in the space of the
+best point and in the next most promising one. If a point exceeds the bound of its box, the excess is added to the gap.
+If the excess is more than a tolerance, nothing is proven: small spaces are then searched exhaustively, which is a
+proof; larger ones are also searched by Optuna, and the better of the two points is taken.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from xscheduler.space import Space
 NUM_BOXES = 12
 """Boxes drawn in each of the two spaces."""
 TOLERANCE = 0.02
-"""Share by which a point may beat the bound of its box; beyond it the bounds do not hold."""
+"""A point may beat the bound of its box by this share; if it beats it by more, the bounds do not hold."""
 
 SWEPT = 100_000
-"""Largest space that is searched exhaustively if bounds do not hold, in about a second; Optuna takes three."""
+"""Spaces of up to this many points are searched exhaustively if bounds do not hold, which takes about a second; Optuna
+takes three."""
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Find the best allowed point; the gap is widened, or given up, by what a sample of the bounds shows."""
+    """Return the best allowed point; its gap is widened or dropped if random samples beat their bounds."""
     found = branch_and_bound.search(spaces)
     promising = [space for space in sorted(spaces, key=lambda space: -space.bound) if space is not found.space]
     looked_at = [*([found.space] if found.space is not None else []), *promising[:1]]

@@ -1,4 +1,4 @@
-"""Predict every point of every space: the reference for the other methods."""
+"""Search by predicting every point of every space: the reference for the other methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOUND = "every point was predicted"
 
 
 def search(spaces: Sequence[Space]) -> SearchResult:
-    """Predict all points, each space in vectorised sweeps."""
+    """Return the best allowed point of all spaces, proven by predicting every point."""
     best, highest = SearchResult(None, None, {}, 0, 0.0, BOUND), -np.inf
     for space in spaces:
         for columns, evaluation in space.sweep():

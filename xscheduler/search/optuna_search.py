@@ -1,4 +1,4 @@
-"""Search with Optuna's TPE sampler: for a user's own objective or constraint, without valid bounds."""
+"""Search with Optuna's TPE sampler, for objectives and constraints without valid bounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NUM_TRIALS = 300
 
 
 def search(spaces: Sequence[Space], *, num_trials: int = NUM_TRIALS, seed: int = 0) -> SearchResult:
-    """Sample `num_trials` points, with bounds and memory as constraints rather than penalties; prove no gap."""
+    """Return the best of `num_trials` sampled points, without a proof. Bounds and memory are constraints of the
+    sampler."""
     import optuna  # takes half a second to load: only if used
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)

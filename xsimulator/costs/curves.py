@@ -1,7 +1,7 @@
-"""Piecewise linear functions over a profile's points: of one variable, of two, and many at once.
+"""Evaluate piecewise linear functions over a profile's points: of one variable, of two, and many at once.
 
-They are linear between their points and towards zero below the first; beyond the last point they continue the last
-segment (constant if that falls).
+They are linear between their points and towards zero below the first one. Beyond the last point they continue the last
+segment, or stay constant if that falls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Floats = npt.ArrayLike
 
 
 MOST_KNOWN = 20_000
-"""Values of a line that are cached."""
+"""Most values of a function that are cached."""
 
 
 class Line:
@@ -47,7 +47,7 @@ class Line:
         return inside + self._slope * np.maximum(x - self.points[-1], 0.0)
 
     def at(self, x: float) -> float:
-        """Return the value at one point, without numpy's overhead, from a cache: steps come in few sizes."""
+        """Return the value at one point without numpy's overhead, cached since steps have few different sizes."""
         value = self._known.get(x)
         if value is None:
             points, values = self._lists
@@ -62,7 +62,7 @@ class Line:
         return self.points.tolist(), self.values.tolist()
 
     def __add__(self, other: Line) -> Line:
-        """Return the sum, exactly: both are linear between all points of either."""
+        """Return the exact sum: both functions are linear between all points of either."""
         points = np.union1d(self.points, other.points)
         return Line(points, self(points) + other(points))
 
@@ -70,7 +70,7 @@ class Line:
         return Line(self.points, factor * self.values)
 
     def least_per_unit(self, up_to: Floats) -> Array:
-        """Return the least f(x) / x over 0 < x <= up_to: the least cost of a unit.
+        """Return the least f(x) / x over 0 < x <= up_to: the least cost per unit.
 
         f(x)/x is monotone on each linear segment, so the minimum lies at a point or at the end.
         """
@@ -113,7 +113,8 @@ class Grid:
         return np.maximum(low + u * (high - low), 0.0)
 
     def at(self, batch: float, length: float) -> float:
-        """Return the value at one point, without numpy's overhead, from cached rows: steps come in few batches."""
+        """Return the value at one point without numpy's overhead, from cached rows, since steps have few different
+        batch sizes."""
         row = self._rows.get(batch)
         if row is None:
             row = self._row(batch)
@@ -126,7 +127,7 @@ class Grid:
         return value if value > 0.0 else 0.0
 
     def _row(self, batch: float) -> list[float]:
-        """Return the values over all lengths, for one batch."""
+        """Return the values over all lengths for one batch size."""
         i = int(self.batches[1:-1].searchsorted(batch, side="right"))
         u = (batch - self.batches[i]) / (self.batches[i + 1] - self.batches[i])
         row: list[float] = (self.seconds[i] + u * (self.seconds[i + 1] - self.seconds[i])).tolist()
@@ -168,12 +169,12 @@ class Table:
         return (self._starts[index] + self._slopes[index] * x[:, None, None]).transpose(1, 2, 0)
 
     def __add__(self, other: Table) -> Table:
-        """Return the sum, exactly: both are linear between all points of either."""
+        """Return the exact sum: both functions are linear between all points of either."""
         points = np.union1d(self.points, other.points)
         return Table(points, self(points) + other(points))
 
     def beside(self, other: Table) -> Table:
-        """Return one table with the functions of both, the other's last, broadcast to the same axes."""
+        """Return one table with the functions of both, this one's first, broadcast to the same axes."""
         points = np.union1d(self.points, other.points)
         mine, theirs = self(points), other(points)
         if theirs.ndim < mine.ndim:
@@ -182,10 +183,11 @@ class Table:
 
 
 class ContextTable:
-    """Functions of the requests and of the context that each attends to, bilinear between points.
+    """Bilinear functions of the number of requests and of the context that each attends to.
 
     Args:
-        points, contexts: rising; functions are extrapolated beyond the points, while contexts must lie inside.
+        points, contexts: rising numbers of requests and contexts. Functions are extrapolated beyond the former;
+            contexts must lie inside.
         values: # [functions, contexts, points]
     """
 
@@ -198,7 +200,8 @@ class ContextTable:
         """# [segments, contexts - 1, 2, 2, functions]: contiguous for each place"""
 
     def locate(self, contexts: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Return where contexts lie in the table: the index of the previous one, the share of the way to the next."""
+        """Return where contexts lie in the table: the index of the previous point, and the share of the way to the
+        next."""
         index = self._contexts[1:-1].searchsorted(contexts, side="right")
         before = self._contexts[index]
         return index, (contexts - before) / (self._contexts[index + 1] - before)

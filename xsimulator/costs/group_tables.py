@@ -1,4 +1,4 @@
-"""A profile's tables of a layer as curves, for each kind of tensor-parallel group."""
+"""Convert a profile's tables of a layer to curves, for each kind of tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GroupTables:
             raise InputError("tp_degree", degree, f"{subject} {profile.tp_degrees}")
         if group not in profile.groups:
             degrees = tuple(other for tp, other in profile.groups if tp == degree)
-            raise InputError("ep_degree", ep, f"{subject} {degrees} where tp_degree is {degree}")
+            raise InputError("ep_degree", ep, f"{subject} {degrees} for tp_degree {degree}")
         layer = profile.layer(*group)
         self.rest = Line.of(layer.rest)
         self.last = self.rest if layer.last is None else Line.of(layer.last)
@@ -39,12 +39,12 @@ class GroupTables:
         self._of_prompts: dict[Lengths, Table] = {}
 
     def layers(self, number: int, *, with_last: bool) -> Line:
-        """Return what a stage's layers do but attention, by tokens."""
+        """Return the seconds of a stage's layers without attention, by tokens."""
         is_cut = with_last and self.last is not self.rest
         return self.rest.scaled(number - 1) + self.last if is_cut else self.rest.scaled(number)
 
     def of_prompts(self, lengths: Lengths) -> Table:
-        """Return a layer's attention for encoding prompts, by the number of prompts."""
+        """Return the seconds of a layer's attention for encoding prompts, by the number of prompts."""
         if lengths not in self._of_prompts:
             grid = self.encoder if self.cross is not None else self.encode
             batches, reused = grid.batches[:, None], lengths.reused
@@ -58,7 +58,7 @@ class GroupTables:
 
 
 class Degrees(dict[Group, GroupTables]):
-    """The tables of a profile's groups, made on demand.
+    """The tables of a profile's groups, computed on demand.
 
     Raises:
         InputError: the profile does not cover a group.

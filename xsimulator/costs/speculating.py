@@ -1,11 +1,11 @@
-"""The step times of speculative decoding, by the token that a request gets.
+"""Convert a profile to step times of speculative decoding, per token that a request gets.
 
-A decode step of b requests, k tokens ahead, passes (1 + k) b tokens through the model, and k times b through the draft;
-each request gets T = `Speculation.tokens_per_step` tokens in it, on average. Everything else here counts one token a
-request and step. So a profile is changed: its steps last 1 / T of a whole one, and take 1 / T of what prompts enter a
-whole one. With f(n) the seconds of n tokens, that is f((1 + k) b + T p) / T for b requests and p prompt tokens. Tables
-of tokens become F(n) = f(T n) / T, which is exact for prompts; what decodes take beyond it, F((1 + k) b / T) - F(b),
-goes to the table of decode attention, as do the draft's passes.
+A decode step of b requests with k drafted tokens passes (1 + k) b tokens through the model and k times b tokens through
+the draft; each request gets T = `Speculation.tokens_per_step` tokens on average. All other code counts one token for
+each request and step. So the profile is changed: its steps stand for 1 / T of a real step, and take 1 / T of the
+prompts that enter one. With f(n) the seconds of n tokens, such a step takes f((1 + k) b + T p) / T for b requests and p
+prompt tokens. Tables of tokens become F(n) = f(T n) / T, which is exact for prompts. Decodes take F((1 + k) b / T) -
+F(b) more; that, and the draft's passes, are added to the table of decode attention.
 
 Attention reads keys and values once for all tokens of a request that are verified together.
 """
@@ -30,18 +30,18 @@ from xgpt.core.schema import (
 from xsimulator.costs.curves import Array, Line
 
 EAGLE3_VOCAB = 32000
-"""Tokens that a head of EAGLE-3 chooses from (arXiv 2503.01840, published checkpoints)."""
+"""Vocabulary of an EAGLE-3 draft's output head (arXiv 2503.01840, published checkpoints)."""
 PASS_S = 0.15e-3
 """Seconds of the engine's loop for each pass of a draft."""
 
 
 class Draft:
-    """What drafts for a model: its weights, and how its passes compare with the model's.
+    """The draft of a model: its weights, and the cost of its passes relative to the model's.
 
     Attributes:
-        layers: layers that keep keys and values of their own.
-        params: weights of a layer, with what joins the model's hidden states to it.
-        head_share: its output head over the model's.
+        layers: number of layers with keys and values of their own.
+        params: number of weights of its layer and of the projection that takes the model's hidden states.
+        head_share: size of its output head relative to the model's.
     """
 
     def __init__(self, spec: ModelSpec, speculation: Speculation) -> None:
@@ -58,19 +58,20 @@ class Draft:
         self._spec, self._is_own = spec, method == "mtp"
 
     def bytes(self, dtype: DType) -> float:
-        """Return the bytes of its weights, an EAGLE-3 head's own output head included; others share the model's."""
+        """Return the bytes of its weights. An EAGLE-3 draft has its own output head; others share the model's."""
         spec = self._spec
         size = spec.bytes_per_weight(dtype, "experts") if self._is_own else max(2, BYTES_PER_ELEMENT[dtype])
         own_head = EAGLE3_VOCAB * spec.hidden_size * 2 if 0 < self.head_share < 1 else 0
         return self.params * size + own_head
 
     def kept_bytes(self, dtype: DType, group: int) -> float:
-        """Return the bytes that it keeps of a token on a device of a group: as a layer of the model."""
+        """Return the K/V bytes of the draft for each token on a device of a group; a draft's layer is like one of the
+        model."""
         kinds = [kind for kind in self._spec.kinds if kind.attention is not None and kind.attention.keeps]
         return self.layers * self._spec.kv_bytes_of(kinds[-1], dtype, group) if kinds else 0.0
 
     def share(self, dtype: DType, tokens: Array) -> Array:
-        """Return the bytes that a pass of the draft reads over those of a layer of the model, by tokens."""
+        """Return the bytes that a pass of the draft reads, relative to those of a layer of the model, by tokens."""
         spec = self._spec
         kind, sizes = max(spec.kinds, key=lambda kind: len(kind.layers)), spec.sizes
         read = sizes.mixer(kind) * spec.bytes_per_weight(dtype, "attention") + np.zeros_like(tokens)
@@ -85,7 +86,8 @@ class Draft:
 
 
 def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
-    """Return the weights of a dense layer whose attention reads the embedding beside the model's hidden states."""
+    """Return the number of weights of a dense layer whose attention reads the embedding and the model's hidden
+    states."""
     hidden, dim = spec.hidden_size, attention.head_dim
     heads = attention.num_heads * dim + 2 * attention.num_kv_heads * dim
     width = max((kind.ffn_size for kind in spec.kinds), default=0) or 4 * hidden
@@ -95,12 +97,12 @@ def _eagle_params(spec: ModelSpec, attention: Attention, states: int) -> float:
 
 
 def speculating(profile: Profile, spec: ModelSpec, speculation: Speculation | None) -> Profile:
-    """Return the profile of steps in which requests get one token each, on average; the same without speculation."""
+    """Return the profile of steps in which each request gets one token on average; unchanged without speculation."""
     return profile if speculation is None else _speculating(_Same(profile), _Same(spec), speculation)
 
 
 class _Same:
-    """An object as a key that is compared by identity, because comparing profiles takes long."""
+    """A key that compares objects by identity, because comparing profiles is slow."""
 
     def __init__(self, whole: Profile | ModelSpec) -> None:
         self.of = whole
@@ -143,7 +145,7 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
         return (number - 1) * rest(tokens) + last(tokens) + head(tokens)
 
     def drafted(requests: Array) -> Array:
-        """Return the seconds of all passes of the draft: the first reads what the last step has accepted."""
+        """Return the seconds of all passes of the draft; the first one reads the tokens that the last step accepted."""
         if not draft.layers:
             return np.zeros_like(requests)
         share = draft.share(profile.dtype, requests)
@@ -174,7 +176,7 @@ def _layer(layer: LayerTimes, profile: Profile, spec: ModelSpec, speculation: Sp
 
 
 def _shortened(curve: Curve, each: float) -> Curve:
-    """Return F(n) = f(each n) / each, at whole numbers on both sides of the points of f."""
+    """Return F(n) = f(each n) / each as a curve, at the whole numbers on both sides of the points of f."""
     points = np.asarray(curve.points) / each
     whole = np.unique(np.concatenate([np.floor(points), np.ceil(points)])).astype(int)
     whole = whole[whole >= (0 if curve.points[0] == 0 else 1)]

@@ -1,16 +1,16 @@
-"""The cost of steps on the stages of a lane: tables for closed forms, and single steps for simulation.
+"""Compute the cost of steps on the stages of a lane: tables for closed forms, and single steps for simulation.
 
-The simulated engine, calibration and the judging of a machine's pace read single steps; the closed forms' tables are
-made of the same curves.
+The simulated engine, calibration and the observation of a machine's pace use single steps; the closed forms' tables are
+computed from the same curves.
 
 A stage with d decoder and e encoder layers takes, for a step with n tokens of which k are sampled and r requests,
 
     d (rest(n) + attention) + e (encoder's rest + attention) + embedding(n) + head(k) + overhead(r)
 
-with the tables of its tensor-parallel degree; embedding on the first stage, head on the last. There one of the d layers
-makes keys and values alone of n tokens (`last`), and what it does with the k counts as head. Every stage pays the
-overhead: each worker assembles its own batch. An encoder-decoder's prompts pass its encoder layers, and in the step
-that encodes them also the decoder, with the token that it starts with. Source: ExeGPT sec. 3, 6.
+with the tables of its tensor-parallel degree; the embedding is on the first stage, the head on the last. On the last
+stage, the last layer computes only keys and values for all n tokens (`last`); its work for the k sampled tokens counts
+as head. Every stage pays the overhead, since each worker assembles its own batch. An encoder-decoder's prompts pass its
+encoder layers and, in the same step, also the decoder with its start token. Source: ExeGPT sec. 3, 6.
 """
 
 from __future__ import annotations
@@ -40,22 +40,21 @@ class LaneCost:
     Stages that cost the same are one kind; arrays have an entry for each kind.
 
     Args:
-        degrees: the profile's tables, shared by several lanes; None: made here.
-        engine: the engine that runs the steps; None: one known only by the profile's step times.
-        is_floor: whether these are lower tables, for which closed forms charge mixing by a single decode.
+        degrees: the profile's tables, shared by several lanes; None: they are computed here.
+        engine: the engine that runs the steps; None: an engine of which only the profile's step times are known.
+        is_floor: whether these are lower tables, on which closed forms charge mixing as for a single decode.
 
     Attributes:
-        mixing: share of the decodes' own step time by which a step that also encodes takes longer than the
-            sum of its parts.
-        ahead: whether the engine decides a step while the previous one runs.
-        apart: whether prompts are encoded in steps of their own, before the decode step.
+        mixing: extra time of a step that both encodes and decodes, as a share of the time of its decodes by themselves.
+        ahead: whether the engine schedules a step while the previous one runs.
+        apart: whether prompts are encoded in separate steps, before the decode step.
         whole_prompts: whether prompts are never cut into pieces.
         token_budget: largest number of tokens in a step if the policy sets none; None: no limit.
         kinds: distinct stages.
-        counts: how many stages are of each kind.
+        counts: number of stages of each kind.
 
     Raises:
-        InputError: the profile lacks a degree, or the hop between stages.
+        InputError: the profile lacks a degree or the time between stages.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class LaneCost:
         is_floor: bool = False,
     ) -> None:
         if len(stages) > 1 and (profile.hop is None or (any(s.far for s in stages) and profile.inter_node_hop is None)):
-            says = "it holds no times between devices: stages cannot be predicted"
+            says = "it has no transfer times between devices, so a pipeline's stages cannot be predicted"
             raise InputError("profile", profile.model.name, says)
         self.spec = spec
         self.profile = profile
@@ -131,10 +130,10 @@ class LaneCost:
         return Table.of(lines)
 
     def decode(self, contexts: Array, inputs: float) -> Table:
-        """Return the seconds of steps that only decode, by their requests. # [kinds, contexts]
+        """Return the seconds of steps that only decode, by their number of requests. # [kinds, contexts]
 
         Args:
-            contexts: mean tokens that each request attends to (an encoder-decoder's: of its output).
+            contexts: mean tokens that each request attends to (for an encoder-decoder, output tokens only).
             inputs: mean input length, for cross-attention.
         """
         parts = [self.tokens.points, self.samples.points, self.overhead.points]
@@ -144,12 +143,12 @@ class LaneCost:
         return Table(points, [base_s + attention_s for base_s, attention_s in zip(base, attention, strict=True)])
 
     def contexts_between(self, first: float, last: float) -> Array:
-        """Return the two contexts, and those in between at which times of decode attention may bend."""
+        """Return the two contexts, and the points of the decode attention's tables in between."""
         inside = np.concatenate([degree.decode.lengths for degree in self._degrees.values()])
         return np.unique(np.concatenate([[first, last], inside[(inside > first) & (inside < last)]]))
 
     def decode_attention(self, context: float, inputs: float) -> Table:
-        """Return the seconds of a decode batch's attention, by its requests. # [kinds]"""
+        """Return the seconds of a decode batch's attention, by its number of requests. # [kinds]"""
         points = np.unique(np.concatenate([degree.decode.batches for degree in self._degrees.values()]))
         return Table(points, self._attention(points, context, inputs))
 
@@ -163,7 +162,7 @@ class LaneCost:
         return [stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)]
 
     def _by_kind(self, of_degree: Callable[[GroupTables], T]) -> list[tuple[StageShape, T]]:
-        """Return each kind with a function's value for its degree, computed once a degree."""
+        """Return each kind of stage with a function's value for its degree, computed once for each degree."""
         found = {group: of_degree(degree) for group, degree in self._degrees.items()}
         return [(stage, found[stage.group]) for stage, _ in self.kinds]
 
@@ -177,9 +176,9 @@ class LaneCost:
         return np.asarray([stage.decoder_layers * seconds for stage, seconds in self._by_kind(of_layer)])
 
     def prompts(self, lengths: Lengths) -> Table:
-        """Return the seconds of prompts beyond decoder tokens, samples and overhead, by their number. # [kinds]
+        """Return the seconds of prompts besides decoder tokens, sampling and overhead, by their number. # [kinds]
 
-        That is attention; with an encoder also its layers, and the keys and values from its output.
+        They are attention and, with an encoder, also its layers and the keys and values from its output.
         """
         tokens, degrees = lengths.mean_input, self._degrees.values()
         points = [degree.encode.batches for degree in degrees]
@@ -221,7 +220,7 @@ class LaneCost:
         return [by_kind[k] for k in self._kinds_in_order]
 
     def step_ns(self, step: StepCounts) -> list[int]:
-        """Return the whole nanoseconds of one step on each stage, at least one."""
+        """Return the nanoseconds of one step on each stage, rounded, at least one."""
         by_kind = [max(1, round(seconds * 1e9)) for seconds in self._by_kind_of(step)]
         if len(by_kind) == self.num_stages:
             return by_kind
@@ -273,7 +272,7 @@ class LaneCost:
 
     @property
     def decode_steps(self) -> Callable[[int, float], float]:
-        """Return a function for decode-only steps on a lane of one stage: (requests, tokens attended to) -> s."""
+        """The function (requests, tokens attended to) -> seconds of decode-only steps on a lane of one stage."""
         return self._decoding[0]
 
     @cached_property
@@ -286,7 +285,7 @@ class LaneCost:
         return order
 
     def hops(self, num_tokens: int) -> list[float]:
-        """Return the seconds that a step of `num_tokens` takes from the stage before to each stage."""
+        """Return the seconds of the transfer from the previous stage to each stage, for a step of `num_tokens`."""
         if self.num_stages == 1:
             return [0.0]
         lines = (self._near, self._far)
@@ -294,7 +293,7 @@ class LaneCost:
         return [0.0, *(seconds[int(stage.far)] for stage in self.stages[1:])]
 
     def hops_ns(self, num_tokens: int) -> list[int]:
-        """Return the same in whole nanoseconds, cached: steps come in few sizes."""
+        """Return the same in rounded nanoseconds, cached since steps have few different sizes."""
         found = self._hops_ns.get(num_tokens)
         if found is None:
             found = [round(seconds * 1e9) for seconds in self.hops(num_tokens)]
@@ -324,13 +323,13 @@ class LaneCost:
 
 
 def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
-    """Return the step costs of a plan's lanes, by name, at the plan's pace.
+    """Return the step costs of a plan's lanes, by name, with the plan's slowdown.
 
     Args:
         profile: the profile as measured, without the plan's slowdown.
 
     Raises:
-        InputError: the profile lacks a degree, or the hop between stages.
+        InputError: the profile lacks a degree or the time between stages.
     """
     found = {}
     profile = speculating(profile.slowed(plan.profile.slowdown), plan.model, plan.speculation)
@@ -342,8 +341,9 @@ def lanes_of(plan: Plan, profile: Profile) -> dict[StageLane, LaneCost]:
 
 
 class _DecodeSteps:
-    """Seconds of a stage's steps that only decode: for each number of requests the work other than attention, and a
-    row of the attention's table.
+    """Computes the seconds of a stage's steps that only decode.
+
+    It caches, for each number of requests, the work besides attention and a row of attention's table.
     """
 
     def __init__(self, lane: LaneCost, kind: int) -> None:
@@ -371,7 +371,7 @@ class _DecodeSteps:
 
 
 def _ragged(grid: Grid, pieces: Sequence[tuple[int, int, int]]) -> float:
-    """Return the attention seconds of prompt pieces [start, end): each piece by itself, in a batch of their number."""
+    """Return the attention seconds of prompt pieces [start, end): the mean over pieces of a batch of pieces like it."""
     count, at = len(pieces), grid.at
     seconds = 0.0
     for start, end, _ in pieces:

@@ -1,4 +1,4 @@
-"""The counts on which a step's cost depends, and the parts that make up the cost."""
+"""Define the counts on which a step's cost depends, and the parts of that cost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StepCounts(NamedTuple):
     """The counts on which a step's cost depends.
 
     Attributes:
-        encode: (start, end, 1 or 0 for ended) of each prompt piece.
+        encode: (start, end, 1 if it ends its prompt else 0) of each prompt piece.
         decodes: requests that decode a token.
-        context: tokens that these attend to in all (in an encoder-decoder: output tokens).
+        context: tokens that these attend to, summed over requests (for an encoder-decoder, output tokens only).
         sampled: rows that pass the output head.
         num_tokens: prompt tokens, plus one for each decode.
         mean_input: mean input length of the requests that pass the decoder; for cross-attention.
-        joining_tokens: input tokens of requests in their first decode step on a lane without their encoder.
+        joining_tokens: input tokens of requests in their first decode step, if another lane encoded them.
     """
 
     encode: Sequence[tuple[int, int, int]]
@@ -47,7 +47,7 @@ class StepCounts(NamedTuple):
 
     @classmethod
     def of(cls, encode: Sequence[tuple[int, int, int]], contexts: Sequence[int]) -> StepCounts:
-        """Return the counts of a decoder-only model's step: each decode and each ended prompt is sampled.
+        """Return the counts of a decoder-only model's step, which samples for each decode and each ended prompt.
 
         Args:
             contexts: tokens that each decoding request attends to.

@@ -1,4 +1,4 @@
-"""The cost of a lane's steps for compiled code: `LaneCost.step_ns` on arrays."""
+"""Compute the cost of a lane's steps in compiled code: `LaneCost.step_ns` on arrays."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Ints = npt.NDArray[np.int64]
 
 REST, LAST, HEAD, CROSS_KV, ENCODER_REST = range(5)
 NUM_LINES = 5
-"""Lines of a group; all groups' lines come first, then embedding, overhead and the two hops."""
+"""Number of lines of a group. All groups' lines come first, then embedding, overhead and the two hops."""
 ENCODE, DECODE, CROSS, ENCODER = range(4)
 NUM_GRIDS = 4
 
 NUM_PARTS = 7
-"""Parts of a layer's seconds, and the head's, see `layer_of`."""
+"""Number of parts of a layer's seconds, the head's included; see `layer_of`."""
 NUM_FIELDS = 6
 """Fields of a kind of stage: group, decoder layers, encoder layers, has embedding, has head, is on another node."""
 
@@ -95,7 +95,7 @@ def step_tables(cost: LaneCost) -> StepTables:
 
 @helper
 def stretch_of(points, first, end, x):
-    """Return the segment among points [first, end) in which x lies: the index of the point where it begins."""
+    """Return the index of the point among [first, end) at which the segment that holds x begins."""
     last = end - 1
     while last - first > 1:
         middle = (first + last) // 2
@@ -139,7 +139,7 @@ def grid_at(t, grid, batch, length):
 
 @helper
 def step_ns(t, step, pieces, scratch, found):
-    """Write the whole nanoseconds of a step on each kind of stage into `found`.
+    """Write the rounded nanoseconds of a step on each kind of stage into `found`.
 
     Args:
         step: its counts, see `arrivals.STEP`.
@@ -186,8 +186,8 @@ def step_ns(t, step, pieces, scratch, found):
 
 @helper
 def layer_of(t, group, step, pieces, found):
-    """Write a layer's seconds into `found`: tokens, decodes, prompts, head, cross-attention, its keys and values, and
-    tokens in the last layer."""
+    """Write a layer's seconds into `found`: tokens, decodes, prompts, head, cross-attention, keys and values for it,
+    and tokens in the last layer."""
     lines, grids = NUM_LINES * group, NUM_GRIDS * group
     count, decodes = step.last_piece - step.first_piece, step.decodes
     prompt_tokens, passing = step.num_tokens - decodes, decodes + step.num_ended
@@ -207,7 +207,7 @@ def layer_of(t, group, step, pieces, found):
 
 @helper
 def prompts_s(t, grid, pieces, step):
-    """Return the attention seconds of prompt pieces: each piece by itself, in a batch of their number."""
+    """Return the attention seconds of prompt pieces: the mean over pieces of a batch of pieces like it."""
     count, seconds = step.last_piece - step.first_piece, 0.0
     for i in range(step.first_piece, step.last_piece):
         piece = pieces[i % len(pieces)]
@@ -219,7 +219,7 @@ def prompts_s(t, grid, pieces, step):
 
 @helper
 def pass_stages(t, free_ns, issue_ns, costs_ns, num_tokens):
-    """Return when a step leaves the last stage; `free_ns`: when each stage has finished the previous steps."""
+    """Return when a step leaves the last stage, and update `free_ns`, when each stage has finished all steps so far."""
     now_ns = free_ns[0] = max(issue_ns, free_ns[0]) + costs_ns[t.kind_of[0]]
     if len(free_ns) == 1:
         return now_ns

@@ -1,4 +1,4 @@
-"""Fit the few numbers by which a rule predicts its steps to the profile's step costs."""
+"""Fit the few numbers with which a policy predicts its own steps to the profile's step costs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from xsimulator.costs.step_counts import StepCounts
 NUM_POINTS = 32
 """Points of a fitted table."""
 NUM_STEPS = 200
-"""Steps that are fitted, and as many others on which the error is computed."""
+"""Number of steps that are fitted; the error is computed on as many others."""
 
 
 def with_step_times(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan of one lane with the step times by which its rule decides."""
+    """Return a plan with one lane with the step times that its policy needs at run time."""
     times = step_times(plan, lanes_of(plan, profile)["both"])
-    return plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"step_times": times})})
+    return plan.with_estimate(step_times=times)
 
 
 def step_times(plan: Plan, cost: LaneCost) -> StepTimes:
-    """Fit step times for a decoder-only model's lane, over the plan's batches and lengths."""
+    """Return step times fitted to a decoder-only model's lane, over the plan's batches and lengths."""
     longest = plan.workload.input.lengths[-1] + plan.workload.output.lengths[-1]
     most_tokens = max(2 * plan.workload.input.lengths[-1], 8192)
     tokens, prompts = _points(most_tokens), _points(longest)
@@ -63,12 +63,12 @@ def _attention(cost: LaneCost, length: int) -> float:
 
 
 def _steps(plan: Plan, cost: LaneCost, seed: int) -> list[tuple[StepCounts, float]]:
-    """Draw steps like those of the plan: a decode batch and a piece of a prompt."""
+    """Return random steps like those of the plan: a decode batch and a piece of a prompt, with their seconds."""
     rng = np.random.default_rng(seed)
     inputs, outputs = plan.workload.input, plan.workload.output
     most = max(1, getattr(plan.policy, "max_batch", round(plan.estimate.decode_batch)))
     steps = []
-    shares = np.asarray(inputs.probabilities) / sum(inputs.probabilities)  # a file's are rounded
+    shares = np.asarray(inputs.probabilities) / sum(inputs.probabilities)  # those in a file are rounded
     for _ in range(NUM_STEPS):
         decodes = int(rng.integers(1, most + 1))
         mean = rng.choice(inputs.lengths, p=shares) + outputs.lengths[-1] * rng.random() / 2

@@ -1,4 +1,4 @@
-"""The cost of transferring K/V from the encode lane to the decode lane."""
+"""Compute the cost of transferring K/V from the encode lane to the decode lane."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from xsimulator.costs.step_cost import LaneCost
 
 
 class TransferCost:
-    """Seconds in which the K/V of a batch of prompts is transferred to the decode lane, by its tokens.
+    """Seconds of the transfer of a batch's K/V to the decode lane, by the tokens of its prompts.
 
-    Devices transfer their shares at the same time, so the one with the most layers takes longest. An encoder's
-    output is only its last hidden states.
+    Devices transfer their shares at the same time, so the one with the most layers takes longest. An encoder sends only
+    its last hidden states.
     """
 
     def __init__(self, encode: LaneCost, decode: LaneCost) -> None:
@@ -23,9 +23,9 @@ class TransferCost:
             stages = (*encode.stages, *decode.stages)
             share = max(stage.decoder_layers / stage.tp for stage in stages) / spec.num_layers
         self.line = Line(line.points / share, line.values)
-        """By all tokens of the prompts."""
+        """Seconds by the tokens of all prompts of the batch."""
         self.occupies = encode.profile.num_threads is not None
-        """Whether a transfer takes computing time of the devices: a CPU has no copy engine."""
+        """Whether a transfer takes compute time of the devices: a CPU has no copy engine."""
 
     def at(self, tokens: float) -> float:
         return self.line.at(tokens)

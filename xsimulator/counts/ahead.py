@@ -1,4 +1,4 @@
-"""Compile the run by counts: `python -m xsimulator.counts.ahead`; what is compiled is kept on disk."""
+"""Compile the run by counts and keep it on disk: `python -m xsimulator.counts.ahead`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xsimulator.stages import whole
 
 
 def main() -> None:
-    """Run one request of one token by a made-up profile."""
+    """Compile the run of one lane, by running one request of one token on an invented profile."""
     if is_compiled():
         return
     spec = load_model("opt-125m")[0]

@@ -1,11 +1,12 @@
-"""Requests that arrive one by one, simulated by counts: the steps of `xsimulator.events`, at a fraction of their time.
+"""Define the state of a simulation by counts, in which requests arrive one by one.
 
-All requests that decode in a micro-batch advance together, so a step needs to know how many they are and what they
-attend to in all, and each of them the iteration in which it ends. Requests enter in the order of their arrival, with
-their maximum set aside ("reserve") or, in one micro-batch of orca and chunked, with the blocks of their prompt
-("quantile"); other schedules are simulated request by request. Both give the same times: tests/contract/test_counts.py.
+All requests that decode in a micro-batch advance together. So a step needs only their number and the tokens that they
+attend to in all, and each request only the iteration in which it ends. Requests enter in order of arrival; memory for
+their longest output is reserved ("reserve") or, in one micro-batch of orca and chunked, they take the blocks of their
+prompt ("quantile"). Other schedules are simulated request by request (`xsimulator.events`). Both give the same times:
+tests/contract/test_counts.py.
 
-The loops are compiled by numba when they are first run, and kept on disk: see `xsimulator.counts.compiled`.
+numba compiles the loops when they are first run, and keeps them on disk: see `xsimulator.counts.compiled`.
 """
 
 from __future__ import annotations
@@ -36,17 +37,14 @@ REQUEST = np.dtype(
 )
 """A request.
 
-input, output, most, cached: tokens; `most` are set aside for its output. tokens: see `Stream`.
-arrival_ns, first_ns, end_ns: when it arrives, and has its first and its last token; NONE: not yet.
-encoded: tokens of its prompt that are.
-after: the next one in its micro-batch whose prompt is not encoded.
-ends_with: the next one that ends in the same iteration.
-admitted_ns: when the step starts that begins its prompt.
-admitted_step, first_step, last_step: settled steps: that which began its prompt, and those of its first and last token.
-joins_at: of WAA's requests, the decode steps that must have begun before it joins.
-made: output tokens when it was preempted, which are encoded again with its prompt.
-ends_at: the iteration in which it ends; NONE: it does not decode.
-joined_batch, joined_step: the micro-batch in which it decodes, and which of its decode steps is the request's first.
+input, output, most, cached: tokens; memory for `most` output tokens is reserved. tokens: see `Stream`. arrival_ns,
+first_ns, end_ns: times of its arrival, first token and last token; NONE: not yet. encoded: number of its prompt tokens
+that have been encoded. after: the next request in its micro-batch whose prompt is not encoded. ends_with: the next
+request that ends in the same iteration. admitted_ns: start of the step that begins its prompt. admitted_step,
+first_step, last_step: numbers of the settled steps that began its prompt and made its first and last token. joins_at:
+under WAA, number of decode steps that must have begun before it joins. made: number of its output tokens when it was
+preempted; they are encoded again with its prompt. ends_at: the iteration in which it ends; NONE: it does not decode.
+joined_batch, joined_step: the micro-batch in which it decodes, and the number of its first decode step there.
 """
 
 BATCH = np.dtype(
@@ -54,16 +52,16 @@ BATCH = np.dtype(
     + _fields("waited num_encoding num_issued first last unissued num_decode_steps encode_every token_budget max_batch")
     + _fields("credit encode_tokens carried_batch decode_batch", np.float64)
 )
-"""A micro-batch by its counts, and its settings.
+"""A micro-batch: its counts and its settings.
 
-decoding: requests in decode; held: that have ended but decode on (static); ending: whose last token is under way, and
-known to be, in schedules that run ahead.
-context, inputs: tokens of prompts and outputs, and of prompts alone, of those in decode and held.
-iteration: decode steps so far; num_decode_steps: that have ended; steps: under way, of any kind.
-phase, since_encode, credit: as the rule keeps them.
-num_encoding, first, last: requests whose prompt is not encoded yet, in the order of their admission.
-waited: steps for which prompts have waited for others.
-num_issued, unissued: those of them that are in a step under way (static's parts), and the first that is not.
+decoding: number of requests in decode; held: of those that have ended but keep their place (static); ending: of those
+whose last token is known to be in the step that runs now, in schedules that run ahead.
+context, inputs: tokens of prompts and outputs, and of prompts only, of requests in decode and held.
+iteration: number of decode steps so far; num_decode_steps: of those that have ended; steps: of all steps that run now.
+phase, since_encode, credit: as in the policy's rule.
+num_encoding, first, last: requests whose prompt is not encoded yet, in order of admission.
+waited: number of steps for which prompts have waited for others.
+num_issued, unissued: number of those in a step that runs now (static's parts), and the first that is not in one.
 """
 
 STEP = np.dtype(
@@ -71,12 +69,13 @@ STEP = np.dtype(
     + _fields("first_piece last_piece first_moved last_moved")
     + _fields("mean_input", np.float64)
 )
-"""A step under way, with what its cost depends on (`StepCounts`). Pieces of prompts and what moves are ranges."""
+"""A step that runs now, with the counts on which its cost depends (`StepCounts`); its prompt pieces and moved requests
+are ranges."""
 
 PIECE = np.dtype(_fields("request start length"))
 
 LOGGED = np.dtype(_fields("start_ns end_ns lane batch decodes encodes left"))
-"""A settled step. left: requests of its micro-batch in decode after it."""
+"""A settled step. left: number of requests of its micro-batch in decode after it."""
 
 LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
@@ -89,26 +88,26 @@ LANE = np.dtype(
     + _fields("num_decode_steps buffer_steps")
     + _fields("adjustment decode_batch credit encode_tokens", np.float64)
 )
-"""A schedule's own counts and settings.
+"""A schedule's counts and settings.
 
-Requests [head, tail) wait, after `preempted` and those that follow it. by_use: requests take blocks as they grow.
-Steps [first_step, end_step) are under way. Requests [first_counted, last_counted) count.
-num_sent, path_ns: a closed loop sends the next request that long after one has ended.
-emits: an encode step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are
-encoded, `num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of
-the micro-batches are that lane's. occupies: moving takes the devices' own time.
+Requests [head, tail) wait, after `preempted` and those that follow it. by_use: whether requests take blocks as they
+grow. Steps [first_step, end_step) run now. Requests [first_counted, last_counted) are measured. num_sent, path_ns:
+number of requests sent; in a closed loop the next one is sent `path_ns` after one has ended. emits: whether an encode
+step makes first tokens. Of WAA's requests, in the order in which their prompts end, `num_encoded` are encoded,
+`num_moving` have left, `num_arrived` are in the decode lane, and `num_joined` decode there. `num_decode` of the
+micro-batches belong to that lane. occupies: whether a transfer takes the devices' compute time.
 """
 
 
 class Stream(NamedTuple):
-    """Requests in the order of their arrival.
+    """Requests in order of arrival.
 
     Attributes:
-        inputs, outputs: tokens.
-        max_output: what is set aside for each, or for all.
-        arrivals_ns: when each arrives.
-        cached: tokens of each prompt whose K/V is there already; empty: none of any.
-        tokens: output tokens of each, where `outputs` counts the schedule's steps of a draft; empty: the same.
+        inputs, outputs: their tokens.
+        max_output: output tokens for which memory is reserved, for each request or for all.
+        arrivals_ns: their times of arrival.
+        cached: tokens of each prompt whose K/V is already cached; empty: none.
+        tokens: their output tokens, if `outputs` counts decode steps with a draft; empty: the same as `outputs`.
     """
 
     inputs: Ints
@@ -120,10 +119,10 @@ class Stream(NamedTuple):
 
 
 class GoalNs(NamedTuple):
-    """Bounds that requests keep together, in nanoseconds.
+    """Bounds that a request must keep together, in nanoseconds.
 
     Attributes:
-        whole_ns, first_ns: from arrival to the last token, and to the first.
+        whole_ns, first_ns: time from arrival to the last and to the first token.
         gap_ns: mean gap between tokens.
         most_broken: the run ends once more requests than this have broken one of them.
     """
@@ -146,8 +145,8 @@ class Kv(NamedTuple):
     """K/V memory of a lane, in blocks of a fixed number of tokens.
 
     Attributes:
-        by_use: requests take blocks as they grow, and the last one to enter is preempted when none is left; otherwise
-            each has its maximum set aside.
+        by_use: whether requests take blocks as they grow, and the last one to enter is preempted when none is free;
+            otherwise each reserves its maximum.
     """
 
     blocks: int
@@ -159,18 +158,18 @@ class Kv(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """The state of a run, as compiled code takes it.
+    """The state of a run, as arrays for compiled code.
 
     Attributes:
         lane: one record.
-        batches: the micro-batches; under WAA, the encode lane's behind the decode lane's.
-        ends: the first request that ends in each iteration, modulo their number. # [batches, iterations]
-        grows: how many requests take a block in each iteration, modulo the tokens of a block. # [tokens]
-        steps, pieces: rings.
+        batches: the micro-batches; under WAA, the decode lane's first, then the encode lane's.
+        ends: the first request that ends in each iteration, modulo the number of iterations. # [batches, iterations]
+        grows: number of requests that take a block in each iteration, modulo the tokens of a block. # [tokens]
+        steps, pieces: ring buffers.
         moved: requests in the order in which their prompts ended (WAA).
-        goals: as of `GoalNs`. # [goals, 4]
-        broken: requests that broke each.
-        log: of the steps that have been settled.
+        goals: the fields of each `GoalNs`. # [goals, 4]
+        broken: number of requests that broke each goal.
+        log: the settled steps.
     """
 
     lane: Records
@@ -190,11 +189,11 @@ class Run(ABC):
     """One run of a schedule over a stream.
 
     Args:
-        num_batches: micro-batches, of all lanes together.
-        most_steps: that are under way at once.
-        clients: of a closed loop, where each sends its next request `path_ns` after its last one has ended; None:
-            requests arrive by themselves.
-        is_logged: keep what each step did.
+        num_batches: number of micro-batches of all lanes together.
+        most_steps: most steps that run at once.
+        clients: number of clients of a closed loop, each of which sends its next request `path_ns` after its last one
+            has ended; None: requests arrive at their own times.
+        is_logged: whether to log each step.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class Run(ABC):
         )
 
     def run(self, limits: KeptBounds | None = None) -> bool:
-        """Run until all requests that count have ended; False: too many of them broke their limits."""
+        """Run until all measured requests have ended; return False if too many of them broke a goal."""
         goals, first, last = limits or ((), 0, len(self.state.requests))
         lane = self.state.lane[0]
         lane["first_counted"], lane["last_counted"], lane["num_left"] = first, last, last - first
@@ -251,16 +250,16 @@ class Run(ABC):
 
     @abstractmethod
     def _go_on(self) -> bool:
-        """Run on; False: the log is full."""
+        """Continue the run; return False if the log is full."""
 
     @property
     def first_ns(self) -> npt.NDArray[np.int64]:
-        """When each request has its first token; -1: not yet."""
+        """Time of each request's first token; -1: not yet."""
         return self.state.requests["first_ns"]
 
     @property
     def end_ns(self) -> npt.NDArray[np.int64]:
-        """When each request has its last token; -1: not yet."""
+        """Time of each request's last token; -1: not yet."""
         return self.state.requests["end_ns"]
 
     @property

@@ -1,7 +1,7 @@
-"""xsimulator.counts.compiled: loops compiled by numba, and how they are kept.
+"""Compile loops with numba and keep them on disk.
 
-A helper is compiled into what calls it. What Python calls is compiled when it is first run, some seconds, and kept on
-disk (`xgpt.core.compiled_code`).
+A helper is compiled into its callers. A function that Python calls is compiled when it is first run, which takes some
+seconds, and kept on disk (`xgpt.core.compiled_code`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ helper = njit(forceinline=True)
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that Python calls, and keep it on disk; not if no directory can be written.
+    """Return a compiled function that Python can call, kept on disk if a directory can be written.
 
-    Threads run it side by side.
+    Several threads can run it at the same time.
     """
     try:
         return njit(cache=True, nogil=True)(function)
@@ -29,15 +29,16 @@ def kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether what `kept` has compiled lies on disk; else it is compiled when it is first run."""
+    """Return whether the compiled form of a `kept` function is on disk; otherwise its first run compiles it."""
     directory, file = function.stats.cache_path, function.__code__.co_filename  # type: ignore[attr-defined]
     return directory is not None and any(Path(directory).glob(f"{Path(file).stem}.*.nbi"))
 
 
 def _borrowed(typing_context: Any, arrays: Any) -> Any:
-    """The same named tuple with arrays that no references are counted of: its caller holds them.
+    """Return the same named tuple with arrays without reference counts; the caller must keep them alive.
 
-    Numba counts one atomically whenever an array is read out of a tuple, which took most of the time of these loops.
+    Numba changes a reference count atomically whenever an array is read from a tuple, which took most of these loops'
+    time.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:

@@ -1,4 +1,4 @@
-"""The run by counts of a plan's requests."""
+"""Create the run by counts of a plan's requests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from xsimulator.forecast import FORECASTS
 
 
 def is_compiled() -> bool:
-    """Whether runs of one lane begin at once: the first ones on a machine are compiled."""
+    """Return whether runs of one lane are already compiled; the first run on a machine compiles them."""
     return is_kept(one_lane_arrivals.run)
 
 
 def counted_run(
     plan: Plan, lanes: Mapping[StageLane, LaneCost], stream: Stream, *, is_logged: bool = False
 ) -> Run | None:
-    """Return one replica's compiled run; None: counts do not tell, or its rule goes by the clock.
+    """Return one replica's compiled run; None if the plan cannot be simulated by counts (see `is_counted`).
 
     Args:
-        lanes: what the plan's lanes cost.
-        is_logged: keep what each step did.
+        lanes: step costs of the plan's lanes.
+        is_logged: whether to log each step.
     """
     if not is_counted(plan):
         return None
@@ -45,7 +45,10 @@ def counted_run(
 
 
 def is_counted(plan: Plan) -> bool:
-    """Whether a plan has a compiled run."""
+    """Return whether a plan can be simulated by counts.
+
+    It needs order fcfs, fixed token budgets, and reserved K/V memory; or, instead of the latter, a decoder-only model
+    under orca or chunked in a single micro-batch."""
     if plan.admission.order != "fcfs" or getattr(plan.policy, "slack", None) is not None:
         return False
     if plan.admission.kv == "reserve":

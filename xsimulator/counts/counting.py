@@ -1,4 +1,4 @@
-"""What the compiled runs of one lane and of two share: admission, memory, endings, and the counts of a step."""
+"""Helpers of the compiled runs of one lane and of two: admission, memory, endings, and the counts of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def blocks_of(lane, tokens):
 
 @helper
 def next_waiting(lane):
-    """The request that waits in front; NONE: none waits."""
+    """Return the first waiting request; NONE: none waits."""
     if lane.preempted != NONE:
         return lane.preempted
     return lane.head if lane.head < lane.tail else NONE
@@ -21,7 +21,7 @@ def next_waiting(lane):
 
 @helper
 def prompt_of(request):
-    """Tokens that are encoded when it enters: its prompt, and the output that it had when it was preempted."""
+    """Return the tokens to encode when a request enters: its prompt, and its output so far if it was preempted."""
     return request.input + request.made
 
 
@@ -38,7 +38,7 @@ def can_admit(s, lane):
 
 @helper
 def admit(s, lane):
-    """The request that enters; NONE: none does."""
+    """Admit the first waiting request and return it; NONE: none can enter."""
     if not can_admit(s, lane):
         return NONE
     id_ = next_waiting(lane)
@@ -53,7 +53,7 @@ def admit(s, lane):
 
 @helper
 def leave(s, lane, id_, more=0):
-    """A request gives its blocks back; by use, those of all tokens but its last one, and of `more`."""
+    """Free a request's blocks; under by_use, those of all tokens except its last one, and of `more` tokens."""
     request = s.requests[id_]
     lane.reserved -= blocks_of(lane, request.input + (request.output - 1 + more if lane.by_use else request.most))
     lane.num_inside -= 1
@@ -61,13 +61,13 @@ def leave(s, lane, id_, more=0):
 
 @helper
 def grows_in(s, batch, context):
-    """The iteration in which a request with this context now takes a block, modulo the tokens of one."""
+    """Return the iteration, modulo the tokens of a block, in which a request with this context takes its next block."""
     return (batch.iteration - context + 1) % len(s.grows)
 
 
 @helper
 def preempt(s, lane, number):
-    """The request that entered last waits in front; the next step has not been decided."""
+    """Preempt the request that entered last: it waits in front. The next step must not have been scheduled."""
     batch, id_ = s.batches[number], lane.head - 1
     lane.num_inside -= 1
     if batch.num_encoding:
@@ -105,7 +105,7 @@ def preempt(s, lane, number):
 
 @helper
 def make_room(s, lane, number):
-    """Give every request the block of its next token; those that entered last are preempted until there is room."""
+    """Give every request the block of its next token; preempt those that entered last until there is room."""
     batch = s.batches[number]
     while lane.reserved + s.grows[batch.iteration % len(s.grows)] > lane.blocks and lane.num_inside > 1:
         preempt(s, lane, number)
@@ -114,14 +114,14 @@ def make_room(s, lane, number):
 
 @helper
 def take_in(s, lane):
-    """Let those wait that have arrived."""
+    """Add the requests that have arrived to the waiting ones."""
     while lane.tail < len(s.requests) and s.requests[lane.tail].arrival_ns <= lane.now_ns:
         lane.tail += 1
 
 
 @helper
 def end(s, lane, id_):
-    """The request has its last token now."""
+    """End a request, which has its last token now, and count whether it broke a goal."""
     request, now_ns = s.requests[id_], lane.now_ns
     request.ends_at = NONE
     request.end_ns, request.last_step = now_ns, lane.num_settled
@@ -142,7 +142,7 @@ def end(s, lane, id_):
 
 @helper
 def join(s, number, id_, generated):
-    """A request begins to decode in a micro-batch; some of its tokens are more than it has already."""
+    """Let a request begin to decode in a micro-batch; `generated` of its output tokens exist already."""
     request, batch = s.requests[id_], s.batches[number]
     batch.decoding += 1
     batch.context += request.input + generated
@@ -156,7 +156,7 @@ def join(s, number, id_, generated):
 
 @helper
 def take_ends(s, number):
-    """The first of the requests that end in this iteration, which are remembered no longer."""
+    """Return the first of the requests that end in this iteration, and forget them."""
     iteration = s.batches[number].iteration % s.ends.shape[1]
     first = s.ends[number, iteration]
     s.ends[number, iteration] = NONE
@@ -165,7 +165,7 @@ def take_ends(s, number):
 
 @helper
 def drop(s, batch, id_):
-    """A request decodes no further."""
+    """Remove a request from its micro-batch's decodes."""
     request = s.requests[id_]
     batch.decoding -= 1
     batch.context -= request.input + request.output
@@ -182,7 +182,7 @@ def put_piece(s, lane, id_, start, length):
 
 @helper
 def count(s, step, has_encoder):
-    """Note what the cost of a step depends on; its pieces, lane and micro-batch are known."""
+    """Compute the counts on which a step's cost depends, from its pieces, lane and micro-batch."""
     batch = s.batches[step.batch]
     step.num_ended = inputs = prompt_tokens = 0
     for i in range(step.first_piece, step.last_piece):
@@ -195,7 +195,7 @@ def count(s, step, has_encoder):
     step.decodes = step.context = 0
     if step.does_decode:
         step.decodes, step.context = batch.decoding + batch.held, batch.context
-        if has_encoder:  # its decoder attends to outputs alone
+        if has_encoder:  # its decoder's self-attention sees only outputs
             step.context += step.decodes - batch.inputs
             inputs += batch.inputs
     step.mean_input = inputs / max(step.decodes + step.num_ended, 1)
@@ -205,7 +205,7 @@ def count(s, step, has_encoder):
 
 @helper
 def log(s, lane, step):
-    """Note a step that ends now."""
+    """Note in its requests that a step ends now."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.num_decode_steps += 1
@@ -222,7 +222,7 @@ def log(s, lane, step):
 
 @helper
 def settled(s, lane, step):
-    """Keep the step in the log; it is settled."""
+    """Count a settled step, and write it into the log if there is one."""
     if lane.is_logged:
         logged = s.log[lane.num_settled]
         logged.start_ns, logged.end_ns, logged.lane = step.start_ns, step.end_ns, step.lane

@@ -1,7 +1,7 @@
-"""Consecutive steps that only decode, for the compiled run of one lane.
+"""Simulate consecutive steps that only decode, in the compiled run of one lane.
 
-Between two requests that come or go, a micro-batch decodes the same requests step after step, and only the context
-grows among the terms of a step's cost. The other terms are looked up once.
+Until a request joins or ends, a micro-batch decodes the same requests in every step, and of the terms of a step's cost
+only the one of the context grows. The other terms are looked up once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from xsimulator.counts.counting import can_admit
 def decode_on(s, lane, tables, free_ns):
     """Run the steps that only decode, up to the next one that ends a request or that another request may join.
 
-    The step before has been settled now, and none is under way. On one stage and with one micro-batch; each step that
-    a log is to hold is made by itself.
+    All earlier steps must be settled. It does nothing with several stages or micro-batches, or if steps are logged.
     """
     batch = s.batches[0]
     decodes, encodes = batch.decoding + batch.held, batch.num_encoding > 0
@@ -45,7 +44,7 @@ def decode_on(s, lane, tables, free_ns):
     overhead_s, rest_s = line_at(tables, others + 1, decodes), line_at(tables, REST, decodes)
     head_s = line_at(tables, LAST, decodes) - rest_s + line_at(tables, HEAD, decodes) if heads else 0.0
     embedding_s = line_at(tables, others, decodes) if embeds else 0.0
-    # The grid of decode attention, between the two batches that these requests lie between.
+    # The row of decode attention's grid between the two batch sizes around `decodes`.
     first_batch, first_length, first = tables.grid_at[DECODE]
     end_batch, end_length, _ = tables.grid_at[DECODE + 1]
     i = stretch_of(tables.batches, first_batch, end_batch, decodes)

@@ -1,4 +1,4 @@
-"""Requests that arrive one by one under rra, orca, chunked and static, by counts."""
+"""Simulate requests that arrive one by one under rra, orca, chunked and static, by counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MANY = np.iinfo(np.int64).max // 2
 
 
 class OneLaneRun(Run):
-    """rra, orca, chunked and static, as `xgpt.core.policies.OneLane`."""
+    """A run of rra, orca, chunked or static; the same rule as `xgpt.core.policies.OneLane`."""
 
     def __init__(self, settings: LaneSettings, cost: LaneCost, kv: Kv, stream: Stream, **how: Any) -> None:
         num_batches = settings.microbatches
@@ -70,7 +70,7 @@ def run(s, tables, free_ns):
 
 @helper
 def go_on(s, tables, free_ns):
-    """Run on; False: the log is full."""
+    """Continue the run; return False if the log is full."""
     lane, scratch, costs_ns = s.lane[0], np.zeros((tables.num_groups, NUM_PARTS)), np.zeros(len(tables.kinds), np.int64)
     while lane.num_left and not lane.is_given_up:
         if lane.is_logged and lane.num_settled == len(s.log):
@@ -124,7 +124,7 @@ def issue(s, lane, tables, free_ns, scratch, costs_ns):
 
 @helper
 def next_step(s, lane, number, step):
-    """Decide a micro-batch's next step; False: it has none."""
+    """Write a micro-batch's next step into `step`; return False if it has none."""
     batch = s.batches[number]
     may = may_encode(s, lane, number)
     if not is_running(batch) and not (may and can_admit(s, lane)):
@@ -167,7 +167,7 @@ def is_phase_over(batch):
 
 @helper
 def may_encode(s, lane, number):
-    """Whether a phase may begin: those of all micro-batches begin together."""
+    """Return whether a phase may begin; those of all micro-batches begin together."""
     if len(s.batches) == 1 or lane.mix or lane.refills:
         return True
     for i in range(len(s.batches)):
@@ -178,7 +178,7 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Whether prompts wait for more of them in this step, which is counted."""
+    """Return whether prompts wait for more prompts in this step, and count the steps for which they have waited."""
     most = batch.max_batch - num_running(batch)
     waits = batch.waited < lane.batch_wait_steps and batch.decoding > 0 and most > 0 and can_admit(s, lane)
     if waits:
@@ -192,7 +192,7 @@ def waits_for_others(s, lane, batch):
 
 @helper
 def fill(s, lane, batch):
-    """Pieces of prompts up to the token budget (orca, chunked)."""
+    """Add pieces of prompts up to the token budget (orca, chunked)."""
     left = batch.token_budget - (0 if lane.prompts_first else batch.decoding)
     id_ = batch.first
     while id_ != NONE:
@@ -218,7 +218,7 @@ def fill(s, lane, batch):
 
 @helper
 def begin_phase(s, lane, batch):
-    """Whole prompts up to what a phase is to encode (rra)."""
+    """Add whole prompts up to the target of a phase (rra)."""
     target, excess = batch.encode_tokens, batch.decoding - batch.carried_batch
     if abs(excess) > lane.adjustment * batch.decode_batch:
         target *= 1 - lane.adjustment if excess > 0 else 1 + lane.adjustment
@@ -242,7 +242,7 @@ def begin_phase(s, lane, batch):
 
 @helper
 def refill(s, lane):
-    """Divide what enters among the micro-batches (static)."""
+    """Admit a batch and divide it among the micro-batches (static)."""
     first, entered = lane.head, 0
     while entered < lane.max_batch and admit(s, lane) != NONE:
         entered += 1
@@ -253,7 +253,7 @@ def refill(s, lane):
 
 @helper
 def next_part(s, lane, batch):
-    """The next part of the prompts of a whole batch (static)."""
+    """Add the next part of the prompts of a whole batch (static)."""
     size = -(-num_running(batch) // lane.encode_parts)
     while size and batch.unissued != NONE:
         request = s.requests[batch.unissued]
@@ -265,7 +265,7 @@ def next_part(s, lane, batch):
 
 @helper
 def line_up(s, batch, id_):
-    """A request's prompt is the next one of a micro-batch."""
+    """Append a request's prompt to those that a micro-batch will encode."""
     request = s.requests[id_]
     request.encoded, request.after = request.cached, NONE
     if batch.first == NONE:
@@ -295,7 +295,7 @@ def settle(s, lane):
             finish(s, lane, step.batch)
         join_encoded(s, lane, step, lane.now_ns)
         if step.last_piece > step.first_piece:
-            finish(s, lane, step.batch)  # those of one token have ended with their prompt
+            finish(s, lane, step.batch)  # requests of one token end with their prompt
         if lane.refills and not is_any_left(s):
             end_batch(s, lane)
     settled(s, lane, step)
@@ -324,7 +324,7 @@ def join_encoded(s, lane, step, now_ns):
 
 @helper
 def finish(s, lane, number):
-    """Take those out that have their last token now; those of a static batch keep their places."""
+    """End the requests that have their last token now; those of a static batch keep their places."""
     batch, id_ = s.batches[number], take_ends(s, number)
     while id_ != NONE:
         drop(s, batch, id_)
@@ -358,7 +358,7 @@ def end_batch(s, lane):
 
 @helper
 def assume(s, lane, step):
-    """Take a step's tokens for made: requests go on, but for those that have reached their maximum with it."""
+    """Assume that a running step has made its tokens: requests go on, except those that reach their maximum in it."""
     batch = s.batches[step.batch]
     if step.does_decode:
         batch.iteration += 1
@@ -376,7 +376,7 @@ def assume(s, lane, step):
 
 @helper
 def has_room(s, lane, batch):
-    """Whether all that decode, those with their last token included, could take a block; the step before is assumed."""
+    """Return whether all requests in decode could take a block, those included that end in the assumed step."""
     missing, id_ = s.grows[batch.iteration % len(s.grows)], lane.assumed_ends
     while id_ != NONE:
         request = s.requests[id_]
@@ -388,7 +388,7 @@ def has_room(s, lane, batch):
 
 @helper
 def settle_ahead(s, lane, step):
-    """Settle a step whose tokens were taken for made."""
+    """Settle a step whose tokens were assumed to be made."""
     if not lane.has_assumed:
         assume(s, lane, step)
     lane.has_assumed, batch = 0, s.batches[step.batch]

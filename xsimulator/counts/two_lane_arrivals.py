@@ -1,4 +1,4 @@
-"""Requests that arrive one by one under waa, by counts."""
+"""Simulate requests that arrive one by one under waa, by counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from xsimulator.counts.counting import (
 
 
 class TwoLaneRun(Run):
-    """waa, as `xgpt.core.policies.waa.TwoLane`."""
+    """A run of waa; the same rule as `xgpt.core.policies.waa.TwoLane`."""
 
     def __init__(
         self, settings: TwoLaneSettings, encode: LaneCost, decode: LaneCost, kv: Kv, stream: Stream, **how: bool
@@ -61,7 +61,7 @@ def run(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s
 
 @helper
 def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved_s):
-    """Run on; False: the log is full."""
+    """Continue the run; return False if the log is full."""
     lane = s.lane[0]
     scratch = np.zeros((max(encode.num_groups, decode.num_groups), NUM_PARTS))
     costs_ns = np.zeros(max(len(encode.kinds), len(decode.kinds)), np.int64)
@@ -102,7 +102,7 @@ def go_on(s, encode, decode, encode_free_ns, decode_free_ns, tokens_moved, moved
 
 @helper
 def free_slot(s):
-    """Where the next step is written: there is one place more than steps can be under way."""
+    """Return the place for the next step; there is one more place than steps can run at once."""
     i = 0
     while s.steps[i].end_ns != NONE:
         i += 1
@@ -111,7 +111,7 @@ def free_slot(s):
 
 @helper
 def next_end(s):
-    """The step that ends first; of several, the one that began first; NONE: none is under way."""
+    """Return the step that ends first; of several, the one that began first; NONE: no step runs."""
     found = NONE
     for i in range(len(s.steps)):
         step = s.steps[i]
@@ -128,14 +128,14 @@ def next_end(s):
 
 @helper
 def occupy(free_ns, now_ns, seconds):
-    """Occupy every stage with something else for this long."""
+    """Occupy every stage with other work for this long."""
     for i in range(len(free_ns)):
         free_ns[i] = max(free_ns[i], now_ns) + np.int64(np.rint(seconds * 1e9))
 
 
 @helper
 def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
-    """Send a step of a lane on its way."""
+    """Begin a step of a lane: compute its cost and its end."""
     count(s, step, tables.has_encoder)
     if tables.has_encoder and step.lane == ENCODE:
         step.sampled = step.decodes
@@ -148,7 +148,7 @@ def begin(s, lane, step, tables, free_ns, scratch, costs_ns):
 
 @helper
 def next_decode(s, lane, step):
-    """Decide the decode lane's next step; return False if there is none."""
+    """Write the decode lane's next step into `step`; return False if there is none."""
     num_batches = lane.num_decode
     for i in range(num_batches):
         number = (lane.turn + i) % num_batches
@@ -182,7 +182,8 @@ def next_decode(s, lane, step):
 
 @helper
 def next_transfer(s, lane, step):
-    """Decide what moves next: all that has been encoded meanwhile; False: nothing, or something is on its way."""
+    """Write the next transfer, of all requests encoded meanwhile, into `step`; return False if there is none or one
+    runs."""
     if lane.num_moving > lane.num_arrived or lane.num_encoded == lane.num_moving:
         return False
     step.lane, step.batch, step.does_decode, step.decodes, step.num_tokens = TRANSFER, 0, False, 0, 0
@@ -195,7 +196,7 @@ def next_transfer(s, lane, step):
 
 @helper
 def next_encode(s, lane, step):
-    """Decide the encode lane's next step; return False if there is none."""
+    """Write the encode lane's next step into `step`; return False if there is none."""
     number = lane.num_decode + lane.encode_turn
     if s.batches[number].steps or not can_admit(s, lane):
         return False
@@ -227,7 +228,7 @@ def next_encode(s, lane, step):
 
 @helper
 def in_decode(s, lane):
-    """Requests in the micro-batches of the decode lane."""
+    """Return the number of requests in the micro-batches of the decode lane."""
     found = 0
     for i in range(lane.num_decode):
         found += s.batches[i].decoding
@@ -236,7 +237,7 @@ def in_decode(s, lane):
 
 @helper
 def encode_target(s, lane):
-    """Prompt tokens of the next encode batch: fewer if many requests decode, more if few do."""
+    """Return the prompt tokens of the next encode batch: fewer if many requests decode, more if few do."""
     excess = lane.num_arrived - lane.num_joined + in_decode(s, lane) - lane.decode_batch
     if not lane.adjustment or abs(excess) <= lane.adjustment * lane.decode_batch:
         return lane.encode_tokens
@@ -245,13 +246,13 @@ def encode_target(s, lane):
 
 @helper
 def planned_length(lane, request):
-    """Tokens of a prompt that count towards an encode batch."""
+    """Return the tokens of a prompt that count towards an encode batch."""
     return request.input - (request.cached if lane.reuse_is_planned else 0)
 
 
 @helper
 def num_due(s, lane):
-    """Requests that the next encode batch takes."""
+    """Return the number of requests that the next encode batch takes."""
     credit, found, blocks = lane.credit + encode_target(s, lane), 0, 0
     for id_ in range(lane.head, min(lane.tail, lane.head + lane.max_batch + 1)):
         request = s.requests[id_]
@@ -266,7 +267,7 @@ def num_due(s, lane):
 
 @helper
 def settle(s, lane, step):
-    """Settle a step, the one that ends first."""
+    """Settle a step."""
     log(s, lane, step)
     batch = s.batches[step.batch]
     if step.lane == TRANSFER:
@@ -295,7 +296,7 @@ def settle(s, lane, step):
 
 @helper
 def end_prompt(s, lane, id_):
-    """The prompt is encoded; those of one token have ended with it."""
+    """Note that a prompt is encoded; a request of one token ends with it."""
     request = s.requests[id_]
     if lane.emits:
         request.first_ns = lane.now_ns

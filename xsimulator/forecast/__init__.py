@@ -1,4 +1,4 @@
-"""Closed forms of every policy, which the search calls; the simulated engine (xsimulator.events) checks them."""
+"""Closed forms of every policy for the search; the simulated engine (xsimulator.events) checks them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ CHOICES: ChainMap[str, Forecast[Any]] = ChainMap(FORECASTS, {"waa-c": Waa("compu
 
 
 TUNED: dict[str, Any] = {"slack": "chunked"}
-"""Choices whose settings only simulation can compare (`xscheduler.objectives.tuning`), and the policies they extend."""
+"""Choices whose settings only simulation can compare (`xscheduler.objectives.tuning`), with the policies that they
+extend."""
 
 
 def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
@@ -39,7 +40,7 @@ def choice_of(settings: PolicySettings, among: Iterable[str]) -> str:
 
 
 def estimate(model: Any, settings: PolicySettings) -> dict[str, float]:
-    """Predict one plan's settings on a model of its lanes."""
+    """Return the predictions for one plan's settings on a model of its lanes, by name."""
     return FORECASTS[settings.kind].estimate(model, settings)
 
 

@@ -1,4 +1,4 @@
-"""A quantile of all requests' latencies in closed form, where prompts and decode steps both vary.
+"""Compute a quantile of all requests' latencies in closed form, with varying prompts and decode steps.
 
 A request takes a time to its first token, which depends on its prompt and on the step that encodes it, and then D
 decode steps; D follows the distribution of output lengths. With steps of mean t and standard deviation s, independent
@@ -24,7 +24,7 @@ HALVINGS = 12
 
 
 class AllRequests:
-    """The distribution of output lengths, prepared for such mixtures.
+    """Computes the quantile for one distribution of output lengths.
 
     Args:
         quantile: the quantile of requests.

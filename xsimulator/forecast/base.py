@@ -1,7 +1,7 @@
-"""The contract of a policy's forecast: all that planning, the queueing model and re-planning need of a policy.
+"""The interface of a policy's forecast: all that planning, the queueing model and re-planning need from a policy.
 
-A forecast has no state. It reads a model: the steps of a placement's lanes under one workload
-(`one_lane.OneLaneModel`, `two_lanes.TwoLaneModel`), which policies on the same lanes share.
+A forecast has no state. It reads a model of the steps of a placement's lanes under one workload
+(`one_lane.OneLaneModel`, `two_lanes.TwoLaneModel`), which policies with the same lanes share.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 Columns = Mapping[str, Array]
-"""Candidates: a column of values for each control variable, micro-batches included."""
+"""Candidate settings: a column of values for each control variable, micro-batches included."""
 Ints = npt.NDArray[np.int_]
 M = TypeVar("M")
 
 
 class PlacementLimits(NamedTuple):
-    """The limits that a placement sets to control variables.
+    """The limits of control variables on a placement.
 
     Attributes:
         least: least number of requests: one for each micro-batch.
-        capacity: requests that may hold K/V at once.
+        capacity: number of requests whose K/V fits at once.
         max_batch: largest number of requests in a micro-batch.
-        engine: that runs the plan; None: any.
+        engine: the engine that runs the plan; None: any.
     """
 
     lengths: Lengths
@@ -44,11 +44,11 @@ class PlacementLimits(NamedTuple):
 
 
 class Stations(NamedTuple):
-    """The policy as a queueing system.
+    """A policy as a queueing system.
 
     Attributes:
         admits_each_step: whether every step may admit requests; otherwise once a cycle.
-        frees_together: whether places become free together, after a phase or a batch.
+        frees_together: whether slots become free together, after a phase or a batch.
     """
 
     admits_each_step: bool
@@ -56,18 +56,18 @@ class Stations(NamedTuple):
 
 
 class Forecast(ABC, Generic[M]):
-    """One policy.
+    """The closed form of one policy, with what planning must know about the policy.
 
     Attributes:
         settings: the type of its settings, which declares its control variables.
-        model: makes the model that predictions read, from the lanes' costs (`LaneCost`), the lengths, the quantile and
+        model: creates the model that predictions read from the lanes' costs (`LaneCost`), the lengths, the quantile and
             `all_requests`.
-        line: the variable along which settings are numbered; another variable, if there is one, chooses the line.
-        load: the variable that grows along a load curve, from one request on.
-        follows: variables that shrink with it.
+        line: the variable along which settings are numbered; the other variable, if there is one, selects the line.
+        load: the variable that grows along a load curve, starting at one request.
+        follows: variables that grow in proportion to it.
         num_curves: number of values of another variable at which load curves begin.
         stations: the policy as a queueing system.
-        swaps_between_steps: whether an engine can swap it in between two steps for another such policy.
+        swaps_between_steps: whether an engine can switch between this policy and another such one between two steps.
         reserves_kv: whether K/V memory is always reserved in full.
         cuts_prompts: whether steps encode pieces of prompts.
     """
@@ -86,11 +86,11 @@ class Forecast(ABC, Generic[M]):
     # Settings ----------------------------------------------------------------------------------------------------
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        """Return the settings for each of these numbers of micro-batches."""
+        """Return the fixed settings for each of these numbers of micro-batches."""
         return [{"microbatches": count} for count in counts]
 
     def takes(self, fixed: Mapping[str, Any]) -> bool:
-        """Return whether the policy may have these fixed settings, which a placement determines."""
+        """Return whether the policy allows these fixed settings of a placement."""
         return True
 
     def covers(self, settings: PolicySettings) -> bool:
@@ -110,31 +110,32 @@ class Forecast(ABC, Generic[M]):
         return values
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
-        """Return which predicted settings the policy allows, memory aside."""
+        """Return which predicted settings the policy allows, regardless of memory."""
         return np.ones(len(found.throughput), bool)
 
     # Predictions -------------------------------------------------------------------------------------------------
 
     def evaluate(self, model: M, **columns: npt.ArrayLike) -> Performance:
-        """Predict candidates; `columns` are control variables, with an entry for each. Micro-batches default to 1."""
+        """Return the predictions for candidates, given a column for each control variable. Micro-batches default to
+        1."""
         return self.predict(model, {name: np.atleast_1d(np.asarray(values, float)) for name, values in columns.items()})
 
     @abstractmethod
     def predict(self, model: M, columns: Columns) -> Performance:
-        """Predict candidates at saturation: one for each entry of the columns."""
+        """Return the predictions at saturation for candidates, one for each entry of the columns."""
 
     def estimate(self, model: M, settings: PolicySettings) -> dict[str, float]:
-        """Predict the settings of one plan."""
+        """Return the predictions for the settings of one plan, by name."""
         searched = {variable.name for variable in settings.variables}
         columns = {name: value for name, value in vars(settings).items() if name in searched or "microbatches" in name}
         return self.evaluate(model, **columns).at(0)
 
     def reestimate(self, plan: Plan, model: M, inside: float) -> dict[str, float]:
-        """Predict a plan under other lengths than it was made for, with its resolved numbers unchanged.
+        """Return the predictions for a plan under other lengths, with its resolved numbers unchanged.
 
         Args:
             model: the model under these lengths.
-            inside: requests that K/V memory holds.
+            inside: number of requests that K/V memory holds.
         """
         most = min(getattr(plan.policy, self.load), int(inside))
         return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
@@ -148,7 +149,8 @@ class Forecast(ABC, Generic[M]):
     def box_throughput(
         self, model: M, low: Performance, high: Performance, floor: Performance, microbatches: Array, latency_s: float
     ) -> Array:
-        """Return the requests a second that no settings of each box exceed, if no corner is known to be the fastest.
+        """Return, for each box, the requests a second that none of its settings exceed, if no corner is known to be the
+        fastest.
 
         Args:
             model: the model on the lower tables.
@@ -166,8 +168,8 @@ class Forecast(ABC, Generic[M]):
         None: they are those of the corner with each variable at its slow end.
 
         Args:
-            model: on the tables below the profile's; floor: the corners of boxes on it, the same number for each box,
-                side by side.
+            model: the model on the lower tables.
+            floor: its predictions for the corners of all boxes, `corners` for each box, one box after the other.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""The decode lane of WAA: seconds of an iteration of all its micro-batches, at the points of the grid."""
+"""Predict WAA's decode lane: the seconds of an iteration of all its micro-batches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xsimulator.lengths import Lengths
 
 
 class DecodeLane:
-    """Predicts how long iterations take, by the requests that decode and by those that join them.
+    """Predicts how long iterations take, by the requests that decode and those that join them.
 
     Args:
-        mean_decodes: mean iterations of a request.
+        mean_decodes: mean number of a request's iterations.
     """
 
     def __init__(self, cost: LaneCost, lengths: Lengths, encode: EncodeLane, stays: Stays, mean_decodes: float) -> None:
@@ -27,18 +27,18 @@ class DecodeLane:
         self.pipeline = Pipeline(cost)
         self._encode, self._stays = encode, stays
         self._joined: dict[tuple[float, float, float], Array] = {}
-        """Seconds of iterations that requests join, by least and largest encode batch and micro-batches."""
+        """Seconds of iterations with joining requests, by least and largest encode batch and micro-batches."""
 
     def work(self, each: Array) -> Array:
-        """Seconds of work on all devices in a step of so many requests. # [n]"""
+        """Return the seconds of work on all devices in a step of `each` requests. # [n]"""
         work: Array = np.interp(each, GRID, self.pipeline.devices @ self._grid[0])
         return work
 
     def rounds(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
-        """Seconds of an iteration, at least, with encode batches between these. # [n, grid]
+        """Return the least seconds of an iteration with encode batches between these. # [n, grid]
 
         Args:
-            size: the number of the grid's points to evaluate, from the first on.
+            size: number of the grid's points to evaluate, beginning with the first.
         """
         companions = encode_batch * self._stays.together / microbatches
         reach = max(size, size_for(companions))
@@ -47,10 +47,12 @@ class DecodeLane:
             rounds = self._all_with_joining(encode_batch, largest_batch, microbatches, reach)
         else:
             rounds = np.maximum(microbatches[:, None] * slowest[:reach], through[:reach])
-        if self._encode.transfer.occupies:  # once for each batch's worth of requests that ended; least in the largest
+        if (
+            self._encode.transfer.occupies
+        ):  # one transfer for each batch of requests that ended; the largest batch takes least per request
             each = self._encode.transfer_s(largest_batch) / largest_batch / self.mean_decodes
             rounds = rounds + (microbatches * each)[:, None] * GRID[:reach]
-        # A batch joins as one: its requests share their steps with each other, however few decode in the mean.
+        # A batch joins as a whole: its requests share their steps with each other, even if few decode on average.
         with_companions = at_points(rounds, companions[:, None])
         rounds = rounds[:, :size]
         return np.where(GRID[:size] < companions[:, None], with_companions, rounds)
@@ -58,17 +60,18 @@ class DecodeLane:
     def with_newcomers(
         self, encode_batch: Array, microbatches: Array, batch: Array, step: Array, deviation: Array
     ) -> tuple[Array, Array]:
-        """Seconds of the iteration in which a request of an encoder joins, and the 99% quantile of all gaps. # [n], [n]
+        """Return the seconds of the iteration in which a request joins, and the 99% quantile of gaps; for
+        encoder-decoders. # [n], [n]
 
         Args:
-            batch, step: requests in decode, and seconds of an iteration in the mean.
-            deviation: of an encode batch's tokens, relative.
+            batch, step: mean requests in decode, and mean seconds of an iteration.
+            deviation: relative standard deviation of an encode batch's tokens.
         """
         each = batch / microbatches
         joining = each / self.mean_decodes
         some = _share_joined(joining, encode_batch)
         tokens = joining / some * self.lengths.mean_input
-        # The share of the joined steps that takes longer than 99% of all steps.
+        # The share of the steps with joining requests that take longer than 99% of all steps.
         beyond = np.clip(0.01 / some, 0.01, 0.5)
         cost, slowest, through = (times[..., 1:] for times in self._grid)
         at = np.maximum(each, encode_batch * self._stays.together / microbatches)
@@ -97,11 +100,11 @@ class DecodeLane:
         return np.stack([self._joined[key][:size] for key in order])[[order[key] for key in keys]]
 
     def _with_joining(self, encode_batch: Array, largest_batch: Array, microbatches: Array, size: int) -> Array:
-        """Seconds of an iteration in which some steps make the K/V of an encoder's output. # [n, grid]
+        """Return the seconds of an iteration in which some steps compute the K/V of an encoder's output. # [n, grid]
 
-        The requests of a batch join together, and most steps are joined by none: these layers' weights are read only
-        by the steps that requests join, and all steps after such a step wait for it. With larger batches fewer steps
-        are joined, with smaller ones each takes less.
+        The requests of a batch join together, and no request joins in most steps. Only steps with joining requests read
+        these layers' weights, and all steps after such a step wait for it. With larger batches there are fewer such
+        steps; with smaller ones each takes less time.
         """
         cost, slowest, through = (times[..., :size] for times in self._grid)
         joining = GRID[:size] / self.mean_decodes
@@ -117,7 +120,8 @@ class DecodeLane:
 
     @cached_property
     def _grid(self) -> tuple[Array, Array, Array]:
-        """Seconds of a decode step on each kind of stage, on the slowest, and through all, against the requests in it.
+        """Seconds of a decode step on each kind of stage, on the slowest stage, and through all stages, by its
+        requests.
 
         # [kinds, grid], [grid], [grid]
         """
@@ -125,12 +129,13 @@ class DecodeLane:
         context = lengths.mean_decode_context - (lengths.mean_input if lane.has_encoder else 0.0)
         table = lane.decode(np.asarray([context]), lengths.mean_input)
         cost = table(GRID)[:, 0]
-        # With less than one request in the mean fewer micro-batches run, but each one that runs passes all stages.
+        # With less than one request on average, fewer micro-batches run, but each one that runs passes all stages.
         some = np.maximum(GRID, 1.0)
         through = self.pipeline.through(table(some)[:, 0], lane.hop(some))
         return cost, np.maximum(cost.max(axis=0), 1e-12), through
 
 
 def _share_joined(joining: Array, batch: Array) -> Array:
-    """Of steps that requests join, where `joining` do so in the mean, batch by batch at even intervals."""
+    """Return the share of steps in which requests join, if `joining` join on average, in whole batches at even
+    intervals."""
     return np.clip(joining / batch, 1e-12, 1.0)

@@ -1,4 +1,4 @@
-"""The encode lane of WAA: seconds of a batch in it, between two batches, and of their transfer to the decode lane."""
+"""Predict WAA's encode lane: the seconds of a batch, between two batches, and of their transfer to the decode lane."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Encoding(NamedTuple):
     """Times of encode batches.
 
     Attributes:
-        through, interval, moving: seconds through the lane, from one batch to the next, and of the transfer. # [n]
+        through, interval, moving: seconds through the lane, from one batch to the next, and of the transfer. # [n] each
         deviation: standard deviation of a batch's tokens, relative to their mean. # [n]
     """
 
@@ -44,28 +44,29 @@ class EncodeLane:
         self._sd_tokens = np.sqrt(lengths.mean_square_input / 6) / lengths.mean_input
 
     def __call__(self, batch: Array) -> Encoding:
-        """Return the times of batches of so many prompts."""
+        """Return the times of batches of `batch` prompts."""
         times = self._table(batch)
         stages, through, moving = times[:-2], times[-2], times[-1]
         deviation = self._sd_tokens / batch
-        # As many batches are under way as there are stages: the longest of them sets their pace.
+        # As many batches run as there are stages: the longest of them sets their pace.
         pace = through * (1 + self._longest * deviation) / self.num_stages
         interval = np.maximum(np.maximum.reduce(stages), pace) + self.transfer.occupies * moving
         return Encoding(through, interval, moving, deviation)
 
     def transfer_s(self, batch: Array) -> Array:
-        """Seconds of a batch's transfer. # [n]"""
+        """Return the seconds of a batch's transfer. # [n]"""
         seconds: Array = self._table(batch)[-1]
         return seconds
 
     def work(self, batch: Array) -> Array:
-        """Seconds of work on all devices in a batch. # [n]"""
+        """Return the seconds of work on all devices in a batch. # [n]"""
         work: Array = self.pipeline.devices @ self._table(batch)[:-2]
         return work
 
     @cached_property
     def _table(self) -> Table:
-        """An encode step on each kind of stage, through all with its hops, and its transfer, against its prompts."""
+        """Seconds of an encode step on each kind of stage, through all stages and hops, and of its transfer, by its
+        prompts."""
         alone, hop, tokens = self.cost.encode(self.lengths), self.cost.hop, self.lengths.mean_input
         moving = self.transfer.line
         sent = tokens * self._transferred

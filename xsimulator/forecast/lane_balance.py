@@ -1,4 +1,4 @@
-"""What the balance of WAA's two lanes is made of, vectorised over candidates: iterations, stays and waiting."""
+"""Compute the terms that balance WAA's two lanes, vectorised over candidates: iterations, stays and waiting."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ import numpy.typing as npt
 from xsimulator.costs.curves import Array
 
 GRID = np.unique(np.concatenate([np.linspace(0, 64, 65), np.geomspace(64, 8192, 64)]))
-"""Requests of a decode micro-batch at which the closed form looks for its steady state."""
+"""Sizes of a decode micro-batch among which the closed form searches for its steady state."""
 FINER = np.linspace(0, 1, 17)
-"""Points within a stretch of the grid."""
+"""Points within a segment of the grid."""
 LEVELS = 3
-"""Times that such a stretch is divided by these."""
+"""How many times a segment is divided by `FINER`."""
 PERIODS = 4
-"""Batches before the last whose remaining requests are counted one by one; those of earlier ones are integrated."""
+"""Number of earlier batches whose remaining requests are counted batch by batch; still earlier ones are integrated."""
 BEFORE = np.arange(1.0, PERIODS + 1)[:, None, None]
 
 
 def as_interpolated(batches: Array) -> Array:
-    """Return by what times that are given at some batches, and linear in between, become what the grid makes of them.
+    """Return the matrix that interpolates times at some batch sizes to the grid and back. # [batches, batches]
 
-    A row of times is multiplied with it from the right. # [batches, batches]
+    A row of times is multiplied with it from the right; the result shows the times as the grid represents them.
     """
     on_grid = [np.interp(GRID, batches, unit) for unit in np.eye(len(batches))]
     return np.stack([np.interp(batches, GRID, row) for row in on_grid])
 
 
 def at_points(rounds: Array, each: Array) -> Array:
-    """What is given at the grid's first points, at others. # [n, grid], [n, points]"""
+    """Return values given at the grid's first points, interpolated at other points. # [n, grid], [n, points] -> [n,
+    points]"""
     index = np.clip(GRID.searchsorted(each, side="right") - 1, 0, rounds.shape[1] - 2)
     rows = np.arange(len(each))[:, None]
     low, high = rounds[rows, index], rounds[rows, index + 1]
@@ -37,15 +38,15 @@ def at_points(rounds: Array, each: Array) -> Array:
 
 
 def size_for(each: Array) -> int:
-    """Points of the grid, from the first on, among which a micro-batch's requests lie."""
+    """Return how many of the grid's first points cover these micro-batch sizes."""
     return min(int(GRID.searchsorted(each.max())) + 2, len(GRID))
 
 
 def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
     """Return where each row passes its level for the last time: the point before, and the share of the way to the next.
 
-    Where larger batches take longer by the request, a row falls in between. Once chance has taken a lane past such a
-    stretch it serves too little to come back, so the last passage is where it stays. # [n, grid], [n] -> [n], [n]
+    If larger batches take longer per request, a row may fall in between. Once chance has taken a lane past such a
+    stretch, it serves too little to come back, so it stays at the last passage. # [n, grid], [n] -> [n], [n]
     """
     below = y <= level[:, None]
     last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)
@@ -56,12 +57,12 @@ def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
 
 
 class LanePair:
-    """What both lanes take, of candidates or of boxes of them.
+    """The times of both lanes, for candidates or for boxes of them.
 
     Args:
         encode_batch, largest_batch: the least and the most requests encoded at once. # [n]
-        through, moving: seconds in the encode lane, and of the transfer, at least. # [n]
-        rounds: seconds of an iteration of all micro-batches, at least, at the grid's first points. # [n, grid]
+        through, moving: least seconds in the encode lane and of the transfer. # [n] each
+        rounds: least seconds of an iteration of all micro-batches, at the grid's first points. # [n, grid]
     """
 
     def __init__(
@@ -80,15 +81,15 @@ class LanePair:
         """Requests in decode at the grid's points. # [n, grid]"""
 
     def at(self, index: npt.NDArray[np.intp]) -> Array:
-        """Requests in decode at a point of the grid. # [n]"""
+        """Return the requests in decode at a point of the grid. # [n]"""
         return self.microbatches * GRID[index]
 
     def step(self, decoding: Array) -> Array:
-        """Seconds of an iteration with these numbers of requests in decode. # [n, points]"""
+        """Return the seconds of an iteration with these numbers of requests in decode. # [n, points]"""
         return at_points(self.rounds, decoding / self.microbatches[:, None])
 
     def serving(self, rate: Array, mean_decodes: float) -> Array:
-        """Least number of requests in decode with which the lane serves more than a rate. # [n]"""
+        """Return the least number of requests in decode with which the lane serves more than a rate. # [n]"""
         index, _ = locate(self.decoding / (mean_decodes * self.rounds), rate)
         rows = np.arange(len(rate))
         start, end = self.decoding[rows, index], self.decoding[rows, index + 1]
@@ -101,7 +102,7 @@ class LanePair:
 
 
 class Stays:
-    """How long requests are inside.
+    """Computes how long requests stay in the two lanes.
 
     Args:
         survival: P(D >= t) of the iterations in the decode lane, t = 1 .. max D.
@@ -109,21 +110,21 @@ class Stays:
 
     def __init__(self, survival: Array) -> None:
         self.transferred = float(survival[0])
-        """Share of requests that the decode lane sees: others end with the token that the encode lane makes."""
+        """Share of requests that reach the decode lane; the others end with the token that the encode lane makes."""
         self._share: Array = np.concatenate([survival[:1], survival, [0.0]])
-        """Of requests that are inside for given iterations after their transfer, joining included."""
+        """Share of requests still inside by iterations since their transfer, joining included."""
         tail = (self._share[1:] + self._share[:-1]) / 2
         self._rest: Array = np.append(np.cumsum(tail[::-1])[::-1], 0.0)
-        """Iterations that a request has left then, in the mean over all requests."""
+        """Iterations that a request still has then, averaged over all requests."""
         self.together = float(survival @ survival / (survival.sum() or 1.0))
-        """Share of its admission batch that decodes together with a request."""
+        """Average share of its admission batch that still decodes together with a request."""
 
     def mean(self, lanes: LanePair, step: Array) -> Array:
-        """Seconds. # [n, points]"""
+        """Return the mean seconds for which a request is inside. # [n, points]"""
         return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
-        """Requests of earlier batches that a batch finds, not counting its own. # [n, points]
+        """Return the requests of earlier batches still inside when a batch enters, relative to a batch. # [n, points]
 
         Args:
             period: seconds from one batch to the next.
@@ -132,18 +133,18 @@ class Stays:
         return found + self._after(lanes, (PERIODS + 0.5) * period, step) / period
 
     def _inside(self, lanes: LanePair, age: Array, step: Array) -> Array:
-        """G(age)."""
+        """Return G(age), the share of requests inside at an age."""
         return np.where(age < lanes.through, 1.0, between(self._share, (age - lanes.before) / step))
 
     def _after(self, lanes: LanePair, age: Array, step: Array) -> Array:
-        """The integral of G from an age on."""
+        """Return the integral of G from an age to infinity."""
         encoding = np.maximum(lanes.through - age, 0.0)
         moving = np.clip(lanes.before - age, 0.0, lanes.before - lanes.through)
         return encoding + self.transferred * moving + step * between(self._rest, (age - lanes.before) / step)
 
 
 def between(values: Array, at: Array) -> Array:
-    """Values given at 0, 1, .., and linear in between."""
+    """Return values given at 0, 1, .., interpolated linearly."""
     at = np.minimum(np.maximum(at, 0.0), len(values) - 1)
     index = np.minimum(at.astype(int), len(values) - 2)
     low = values.take(index)
@@ -151,14 +152,14 @@ def between(values: Array, at: Array) -> Array:
 
 
 class Waiting:
-    """Requests whose slots are free while the encode lane is busy, against requests a second.
+    """Computes the requests whose slots are free while the encode lane is busy, by requests a second.
 
-    As for a queue of batches, without end where the lane has no time left.
+    The encode lane is a queue of batches; the number goes to infinity as its rate approaches the limit.
 
     Args:
-        arrivals, service: squared coefficients of variation of the time between batches, and of a batch's.
+        arrivals, service: squared coefficients of variation of the time between batches and of a batch's time.
         interval: seconds from one batch to the next.
-        limit: requests a second that the lane allows.
+        limit: largest requests a second of the lane.
 
     Source: Kraemer and Langenbach-Belz's form of the G/G/1 queue.
     """

@@ -1,4 +1,4 @@
-"""Forecast of orca and chunked: every step decodes all running requests and encodes into free slots."""
+"""Forecast orca and chunked: every step decodes all running requests and encodes prompts for free slots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
 
 TOKEN_BUDGETS = tuple(sorted({round(2 ** (e / 4) / 8) * 8 for e in range(4 * 5, 4 * 13 + 1)}))
-"""Budgets worth telling apart, 32 to 8192 tokens: four to an octave, in multiples of 8."""
+"""Token budgets to try, 32 to 8192: four to an octave, in multiples of 8."""
 
 
 class Mixed(Forecast[OneLaneModel]):
-    """Policies whose every step may encode and decode."""
+    """A policy of which every step may encode and decode."""
 
     model = OneLaneModel
     line = load = "max_batch"
@@ -31,7 +31,8 @@ class Mixed(Forecast[OneLaneModel]):
         return model.part(MixedSteps).evaluate(columns["max_batch"], budget, microbatches)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # Steps that encode decode hardly fewer requests than the mean, and a request costs no more in a larger batch.
+        # Steps that also encode decode only slightly fewer requests than the mean, and a request costs no more in a
+        # larger batch.
         least = np.maximum(1 - most_displaced(steps.of.lengths) / steps.of.batches, 0.0)
         steady = [steps.each * steps.steady * least, steps.steady_passing * least]
         working = [steps.each * steps.mixed, steps.passing, *steady]
@@ -39,8 +40,10 @@ class Mixed(Forecast[OneLaneModel]):
 
 
 def _budgets(room: PlacementLimits) -> list[int]:
-    """The budgets worth telling apart, within what the engine takes: where it cuts no prompt, those with room for the
-    longest and all decodes. If none has such room, the largest.
+    """Return the token budgets to try that the engine allows.
+
+    If the engine cuts no prompts, they have room for the longest prompt and all decodes; if none has, it is the
+    largest.
     """
     longest, engine = room.lengths.max_input, room.engine
     least, most = 0, 2 * room.max_batch * longest

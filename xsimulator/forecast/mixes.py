@@ -1,4 +1,4 @@
-"""Closed form of steps that decode all running requests and encode into free slots: orca (no token budget) and chunked.
+"""Predict steps that decode all running requests and encode for free slots: orca (no token budget) and chunked.
 
 The max_batch slots of a micro-batch form a closed queueing network: a slot decodes for D steps, then its next prompt
 passes a station, encoding, that takes budget - b tokens a step. With x prompts a step, b = x E[D] requests decode, the
@@ -6,9 +6,9 @@ station's load is rho = x E[I] / (budget - b), and
 
     max_batch = x (E[D] + W(rho)),   W = 1 / (1 - exp(-1/y)),   y = (E[I] + wait) / (budget - b),
 
-where W is the mean stay at the station, y steps, rounded up to whole steps, and the wait is Pollaczek-Khinchine's for
-the load of the other slots (Schweitzer, 1979). The right side rises with x, so there is at most one root; without one
-the station is never idle. Without a budget x = max_batch / (E[D] + 1).
+where W is the mean stay at the station (y steps, rounded up to whole steps), and the wait is Pollaczek-Khinchine's for
+the load of the other slots (Schweitzer, 1979). The right side rises with x, so there is at most one root; without a
+root the station is never idle. Without a budget, x = max_batch / (E[D] + 1).
 """
 
 from __future__ import annotations
@@ -28,78 +28,80 @@ ROOT_STEPS = np.linspace(0.0, 1.0, 33)
 ROOT_LEVELS = 2
 """The root is bracketed on a grid, then on a finer grid within the bracket."""
 PROMPTS = np.asarray([0.35, 0.3, 0.2, 0.1, 0.05])
-"""Shares of all prompts, from the shortest to the longest. The mean length of each share represents it."""
+"""Shares of all prompts, from the shortest to the longest; each is represented by its mean length."""
 DEVIATES = np.asarray([[-2.334414], [-0.741964], [0.741964], [2.334414]])
 WEIGHTS = np.asarray([0.045876, 0.454124, 0.454124, 0.045876])
 """Nodes and weights that represent a normal distribution (Gauss-Hermite)."""
 ROUNDING = 1.05
-"""Factor that allows for the error of a root found on a grid."""
+"""Factor for the error of a root found on a grid."""
 MOST_UNUSED = 0.75
-"""Largest share of a step's tokens that is left unused since the next whole prompt does not fit."""
+"""Largest share of a step's tokens that stays unused because the next whole prompt does not fit."""
 NUM_BUSY = len(PROMPTS) + len(WEIGHTS)
-"""Values that represent busy steps, those that encode: first those with one prompt, then those with several."""
+"""Number of values that represent busy steps (those that encode): first those with one prompt, then those with
+several."""
 
 
 class _Slots(NamedTuple):
     """The steady state of a micro-batch's slots. # [n] each"""
 
     rate: Array
-    """Prompts a step."""
+    """Prompts per step."""
     room: Array
-    """Prompt tokens that a step has room for."""
+    """Prompt tokens for which a step has room."""
     load: Array
     """Share of that room in use."""
     slots: Array
-    """Slots that are in use at this rate."""
+    """Slots in use at this rate."""
 
 
 class _Mix(NamedTuple):
-    """What the steps of a micro-batch decode and encode. # [n] each, unless stated"""
+    """The requests and tokens in the steps of a micro-batch. # [n] each, unless stated"""
 
     rate: Array
     """Prompts a step."""
     max_batch: Array
     decode_batch: Array
-    """Mean requests that a step decodes."""
+    """Mean number of requests that a step decodes."""
     busy: Array
     """Share of steps that encode."""
     others_busy: Array
-    """The same without the prompts of one slot, as a request in that slot meets steps."""
+    """The same without the prompts of one slot: the steps that a request in that slot meets."""
     requests: Array
     tokens: Array
-    """Mean prompts and prompt tokens of a busy step."""
+    """Mean numbers of prompts and prompt tokens in a busy step."""
     counts: Array
     shares: Array
-    """Prompts of each value that represents busy steps, and its probability. # [values, n] each"""
+    """Number of prompts of each value that represents busy steps, and its probability. # [values, n] each"""
     columns: Array
     """Decode batch, prompts, prompt tokens: of a step that only decodes, of each value, and of the longest step.
     # [3, 2 + values, n]"""
     spans: Array | None
-    """Steps in which a prompt is encoded, waiting included; None: one."""
+    """Number of steps in which a prompt is encoded, waiting included; None: one."""
     room: Array | None
     load: Array | None
-    """Prompt tokens that a step has room for, and the share in use; None: no limit."""
+    """Prompt tokens for which a step has room, and the share in use; None: no limit."""
     largest: Array
     """Tokens of the largest step."""
 
 
 class Mixes:
-    """The mixes of one workload.
+    """Computes what steps mix under one workload.
 
-    They depend on no device, so a profile's tables and its lower tables share them: the last result is kept.
+    The mixes do not depend on devices, so a profile's tables and its lower tables share them: the last result is
+    cached.
 
     Args:
-        ahead: steps are decided one step ahead.
-        apart: prompts are encoded in steps of their own.
-        whole: a step encodes whole prompts only.
+        ahead: whether steps are scheduled one step ahead.
+        apart: whether prompts are encoded in separate steps.
+        whole: whether a step encodes only whole prompts.
     """
 
     def __init__(self, lengths: Lengths, *, ahead: bool, apart: bool, whole: bool) -> None:
         self._lengths, self._apart = lengths, apart
-        # Mean tokens of a step that stay unused since the next prompt does not fit as a whole.
+        # Mean tokens of a step that stay unused because the next prompt does not fit as a whole.
         self._unused = lengths.mean_square_input / (2 * lengths.mean_input) if whole else 0.0
-        # Where steps are decided ahead, a slot is taken again one step later; the finished request still has a row in
-        # that step, unless it was known to end there since it reached its maximum.
+        # If steps are scheduled ahead, a slot is reused one step later; the finished request still has a row in that
+        # step unless it was known to end because it reached its maximum.
         self._held = lengths.mean_decodes + ahead
         self._rows = lengths.mean_decodes + ahead * (1 - float(lengths.output_probabilities[-1]))
         self._input_variance = max(lengths.mean_square_input - lengths.mean_input**2, 0.0)
@@ -107,7 +109,8 @@ class Mixes:
         self._last: tuple[tuple[bytes | None, ...], _Mix] | None = None
 
     def __call__(self, max_batch: Array, budget: Array | None, microbatches: Array) -> _Mix:
-        """Return the mix of each setting; `budget`: largest number of tokens of a step, None: no limit. # [n] each"""
+        """Return the mix of each setting; `budget` is the largest number of tokens in a step, None: no limit. # [n]
+        each"""
         asked = tuple(None if values is None else values.tobytes() for values in (max_batch, budget, microbatches))
         last = self._last
         if last is None or last[0] != asked:
@@ -129,7 +132,7 @@ class Mixes:
         decode_batch = rate * self._rows
 
         # A busy step encodes for the slots that have become free, up to its room. Any unencoded prompt makes a step
-        # busy, so in a step that is not, every slot decodes.
+        # busy, so in an idle step every slot decodes.
         quiet = np.maximum(1 - rate / max_batch, 0.0)
         busy = 1 - quiet**max_batch
         idle_batch = max_batch
@@ -178,18 +181,19 @@ class Mixes:
     def _busy(
         self, requests: Array, tokens: Array, alone: Array, room: Array | None, rate: Array, busy: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Represent the tokens of busy steps by a few values: of steps with one prompt, and of steps with several.
+        """Return a few values that represent the tokens of busy steps: of steps with one prompt, and of steps with
+        several.
 
-        Their mean tokens and mean prompts are those of a busy step, whatever the room. So a step's cost that is linear
-        in both is exact, and what a table bends is all that predictions may be off by. Tokens that room moves from one
-        value to another therefore bring their own prompts: counted at the other value's density, the short one's, they
-        would be paid for several times, and a saturated engine would serve more than is predicted for it.
+        Their mean tokens and mean prompts are those of a busy step, for any room. So a cost that is linear in both is
+        exact, and only the curvature of tables causes errors. Tokens that a limited room moves from one value to
+        another therefore bring their own prompts; counted at the other value's density they would be paid several
+        times, and throughput would be underestimated.
 
         Args:
             requests, tokens: mean prompts and prompt tokens of a busy step.
             alone: probability that a busy step encodes one prompt.
-            room: prompt tokens that a step has room for; None: no limit.
-            rate: prompts a step.
+            room: prompt tokens for which a step has room; None: no limit.
+            rate: prompts per step.
             busy: share of steps that encode.
 
         Returns:
@@ -211,7 +215,7 @@ class Mixes:
         each[: len(PROMPTS)], each[len(PROMPTS) :] = 1 / self.prompt, count / mean
         shares[: len(PROMPTS)], shares[len(PROMPTS) :] = alone * PROMPTS[:, None], several * WEIGHTS[:, None]
         counts = each * (values if room is None else np.minimum(values, room))
-        if room is not None:  # tokens that do not fit into one step go to the others, and their requests with them
+        if room is not None:  # tokens that do not fit into one step go to other steps, with their requests
             values = np.minimum(values, room)
             short, left = tokens - (values * shares).sum(axis=0), room - values
             added = left * np.minimum(np.maximum(short / np.maximum((left * shares).sum(axis=0), 1e-9), 0.0), 1.0)
@@ -222,7 +226,7 @@ class Mixes:
         return values, counts, shares, np.sqrt(np.maximum(square - tokens * tokens, 0.0))
 
     def _steady(self, max_batch: Array, budget: Array, others: Array) -> _Slots:
-        """Return the steady state in which slots (`max_batch`) and tokens a step (`budget`) balance."""
+        """Return the steady state in which slots (`max_batch`) and tokens per step (`budget`) balance."""
         lengths = self._lengths
         unused = np.minimum(self._unused, MOST_UNUSED * budget)
         highest = np.minimum(max_batch / (self._held + 1), (budget - unused) / (lengths.mean_input + self._rows))
@@ -231,7 +235,7 @@ class Mixes:
         for level in range(ROOT_LEVELS):
             grid = low[:, None] + width[:, None] * ROOT_STEPS
             slots = self._at(grid, budget[:, None], others[:, None]).slots
-            # The last grid point with too few slots in use; at the highest rate they never are too few.
+            # The last grid point with too few slots in use; at the highest rate there are never too few.
             index = (slots[:, 1:-1] < max_batch[:, None]).sum(axis=1)
             low, width = grid[rows, index], width / (len(ROOT_STEPS) - 1)
             if level == ROOT_LEVELS - 1:
@@ -240,7 +244,8 @@ class Mixes:
         return self._at(low + width * np.minimum(np.maximum(share, 0.0), 1.0), budget, others)
 
     def _share_of_others(self, rate: Array, max_batch: Array, budget: Array) -> Array:
-        """Return the rate of prompts with one slot less, over the rate with all: what a decoding request meets.
+        """Return the ratio of the rate of prompts with one slot less to the rate with all: the prompts that a decoding
+        request meets.
 
         It is at least the other slots' share. Two chord steps suffice, since the curve of the slots is convex.
         """
@@ -269,11 +274,10 @@ class Mixes:
 def most_displaced(lengths: Lengths) -> float:
     """Return an upper bound on (1 - busy) (b0 - b), for b mean decoding requests and b0 in a step that only decodes.
 
-    A micro-batch has x (E[D] + W) slots (one more a prompt where steps are decided ahead), and W <= y + 1. As
-    1 - busy <= e^-x, the slots that prompts hold for whole steps contribute 2 x e^-x <= 2 / e. As also
-    1 - busy <= 1 - rho, with rho = x E[I] / (budget - b), the slots that they hold by their tokens contribute
-    rho (1 - rho) + rho^2 E[I^2] / (2 E[I]^2), which rises with rho. A busy step thus decodes at least b less this bound
-    over `busy` requests.
+    A micro-batch has x (E[D] + W) slots (one more for each prompt if steps are scheduled ahead), and W <= y + 1. As 1 -
+    busy <= e^-x, the slots that prompts hold for whole steps contribute 2 x e^-x <= 2 / e. As also 1 - busy <= 1 - rho,
+    with rho = x E[I] / (budget - b), the slots that they hold by their tokens contribute rho (1 - rho) + rho^2 E[I^2] /
+    (2 E[I]^2), which rises with rho. So a busy step decodes at least b - bound / busy requests.
     """
     of_tokens = lengths.mean_square_input / (2 * lengths.mean_input**2)
     return ROUNDING * (2 / np.e + of_tokens)
@@ -297,12 +301,13 @@ class MixedSteps:
         self._prompts = lane.prompts(lengths)
         hop = lane.hop
         self._hops = Table(hop.points, lane.counts @ hop.values)
-        """Seconds of all hops of a step, by its tokens."""
+        """Seconds of all of a step's hops, by its tokens."""
         self._passing = lane.tokens.beside(Table(hop.points, (lane.counts @ hop.values)[None]))
         self._sampled = lane.samples + lane.overhead
 
     def evaluate(self, max_batch: Array, budget: Array | None, microbatches: Array) -> Performance:
-        """Predict settings; `budget`: largest number of tokens of a step, None: no limit. # [n] each"""
+        """Return the predictions for settings; `budget` is the largest number of tokens in a step, None: no limit. #
+        [n] each"""
         mix, m, size = self._mixes(max_batch, budget, microbatches), microbatches, len(microbatches)
         busy, others_busy, shares = mix.busy, mix.others_busy, mix.shares
         share: Array | float = 1.0
@@ -312,8 +317,8 @@ class MixedSteps:
             cost, hops = self._steps(*mix.columns.reshape(3, -1))
         cost = cost.reshape(-1, 2 + NUM_BUSY, size)  # [kinds, steps, n]
         if self._lane.mixing and not self._lane.apart:
-            # Mixing slows decodes by a share of what they take alone. On lower tables, where a larger batch must not
-            # cost more per request, one decode stands for all.
+            # Mixing slows decodes by a share of their time in a step by themselves. On lower tables, where a larger
+            # batch must not cost more per request, one decode stands for all.
             none, batch = np.zeros(size), mix.columns[0, 1]
             alone = self._steps(np.minimum(batch, 1.0) if self._lane.is_floor else batch, none, none)[0]
             cost[:, 1:] += (self._lane.mixing * np.minimum(mix.decode_batch, 1.0) * alone)[:, None]
@@ -323,7 +328,7 @@ class MixedSteps:
             stage = ((1 - busy) * cost[:, 0] + busy * (cost[:, 1:-1] * shares).sum(axis=1)).argmax(axis=0)
             slowest = cost[stage, :, np.arange(size)].T  # [steps, n]
 
-        # Probabilities among all steps, and among those that a decoding request meets: its own slot has no prompt.
+        # Probabilities among all steps, and among those that a decoding request meets, whose own slot has no prompt.
         probability = np.empty((2, 1 + NUM_BUSY, size))
         probability[0, 0], probability[1, 0] = busy, ((m - 1) * busy + others_busy) / m
         probability[:, 1:] = probability[:, :1] * shares
@@ -334,7 +339,7 @@ class MixedSteps:
         long_s = np.maximum(with_busy[-1], rounds.long_round(0.01))
         met = shares * mix.counts  # steps with more prompts count for more requests
         first = with_busy[:-1]
-        if self._lane.apart:  # the first token comes before the decode step, after one of several encode steps
+        if self._lane.apart:  # the first token comes after one of several encode steps, before the decode step
             first = (first - through[:1]) * share
         ttft = (met * first).sum(axis=0) / met.sum(axis=0)
         met = met / met.sum(axis=0)
@@ -342,7 +347,7 @@ class MixedSteps:
             first = ttft * _spans(self._mixes.prompt[:, 0], mix.room, mix.load).T
             met = np.repeat(PROMPTS[:, None], size, axis=1)
             ttft = ttft * mix.spans
-        # Where steps are decided ahead, an admitted prompt first waits for the step under way.
+        # If steps are scheduled ahead, an admitted prompt first waits for the running step.
         ahead_s = step_s if self._lane.ahead else 0.0
         ttft = ttft + ahead_s
         if self._of_all is None:
@@ -366,8 +371,8 @@ class MixedSteps:
         )
 
     def _apart(self, columns: Array, budget: Array | None) -> tuple[Array, Array, Array]:
-        """Return the seconds of stages and of hops where prompts are encoded in steps of their own before each decode
-        step, and the mean share of these encode steps after which a prompt ends. # [steps, n]
+        """Return the seconds of stages and of hops if prompts are encoded in separate steps before each decode step,
+        and the mean share of these encode steps after which a prompt ends. # [steps, n]
         """
         batch, requests, tokens = columns  # [steps, n] each
         none = np.zeros(batch.size)
@@ -375,12 +380,15 @@ class MixedSteps:
         count = np.ones_like(tokens) if budget is None else np.maximum(tokens / budget, 1.0)
         encode_s, encode_hops = self._steps(none, (requests / count).ravel(), (tokens / count).ravel())
         times = (count * (tokens > 0)).ravel()
-        prompts = np.maximum(requests, 1.0)  # the k-th of r ends with the step in which k / r of the tokens are done
+        prompts = np.maximum(
+            requests, 1.0
+        )  # the k-th of r prompts ends in the step in which k / r of the tokens are encoded
         share = np.minimum((prompts + 1) / (2 * prompts) + 0.5 / count, 1.0)[1:-1]
         return decode_s + times * (encode_s - self._attention(none)), hops + times * encode_hops, share
 
     def _steps(self, batch: Array, requests: Array, tokens: Array) -> tuple[Array, Array]:
-        """Return the seconds, on each kind of stage and of hops, of steps that decode a batch and encode prompts."""
+        """Return the seconds on each kind of stage, and those of hops, of steps that decode a batch and encode
+        prompts."""
         sampled, together = batch + requests, batch + tokens
         seconds = self._attention(batch) + self._prompts(requests) + self._sampled(sampled)
         if self._lane.has_encoder:
@@ -392,7 +400,7 @@ class MixedSteps:
 
 def _spans(prompts: Array, room: Array, load: Array) -> Array:
     """Return the steps that prompts of these lengths take, waiting included. # [prompts], [n], [n] -> [n, prompts]"""
-    waiting = prompts / room[:, None]  # in place, as it is the largest of all arrays here
+    waiting = prompts / room[:, None]  # computed in place, as it is the largest array here
     steps = np.ceil(waiting)
     np.minimum(waiting, 0.5, out=waiting)
     waiting *= load[:, None]

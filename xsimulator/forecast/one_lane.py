@@ -1,4 +1,4 @@
-"""What closed forms need of one lane of stages and one workload, under any policy.
+"""Compute the steps of one lane of stages under one workload, for the closed forms of any policy.
 
 Assumptions: requests always wait; input and output lengths are independent; step costs are charged at the mean
 composition of each iteration; the steps of a micro-batch follow each other through the stages as in
@@ -26,10 +26,10 @@ class OneLaneModel:
     """Steps of a lane of stages under one workload; the forecasts of the single-lane policies read it.
 
     Args:
-        lane: what steps cost on the lane's stages.
-        quantile: of the output length, for which latency is reported.
-        all_requests: report the quantile of all requests. Where each request meets the same steps (rra, static), the
-            longer one takes longer, and that is the latency of a request of the quantile's length.
+        lane: step costs on the lane's stages.
+        quantile: quantile of the output length for which latency is reported.
+        all_requests: whether to report the quantile of all requests' latencies. If every request meets the same steps
+            (rra, static), longer ones take longer, and that equals the latency of a request of the quantile's length.
     """
 
     def __init__(self, lane: LaneCost, lengths: Lengths, quantile: float = 0.99, *, all_requests: bool = False) -> None:
@@ -39,19 +39,19 @@ class OneLaneModel:
         self.quantile_decodes = lengths.decodes_at(quantile)
         self.of_all = AllRequests(lengths, quantile) if all_requests else None
         self.self_context = 0.0 if self.lane.has_encoder else lengths.mean_whole_input
-        """Tokens that self-attention meets before the first output token."""
+        """Tokens to which self-attention attends before the first output token."""
         self._made: dict[Callable[[OneLaneModel], Any], Any] = {}
 
     def part(self, make: Callable[[OneLaneModel], T]) -> T:
-        """What else a forecast needs of this lane and workload, made the first time."""
+        """Return a further part that a forecast computes from this lane and workload, cached."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast(T, self._made[make])
 
     @cached_property
     def encode_table(self) -> Table:
-        """A step that encodes whole prompts and nothing else, against their number: on each kind of stage; through all;
-        and from each end of a run on, with its hops and without.
+        """Seconds of a step that only encodes whole prompts, by their number: on each kind of stage; through all
+        stages; and from each end of a run on, with hops and without.
         """
         hop, alone = self.lane.hop, self.lane.encode(self.lengths)
         whole = alone + Table(hop.points / self.lengths.mean_input, hop.values)
@@ -61,8 +61,8 @@ class OneLaneModel:
 
     @cached_property
     def decode_table(self) -> ContextTable:
-        """Steps that decode and nothing else, against the requests in them and their context: on each kind of stage;
-        through all; and on each kind with the hop to it. # 2 kinds + 1 functions
+        """Seconds of a step that only decodes, by its requests and their context: on each kind of stage; through all
+        stages; and on each kind with the hop to it. # 2 kinds + 1 functions
         """
         lane, longest = self.lane, len(self.lengths.survival) + 1
         contexts = lane.contexts_between(self.self_context, self.self_context + longest)

@@ -1,4 +1,4 @@
-"""What the closed forms predict."""
+"""Define the predictions of the closed forms."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Performance:
 
     Attributes:
         throughput: requests a second.
-        latency: from admission to the last token of a request whose output has the quantile's length, s.
-        ttft: from admission to the first token, s.
+        latency: time from admission to the last token of a request whose output has the quantile's length, s.
+        ttft: time from admission to the first token, s.
         tpot: mean gap between that request's tokens, s.
         itl_p99: 99th percentile of all gaps between tokens, s.
         encode_batch: mean requests in a step that encodes.
         encode_tokens: mean prompt tokens in a step that encodes.
         decode_batch: requests in decode (rra, static: at a phase's start).
-        peak_requests: requests that hold K/V at once.
+        peak_requests: largest number of requests that hold K/V at once.
         peak_tokens: tokens of the largest step.
-        cycle: from one encode step to the next, s.
-        bubble: share of the devices' time in which their stage has nothing to do.
-        filling: of a cycle, what the last decode steps before an encode phase take on their way through the stages
-            beyond the time on one of them (rra), s: it falls as more iterations a phase make steps smaller.
+        cycle: time from one encode step to the next, s.
+        bubble: share of the devices' time in which their stage is idle.
+        filling: part of a cycle, s, that the last decode steps before an encode phase spend on stages other than one
+            (rra); it falls as more iterations a phase make steps smaller.
     """
 
     throughput: Array
@@ -51,7 +51,7 @@ class Performance:
         return {name: float(getattr(self, name)[index]) for name in self.__slots__}
 
     def take(self, indices: npt.NDArray[np.int_] | slice) -> Performance:
-        """These candidates, in this order."""
+        """Return the predictions for some of the candidates, in this order."""
         return Performance(*(getattr(self, name)[indices] for name in self.__slots__))
 
 
@@ -66,5 +66,6 @@ def stack(size: int, parts: list[tuple[Any, Performance]]) -> Performance:
 
 
 def upper_deviate(share: npt.ArrayLike) -> Array:
-    """Standard normal deviate of the 99th percentile of all gaps within the longest `share` of them, at most 2.33."""
+    """Return the standard normal deviate of the 99th percentile of all gaps within the longest `share` of them, at most
+    2.33."""
     return ndtri(np.minimum(np.maximum(1 - 0.01 / np.maximum(share, 1e-9), 0.02), 0.99))

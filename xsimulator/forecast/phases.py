@@ -1,6 +1,6 @@
-"""What rra's closed form needs of the lengths: the decode batch of every iteration, for any iterations a phase.
+"""Compute the decode batch of every iteration of an rra phase, from a workload's lengths.
 
-It depends on no device, so that all placements of a search share it.
+It does not depend on devices, so all placements of a search share it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from xsimulator.lengths import Lengths
 Counts = npt.NDArray[np.int_]
 
 MOST_SEGMENTS = 12
-"""Stretches into which a phase's iterations are put, and one more: within one, costs are linear."""
+"""Most segments, less one, into which a phase's iterations are grouped; costs are linear within one."""
 
 
 class PhaseColumns(NamedTuple):
-    """Candidates' phases, their iterations in a few stretches. # [n, stretches], and [n] from boundary on
+    """Candidates' phases, with their iterations grouped into a few segments. # [n, segments], and [n] from boundary on
 
-    A phase of fewer stretches repeats its last one, without weight.
+    A phase with fewer segments repeats its last one with weight 0.
     """
 
     weights: Array
-    """Iterations of each stretch."""
+    """Number of iterations of each segment."""
     unneeded: Array
-    """Those of them that a request of the quantile's length has no need of in its last phase."""
+    """Number of those that a request of the quantile's length does not need in its last phase."""
     share: Array
-    """Requests in decode, for each request encoded a phase."""
+    """Requests in decode, for each request encoded in a phase."""
     age: Array
-    """Mean decode iterations of those in decode."""
+    """Mean decode iterations so far of those in decode."""
     log_empty: Array
-    """Log of the probability that no request is in decode, for each request encoded a phase."""
+    """Log of the probability that no request is in decode, for each request encoded in a phase."""
     boundary: Array
     """Share of the gaps between tokens that span an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """How far the decode batch deviates before its target adapts, in deviations of one request's share of it."""
+    """Deviation of the decode batch at which its target adapts, in standard deviations of one request's share of it."""
 
 
 class Phases:
-    """The phases of one workload, made as they are asked for.
+    """The phases of one workload, computed when asked for and cached.
 
     Args:
         decodes: decode iterations of a request of the quantile's length.
@@ -56,8 +56,9 @@ class Phases:
         self._lengths, self._decodes = lengths, decodes
         self._rows: dict[int, int] = {}
         self._stretches, self._scalars = np.empty((5, 0, MOST_SEGMENTS + 1)), np.empty((3, 0))
-        # Phases encode alike in tokens, so ragged prompts come in uneven numbers, of a variance that is their squared
-        # coefficient of variation times the mean: more often than even numbers would they leave no request.
+        # Phases encode about equal numbers of tokens, so prompts of different lengths come in varying numbers, whose
+        # variance is the squared coefficient of variation times the mean. So no request is left in decode more often
+        # than with equal numbers.
         ragged = lengths.mean_square_input / lengths.mean_input**2 - 1
         survival = lengths.survival
         with np.errstate(divide="ignore"):
@@ -81,13 +82,15 @@ class Phases:
         return PhaseColumns(*self._stretches[:, rows], *self._scalars[:, rows])
 
     def _made(self, n: int) -> tuple[Array, tuple[float, float, float]]:
-        """# [5, stretches], and the three scalars"""
+        """Return the segments and the scalars of phases of n iterations. # [5, segments], 3"""
         iterations, decodes, size = self._by_iteration, self._decodes, MOST_SEGMENTS + 1
         num_cohorts = -(-iterations.shape[1] // n)
         padded = np.zeros((len(iterations), num_cohorts * n))
         padded[:, : iterations.shape[1]] = iterations
         cohorts = padded.reshape(len(iterations), num_cohorts, n)  # [.., cohort, iteration of the phase]
-        rest = decodes - (-(-decodes // n) - 1) * n  # iterations of the quantile's last phase
+        rest = (
+            decodes - (-(-decodes // n) - 1) * n
+        )  # iterations in the last phase of a request of the quantile's length
         edges = segments(n, {rest} if decodes else set(), MOST_SEGMENTS)
         starts, weights = edges[:-1], np.diff(edges)
         share, age, gone, _ = np.add.reduceat(cohorts.sum(axis=1), starts, axis=1) / weights
@@ -106,7 +109,8 @@ def phases_of(lengths: Lengths, decodes: int) -> Phases:
 
 
 def segments(length: int, edges: set[int], most: int) -> Counts:
-    """Edges of stretches of 0 .. length: single ones first, then ever longer ones, with these edges among them."""
+    """Return edges of at most `most` segments of 0 .. length, with `edges` added: first single iterations, then ever
+    longer ones."""
     if length <= most:
         return np.arange(length + 1)
     spaced = np.unique(np.round(np.linspace(0, 1, most) ** 1.5 * (length - 1)).astype(int) + 1)

@@ -4,7 +4,7 @@ Steps pass the stages in order. Step n finishes stage j at
 
     finish[j, n] = max(finish[j - 1, n] + hop, finish[j, n - 1]) + cost[j, n]
 
-and a micro-batch's next step starts once its last one has left the last stage. What follows are closed forms of that
+and a micro-batch's next step starts once its previous one has left the last stage. This module has closed forms of that
 recursion's steady state, for a lane's kinds of stages (see LaneCost); arrays are [kinds, candidates].
 """
 
@@ -18,8 +18,8 @@ from xsimulator.costs.curves import Array
 from xsimulator.costs.step_cost import LaneCost
 
 SHARE = (0.656, -0.076, (-0.53, 0.133), -0.237)
-"""Of RandomSteps: where stages and micro-batches are as many; by the logarithm of their number; where there are more
-micro-batches (and by the logarithm of how many of them are long); and where there are fewer."""
+"""Coefficients of `RandomSteps.share`: if there are as many stages as micro-batches; by the logarithm of their number;
+if there are more micro-batches (and by the logarithm of how many of them are long); if there are fewer."""
 SQRT_2_PI = np.sqrt(2 * np.pi)
 
 
@@ -38,14 +38,14 @@ def expected_max_deviate(count: npt.ArrayLike) -> Array:
 
 
 class Pipeline:
-    """The order of a lane's stages, as the closed forms need it.
+    """The order of a lane's stages, for the closed forms.
 
-    A run is a stretch of equal stages. Sums over stages before and after a point are linear within a run, so that
-    only its ends matter where a largest one is looked for.
+    A run is a sequence of equal stages. Sums over stages before and after a point are linear within a run, so a maximum
+    lies at one of its ends.
 
     Attributes:
-        counts, devices: stages of each kind, and devices of those. # [kinds]
-        before, after: stages of each kind up to an end of a run, and from it on. # [ends, kinds]
+        counts, devices: number of stages of each kind, and of their devices. # [kinds] each
+        before, after: number of stages of each kind up to an end of a run, and from it on. # [ends, kinds] each
         run_of_end: the run that an end belongs to. # [ends]
     """
 
@@ -64,49 +64,49 @@ class Pipeline:
         self.num_stages = len(kinds)
 
     def through(self, cost: Array, hop: Array) -> Array:
-        """Seconds that a step needs through all stages. # [kinds, n] -> [n]"""
+        """Return the seconds of a step through all stages. # [kinds, n] -> [n]"""
         return self.counts @ (cost + hop)
 
     def all_stages(self, cost: Array) -> Array:
-        """The sum over all stages. # [kinds, ...] -> [...]"""
+        """Return the sum over all stages. # [kinds, ...] -> [...]"""
         return (self.counts @ cost.reshape(len(cost), -1)).reshape(cost.shape[1:])
 
     def bubble(self, work: Array, seconds: Array) -> Array:
-        """Share of the devices' time that is not work. # [kinds, n] s of work in [n] s -> [n]"""
+        """Return the share of the devices' time that is not work. # [kinds, n] s of work in [n] s -> [n]"""
         return 1 - self.devices @ work / (self.devices.sum() * seconds)
 
     def slowest_until(self, cost: Array) -> Array:
-        """The slowest stage up to each run's end. # [kinds, ...] -> [runs, ...]"""
+        """Return the slowest stage's time up to each run's end. # [kinds, ...] -> [runs, ...]"""
         return np.maximum.accumulate(cost[self._kind_of_run])
 
     def slowest_from(self, cost: Array) -> Array:
-        """The slowest stage from each run on. # [kinds, ...] -> [runs, ...]"""
+        """Return the slowest stage's time from each run on. # [kinds, ...] -> [runs, ...]"""
         return np.maximum.accumulate(cost[self._kind_of_run[::-1]])[::-1]
 
 
 class RandomSteps:
-    """Rounds of steps that differ at random, independently: those that encode take longer.
+    """Rounds of steps whose times differ randomly and independently: those that encode take longer.
 
-    Steps keep their order, so all wait for a long one. A step leaves the last stage at the end of the longest way
-    through the recursion. Such a way is made of laps: from a step a through those behind it on one stage, through all
-    stages on one of them, b, and on with the step that follows b in its micro-batch, M steps later:
+    Steps keep their order, so all wait for a long one. A step leaves the last stage at the end of the longest path
+    through the recursion. Such a path consists of laps: on one stage from a step a to a later step b, with b through
+    all stages, and on with the step that follows b in its micro-batch, M steps later:
 
         gain = c[a] + .. + c[b - 1] + through[b],    advance = b - a + M
 
-    A way that waits in each lap for a step of at least some length gains, for each step of its advance,
+    A path that waits in each lap for a step of at least some length gains, for each step of its advance,
 
         (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
 
-    The best such length bounds a step's time from below. It knows nothing of the steps ahead; that every M steps pay
-    for the longest among them knows too much where M is large. The truth lies between, nearer to the second for few
+    The best such length gives a lower bound on a step's time: such a path does not look ahead. That every M steps take
+    as long as the longest among them is too long if M is large. The truth lies between, nearer to the latter for few
     micro-batches.
 
     Args:
         through, slowest: seconds of each kind of step on all stages, and on the slowest. # [steps, n]
-        probability: of each kind of step, in cases of its own. # [cases, steps, n]
+        probability: probability of each kind of step, for several cases. # [cases, steps, n]
         microbatches: M. # [n]
 
-    The first kind is the steps that do not encode.
+    The first kind of step does not encode.
     """
 
     def __init__(self, through: Array, slowest: Array, probability: Array, microbatches: Array) -> None:
@@ -125,18 +125,19 @@ class RandomSteps:
         self.variance: Array = np.maximum((work * self._slowest).sum(axis=1) - self._mean**2, 0.0)
         passing = np.add.accumulate(share * self._through, axis=1)
         self._stages = np.maximum(passing[:, -1] / np.maximum(working[:, -1], 1e-300), 1.0)
-        """How many stages as slow as the slowest the lane amounts to."""
+        """The lane's time in units of its slowest stage's."""
         laps = passing - working + working[:, -1:]
         laps /= 1 + (self.m - 1) * reach
         self._least = np.maximum(np.maximum.reduce(laps, axis=1), self._mean)
 
     def round(self) -> Array:
-        """Seconds from one step of a micro-batch to its next. # [cases, n]"""
+        """Return the mean seconds from one step of a micro-batch to its next. # [cases, n]"""
         least, most = self.bounds()
         return least + self.share() * (most - least)
 
     def bounds(self) -> tuple[Array, Array]:
-        """The time of a round: at least, and where each round pays for the longest of its steps. # [cases, n] each"""
+        """Return two times of a round: a lower bound, and the time if each round takes as long as its longest step. #
+        [cases, n] each"""
         m = self.m
         longest = (_falls(self._all_shorter) * self._through).sum(axis=1)
         most = longest + _excess(m * self._mean - longest, np.sqrt((m - 1) * self.variance))
@@ -144,11 +145,12 @@ class RandomSteps:
         return least, np.maximum(most, least)
 
     def long_round(self, share: float) -> Array:
-        """Seconds that this share of all rounds exceeds, in the first case. # [n]"""
+        """Return the seconds that this share of all rounds exceeds, in the first case. # [n]"""
         return self._through[(self._all_shorter[0] <= 1 - share).argmax(axis=0), np.arange(len(self.m))]
 
     def share(self) -> Array:
-        """Where between the two the recursion lies: fitted to it by `python -m benchmarks.rounds --fit`."""
+        """Return where between the two times the recursion lies; fitted by `python -m benchmarks.rounds --fit`. #
+        [cases, n]"""
         first, many, lean, thin = SHARE
         log_m = np.log(self.m)
         long = np.log(np.maximum(self._long, 1e-9)) + log_m
@@ -157,7 +159,7 @@ class RandomSteps:
         return np.minimum(np.maximum(share + thin * np.maximum(less, 0.0) * long, 0.0), 1.5)
 
     def round_with(self, through: Array, slowest: Array) -> Array:
-        """The same, in the first case, where one of the steps is given. # [k, n] each -> [k, n]"""
+        """Return the mean time of a round in the first case, if one of its steps is given. # [k, n] each -> [k, n]"""
         m = self.m - 1
         longer = np.maximum(self._through[:, None] - through, 0.0)  # [steps, k, n]
         longest = through + (_falls(self._shorter[0] ** m)[:, None] * longer).sum(axis=0)
@@ -166,7 +168,7 @@ class RandomSteps:
 
 
 def _falls(shorter: Array) -> Array:
-    """By how much each entry lies below the one before it, the first below 1. # [.., steps, n]"""
+    """Return by how much each entry lies below the previous one, and the first below 1. # [.., steps, n]"""
     falls = -shorter
     falls[..., 0, :] += 1
     falls[..., 1:, :] += shorter[..., :-1, :]
@@ -174,7 +176,7 @@ def _falls(shorter: Array) -> Array:
 
 
 def _excess(mean: Array, sd: Array) -> Array:
-    """E[max(X, 0)] of a normal X."""
+    """Return E[max(X, 0)] of a normal X."""
     sd = np.maximum(sd, 1e-12)
     z = mean / sd
     return sd * (np.exp(-0.5 * z * z) / SQRT_2_PI + z * ndtr(z))

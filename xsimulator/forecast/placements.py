@@ -1,6 +1,6 @@
-"""The parts of a placement's bound: least times of its steps, by mean decode batch.
+"""Define the terms of a placement's bound: least times of its steps, by mean decode batch.
 
-m is the mean number of requests in decode of a micro-batch. Arrays are [placements, terms, m] unless stated otherwise.
+m is the mean number of requests in decode in a micro-batch. Arrays are [placements, terms, m] unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from xsimulator.costs.curves import Array
 from xsimulator.lengths import Lengths
 
 NUM_PHASES = 24
-"""Lengths of a phase at which the share of idle iterations is looked up."""
+"""Number of phase lengths for which the share of idle iterations is computed."""
 
 
 class Iterations:
     """Decode iterations of one workload, at each m.
 
     Attributes:
-        lengths: of the workload.
+        lengths: lengths of the workload.
         batches: the values of m.
         decodes: decode iterations of a request of the quantile's length, at least one.
         mean_decodes: mean decode iterations of all requests.
@@ -40,12 +40,12 @@ class Iterations:
 
     @cached_property
     def longest_met(self) -> Array:
-        """Those of `longest` during which a request of the quantile's length decodes. # [m]"""
+        """The part of `longest` during which a request of the quantile's length decodes. # [m]"""
         return self._some[:, : self.decodes].sum(axis=1)
 
     @property
     def _some(self) -> Array:
-        """Probability that any of m requests (at least one) still decodes. # [m, iterations]"""
+        """Probability that any of m requests (at least one) still decodes in an iteration. # [m, iterations]"""
         survival = np.minimum(self._survival, 1.0)
         return 1 - (1 - survival) ** np.maximum(np.floor(self.batches), 1.0)[:, None]
 
@@ -72,14 +72,14 @@ class LeastSteps:
         parts: micro-batches in which prompts are encoded. # [placements]
         decode: a step that only decodes.
         mixed: a step that also encodes m / E[D] prompts, which keep the batch at m.
-        met: the same as a decoding request meets it: the prompts replace only the other m - 1 requests.
+        met: the same from the view of a decoding request: the prompts replace only the other m - 1 requests.
         passing: a step that only decodes, through all stages and hops. # [placements, 1, m]
-        steady, steady_passing: `decode` and `passing` where every step decodes m requests, and not just the mean.
+        steady, steady_passing: `decode` and `passing` if every step, and not only the mean, decodes m requests.
         first: a step that only decodes, in the first stage. # [placements, m]
-        encode_each: one prompt, its share of the largest step, on each kind of stage. # [placements, kinds]
+        encode_each: a prompt's share of the largest step, on each kind of stage. # [placements, kinds]
         encode_lane: the same on the lane that encodes. # [placements, kinds]
-        through: one prompt, its share of the largest step, through all stages. # [placements]
-        alone: a step that encodes one prompt alone, through all stages that encode. # [placements]
+        through: a prompt's share of the largest step, through all stages. # [placements]
+        alone: a step that encodes only one prompt, through all stages that encode. # [placements]
     """
 
     of: Iterations
@@ -109,21 +109,22 @@ class LeastSteps:
 
     @property
     def phase(self) -> Array:
-        """Seconds of the encode steps of m requests a micro-batch. # [placements, m]"""
+        """Seconds of the encode steps of m requests in each micro-batch. # [placements, m]"""
         of_one = (self.through + (self.parts - 1) * self.encode_each.max(axis=1)) / self.parts
         return of_one[:, None] * self.microbatches[:, None] * self.of.batches
 
 
 class BoundTerms(NamedTuple):
-    """What bounds a policy's throughput on placements.
+    """The terms that bound a policy's throughput on placements.
 
     Attributes:
         working: lower bounds on the seconds of an iteration.
-        met: lower bounds on the seconds that pass for each decode iteration of a request.
-        busy: least share of iterations in which any request decodes; 1 where all do. # [m]
+        met: lower bounds on the seconds between decode iterations of a request.
+        busy: least share of iterations in which any request decodes; 1 if all do. # [m]
         before_s: least latency before the first decode iteration. # [placements]
-        most_rps: upper bound on requests a second, whatever m is. # [placements]
-        at_least_one: a limit on m below 1 counts as 1, since a lane may decode less than one request in the mean.
+        most_rps: upper bound on requests a second for any m. # [placements]
+        at_least_one: whether a limit on m below 1 counts as 1, since a lane may decode less than one request on
+            average.
     """
 
     working: list[Array]

@@ -1,4 +1,4 @@
-"""Forecast of rra: encode B_E requests, run N_D decode iterations, and again."""
+"""Forecast rra: encode B_E requests, run N_D decode iterations, and repeat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths, steady_decode_batch
 
 AT_ONCE = 2000
-"""Candidates predicted in one go: their tables stay in the processor's caches."""
+"""Candidates predicted in one call, so that their tables stay in the processor's caches."""
 
 
 class Rra(Forecast[OneLaneModel]):
@@ -55,9 +55,9 @@ class Rra(Forecast[OneLaneModel]):
             columns = {"decode_iterations": settings.decode_iterations, "microbatches": settings.microbatches}
             return self.evaluate(model, encode_batch=encode_batch, **columns).at(0)
 
-        # Requests a phase that the planned prompt tokens come to under these lengths. Where more or fewer than planned
-        # stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch settles at the threshold, or as far
-        # from its target as the adjustment reaches.
+        # The requests in a phase that make up the planned prompt tokens under these lengths. If more or fewer than
+        # planned stay in decode, the rule adjusts its target (ExeGPT sec. 5.2): the batch settles at the threshold, or
+        # as far from its target as the adjustment reaches.
         estimate = plan.estimate
         batch = estimate.encode_tokens / model.lengths.mean_input
         carried_each = max(predicted(batch)["decode_batch"] / batch - model.lengths.survival[0], 1e-9)
@@ -76,12 +76,12 @@ class Rra(Forecast[OneLaneModel]):
 
 
 def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, microbatches: Array) -> Performance:
-    """The cohorts of k phases ago decode together.
+    """Return the predictions for candidates; requests encoded k phases ago decode together.
 
-    The time of a cycle is the longest of the ways through it (for equal stages this is exact): one stage's work;
+    The time of a cycle is the longest of several paths through it (for equal stages this is exact): one stage's work;
     a micro-batch's own steps; decode rounds, then from stage x on the encode round.
 
-    Source: ExeGPT sec. 6 with the exact steady state; MODEL's (2), its form for unequal stages.
+    Source: ExeGPT sec. 6 with the exact steady state, extended to unequal stages.
     """
     if len(encode_batch) > AT_ONCE:
         parts = [slice(start, start + AT_ONCE) for start in range(0, len(encode_batch), AT_ONCE)]
@@ -93,13 +93,13 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     tokens = each * lengths.mean_input
     encoding = _encoding(model, each)
     rounds = _rounds(model, phase, each, microbatches)
-    # Micro-batches of unequal length: the longest of them holds the others up at every stage but the slowest.
+    # Micro-batches of unequal length: the longest of them delays the others at every stage but the slowest.
     raggedness = _sd_phase_tokens(lengths, each, phase.stray) / tokens
     spread = expected_max_deviate(microbatches) * raggedness
     cycle, work = _cycle(pipeline, encoding, rounds, microbatches, spread, decode_iterations)
 
-    # A request of the quantile's length: whole cycles, less the rounds of its last phase that it does not need.
-    # As long as it runs, a request is left in decode: none of its phases ends early.
+    # A request of the quantile's length takes whole cycles, less the rounds of its last phase that it does not need.
+    # While it runs, a request is in decode, so none of its phases ends early.
     decodes = model.quantile_decodes
     num_phases = -(-decodes // decode_iterations)
     whole = cycle + (rounds.seconds * phase.weights).sum(axis=1) - rounds.decoding
@@ -108,13 +108,13 @@ def _predict(model: OneLaneModel, encode_batch: Array, decode_iterations: Ints, 
     spacing = np.maximum(np.maximum.reduce(stages), rounds.own_way[:, -1] / microbatches)
     queue = (microbatches - 1) / 2 * np.maximum(np.maximum.reduce(encoding.stages) - spacing, 0.0)
 
-    # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean; a
-    # request meets a large phase more often than a small one.
+    # The rule carries up to half a prompt from phase to phase, so a phase's tokens vary around their mean, and a
+    # request is in a large phase more often than in a small one.
     met = raggedness**2 * encoding.own_way
     ttft = encoding.own_way + met + queue
     latency = num_phases * whole - unneeded + met if decodes else ttft
 
-    # Gaps that span an encode phase: one for each phase after a request's first.
+    # Gaps that span an encode phase: one for each of a request's phases after the first.
     spanning = cycle - (rounds.decoding - rounds.mean(0))
     spanning += np.maximum(phase.boundary_deviate, 0.0) * raggedness * encoding.own_way
     carried = encode_batch * phase.share[:, 0]
@@ -147,7 +147,7 @@ class _Encoding(NamedTuple):
 
 
 class _Rounds(NamedTuple):
-    """Decode rounds, by stretches of a phase. # [.., n, segments]"""
+    """Decode rounds, by segments of a phase. # [.., n, segments]"""
 
     stages: Array
     """Seconds of a decode step on each kind of stage."""
@@ -157,16 +157,16 @@ class _Rounds(NamedTuple):
     anywhere: Array
     """Probability that any micro-batch has a request left."""
     active: Array
-    """Seconds on each kind of stage of the micro-batches that have one, in a round that takes place."""
+    """Seconds on each kind of stage of the micro-batches with a request, in a round that takes place."""
     seconds: Array
-    """Of a round that takes place."""
+    """Seconds of a round that takes place."""
     times: Array
-    """Rounds that take place."""
+    """Number of rounds that take place."""
     decoding: Array
     """Seconds of a phase's rounds. # [n]"""
 
     def mean(self, stretch: int) -> Array:
-        """Mean seconds of a round of one stretch, including rounds that do not take place. # [n]"""
+        """Return the mean seconds of a round of one segment; rounds that do not take place count as 0. # [n]"""
         return self.seconds[:, stretch] * self.anywhere[:, stretch]
 
 
@@ -176,8 +176,8 @@ def _encoding(model: OneLaneModel, each: Array) -> _Encoding:
 
 
 def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches: Array) -> _Rounds:
-    # A phase ends early where no request is left in decode: the probability that one is, and the batch given that.
-    # That is one at least, and hardly over its peak and one more.
+    # A phase ends early if no request is left in decode: `running` is the probability that one is, and `present /
+    # running` the batch in that case, which is at least one and hardly more than its peak and one more.
     kinds, table = len(model.lane.kinds), model.decode_table
     column, m = each[:, None], microbatches[:, None]
     present = column * phase.share
@@ -185,7 +185,7 @@ def _rounds(model: OneLaneModel, phase: PhaseColumns, each: Array, microbatches:
     running = np.maximum(np.minimum(running, present), 1e-300)
     decode = table(present / running, table.locate(model.self_context + phase.age))
     stages, own_way = decode[:kinds], decode[kinds]
-    # Phases begin together: a round takes place where any request is left, with the micro-batches that have one.
+    # Phases begin together: a round takes place if any request is left, with the micro-batches that have one.
     anywhere = np.maximum(-np.expm1(m * np.log1p(-np.minimum(running, 1 - 1e-16))), 1e-300)
     active = (m * running / anywhere) * stages
     seconds = np.maximum(np.maximum.reduce(active), own_way)
@@ -200,7 +200,7 @@ def _cycle(
     """Return the seconds of a cycle, and of each kind of stage's work in it. # [n], [kinds, n]
 
     Args:
-        held: by which share of an encode step the longest micro-batch holds the others up.
+        spread: share of an encode step by which the longest micro-batch delays the others.
     """
     at_end, last = rounds.anywhere[:, -1], rounds.stages[..., -1]
     slowest_then = pipeline.slowest_from(encoding.stages)
@@ -222,13 +222,13 @@ def _cycle(
 
 
 def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
-    """Standard deviation of the prompt tokens of a micro-batch's phase.
+    """Return the standard deviation of the prompt tokens in a micro-batch's phase.
 
-    Up to half a prompt moves from phase to phase, and where the decode batch strays the target follows it.
+    Up to half a prompt moves from phase to phase, and if the decode batch deviates, the target is adjusted.
     """
     carried: float | Array = lengths.mean_square_input / 6
     if len(lengths.inputs) == 1:
-        # Prompts all alike: a phase takes either of the two numbers next to its mean.
+        # All prompts have one length: a phase takes one of the two whole numbers next to its mean.
         carried = (each % 1) * (1 - each % 1) * lengths.mean_square_input
     strays = 2 * ndtr(stray * np.sqrt(each))
     return np.sqrt(carried + strays * (ADJUSTMENT * lengths.mean_input * each) ** 2)
@@ -236,5 +236,5 @@ def _sd_phase_tokens(lengths: Lengths, each: Array, stray: Array) -> Array:
 
 @lru_cache(maxsize=8)
 def _phases(lengths: Lengths) -> Array:
-    """Mean phases that a request stays in decode, for each N_D. # [max D]"""
+    """Return the mean number of phases for which a request stays in decode, for each N_D. # [max D]"""
     return np.asarray([steady_decode_batch(lengths, 1.0, n) for n in range(1, max(2, lengths.max_output))])

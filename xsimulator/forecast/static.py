@@ -1,4 +1,4 @@
-"""Forecast of static: encode a batch, and decode it until its longest member ends."""
+"""Forecast static: encode a batch and decode it until its longest output ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xsimulator.forecast.placements import BoundTerms, LeastSteps
 from xsimulator.lengths import Lengths
 
 MOST_SEGMENTS = 24
-"""Stretches into which a batch's iterations are put at most: within one, costs are linear."""
+"""Most segments into which a batch's iterations are grouped; costs are linear within one."""
 
 
 class Static(Forecast[OneLaneModel]):
@@ -28,7 +28,7 @@ class Static(Forecast[OneLaneModel]):
     reserves_kv = True
 
     def microbatches(self, counts: Sequence[int]) -> list[dict[str, int]]:
-        # FasterTransformer takes as many of both; DeepSpeed Inference more to encode.
+        # FasterTransformer uses equal numbers for both; DeepSpeed Inference uses more to encode.
         factors = (1, 2) if len(counts) > 1 else (1,)
         return [
             {"encode_microbatches": factor * count, "decode_microbatches": count}
@@ -41,8 +41,8 @@ class Static(Forecast[OneLaneModel]):
         return _predict(model, columns["batch"], *parts)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # Finished requests hold their place: all decode until the longest ends, and meet one encode phase. The first
-        # round may overlap with encoding.
+        # Finished requests keep their slots: all decode until the longest ends, and there is one encode phase. The
+        # first round may overlap with encoding.
         lane, each, decode, passing = steps.of, steps.each, steps.decode, steps.passing
         rounds = np.maximum(lane.longest - 1, 0.0) / lane.mean_decodes
         working = [steps.phase[:, None] / lane.mean_decodes + rounds * np.maximum(each * decode, passing)]
@@ -55,7 +55,7 @@ class Static(Forecast[OneLaneModel]):
 
 
 def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_parts: Array) -> Performance:
-    """A batch is encoded, then decodes at full size until its longest member ends.
+    """Return the predictions for batches that are encoded and then decode at full size until the longest output ends.
 
     Source: ExeGPT sec. 2 (FasterTransformer: no early termination; DeepSpeed Inference: more micro-batches in
     encode than in decode).
@@ -81,8 +81,8 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
     own_way = decode[kinds]
     td = active * decode[:kinds]  # [kinds, n, segments]
     rounds = np.maximum(np.maximum.reduce(td), own_way)
-    # Every stage encodes all parts first. The first one is done before the last, and begins to decode; where that takes
-    # longer on the way than encoding did, the first round is late.
+    # Every stage first encodes all parts. The first part ends before the last and begins to decode; if decoding takes
+    # longer through the stages than encoding did, the first round is late.
     other_stages = own_way[:, 0] - np.maximum.reduce(decode[:kinds, :, 0]) - (own_decode - slowest)
     late = np.maximum(np.maximum.reduce(td[:, :, 0]) + other_stages - rounds[:, 0], 0.0)
     cycle = encoding + (rounds * some).sum(axis=1) + late * some[:, 0] / weights[0]
@@ -107,15 +107,15 @@ def _predict(model: OneLaneModel, batch: Array, encode_parts: Array, decode_part
 
 
 def _most_tokens(lengths: Lengths, requests: Array) -> Array:
-    """Prompt tokens of a batch of `requests` that are hardly ever exceeded (four standard deviations)."""
+    """Return the prompt tokens that a batch of `requests` hardly ever exceeds (four standard deviations)."""
     variance = lengths.mean_square_input - lengths.mean_input**2
     return np.minimum(requests * lengths.mean_input + 4 * np.sqrt(requests * variance), requests * lengths.max_input)
 
 
 def _rounds(model: OneLaneModel) -> tuple[tuple[Ints, Array], Ints, Ints, Array]:
-    """Decode steps of a static batch: each stretch's place in the table, where it starts, how many steps it has.
+    """Return the segments of a static batch's decode steps: their place in the table, first step, and number of steps.
 
-    And for each iteration the log of the probability that a request has ended before.
+    Also return, for each iteration, the log of the probability that a request has ended before it.
     """
     length = len(model.lengths.survival)
     edges = segments(length, {model.quantile_decodes}, MOST_SEGMENTS)

@@ -1,19 +1,18 @@
-"""Closed form of WAA: two lanes, asynchronous, at saturation, vectorised over candidates.
+"""Predict WAA in closed form: two asynchronous lanes at saturation, vectorised over candidates.
 
 With B requests in decode, an iteration of all micro-batches takes T(B), and the lane completes B / (E[S] T(B)) requests
-a second. That number is the rate at which requests enter; what limits it is the encode lane, which takes B_E requests
-every t_E, the K/V transfers, or the cap on requests inside:
+a second. That is also the rate at which requests enter. It is limited by the encode lane, which takes B_E requests
+every t_E, by the K/V transfers, or by the cap on requests inside:
 
     B_E sum_{j>=0} G(j B_E / X) + X wait <= B_max,   X = B / (E[S] T(B))
 
-as a batch waits until all of it fits, finding there what is left of those that entered j periods of B_E / X before, and
-then until the encode lane is free (as in a queue whose arrivals are batches). G(a) is the share of requests that are
-inside at the age a: all until they are encoded, then those whose output goes on until they have been transferred, have
-joined (after half an iteration in the mean) and run their iterations. Outputs that end together, with the encode lane's
-token or after the same number of iterations, so keep whole batches inside; of others half a batch's slots are free in
-the mean. Where a device is a CPU core, moving K/V is that core's work: both lanes then do nothing else for as long
-(TransferCost.occupies).
-Source: ExeGPT sec. 4.1, 6, where B = B_E E[S]: the case in which encode and decode take turns.
+since a batch waits until all of it fits beside the remaining requests of the batches that entered j periods of B_E / X
+before, and then until the encode lane is free (as in a queue with batch arrivals). G(a) is the share of requests still
+inside at age a: all of them until they are encoded; then those with further output, until they have been transferred,
+have joined (after half an iteration on average) and have run their iterations. If outputs end together, with the encode
+lane's token or after equally many iterations, whole batches stay inside; otherwise half a batch's slots are free on
+average. If devices are CPU cores, moving K/V takes their compute time, so both lanes do nothing else meanwhile
+(TransferCost.occupies). Source: ExeGPT sec. 4.1, 6, for the case B = B_E E[S], in which encode and decode take turns.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class TwoLaneModel:
     """Predicts waa for an encode lane, a decode lane and one workload.
 
     Args:
-        quantile: of the output length, for which latency is reported.
-        all_requests: not read: that latency is reported whatever the quantile is of.
+        quantile: quantile of the output length for which latency is reported.
+        all_requests: ignored; that latency is always reported.
 
     Raises:
-        InputError: the profile holds no times of K/V transfers, or the cluster states no link to the host.
+        InputError: the profile has no times of K/V transfers, or the cluster states no link to the host.
     """
 
     def __init__(
@@ -52,15 +51,17 @@ class TwoLaneModel:
         all_requests: bool = False,
     ) -> None:
         if encode.profile.kv_transfer is None and encode.profile.source == "analytic":
-            accepted = "waa sends K/V through host memory: give its link to devices, or another policy"
+            accepted = (
+                "waa sends K/V through host memory: state the host's link to the devices, or choose another policy"
+            )
             raise InputError("cluster.host", None, accepted)
         if encode.profile.kv_transfer is None:
-            raise InputError("profile", encode.profile.model.name, "it holds no times of K/V transfers: waa needs them")
+            raise InputError("profile", encode.profile.model.name, "it has no times of K/V transfers, which waa needs")
         self.encode, self.decode, self.lengths = encode, decode, lengths
         self.transfer = TransferCost(encode, decode)
         self._prompt_variance = lengths.mean_square_input / lengths.mean_input**2 - 1
         """Variance of a prompt's tokens, relative to the square of their mean."""
-        first = int(decode.has_encoder)  # an encoder's lane makes no token: the decode lane makes the first, too
+        first = int(decode.has_encoder)  # an encoder makes no token, so the decode lane also makes the first
         self.mean_decodes = lengths.mean_decodes + first
         self.quantile_decodes = lengths.decodes_at(quantile) + first
         self._stays = Stays(np.concatenate([[1.0], lengths.survival]) if first else lengths.survival)
@@ -68,7 +69,7 @@ class TwoLaneModel:
         self._decoding = DecodeLane(decode, lengths, self._encoding, self._stays, self.mean_decodes)
 
     def evaluate(self, encode_batch: Array, cap: Array, microbatches: Array) -> Performance:
-        """`cap`: the most requests inside."""
+        """Return the predictions for candidates; `cap` is the largest number of requests inside. # [n] each"""
         lengths = self.lengths
         through, interval, moving, sd = self._encoding(encode_batch)
         tokens, stages = encode_batch * lengths.mean_input, self._encoding.num_stages
@@ -111,8 +112,8 @@ class TwoLaneModel:
     ) -> Array:
         """Return a rate, in requests a second, that no settings between these exceed while they keep a latency.
 
-        The encode lane serves most with its largest batch, and then keeps slots waiting least; what is inside before
-        decode, and until its first step, is least with the smallest.
+        With the largest batch, the encode lane serves most and slots wait least; with the smallest batch, the fewest
+        requests are inside before their first decode step.
 
         Args:
             encode_batch, largest_batch: the least and the most requests encoded at once.
@@ -122,17 +123,17 @@ class TwoLaneModel:
         through, least_interval, moving, _ = self._encoding(encode_batch)
         _, interval, at_most, sd = self._encoding(largest_batch)
         limit = largest_batch / np.maximum(interval, at_most)
-        # Beyond the profile's points a batch may cost more by the prompt than a smaller one.
+        # Beyond the profile's points a batch may cost more per prompt than a smaller one.
         limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
         rounds = self._decoding.rounds(encode_batch, largest_batch, microbatches, size_for(cap / microbatches))
         lanes = LanePair(encode_batch, largest_batch, through, moving, microbatches, rounds)
         batch, step = self._balance(lanes, Waiting(1 / largest_batch, sd * sd, interval, limit), cap)
-        # Where steps take longer by the request in larger batches, fewer requests in decode serve more.
+        # If larger batches take longer per request, fewer requests in decode serve more.
         up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
         if latency_s is None or not self.quantile_decodes:
             return most
-        # Steps as long as the latency allows, to within rounding, and what they serve.
+        # The throughput of steps as long as the latency allows, to within rounding.
         longest = ((1 + 1e-9) * latency_s - through * (1 + sd**2) - moving) / (self.quantile_decodes + 0.5)
         size, inside = rounds.shape[1], lanes.decoding
         allowed = rounds <= longest[:, None]
@@ -147,14 +148,14 @@ class TwoLaneModel:
         return np.where(allowed.any(axis=1), np.minimum(most, served / mean_decodes), 0.0)
 
     def _balance(self, lanes: LanePair, waiting: Waiting, cap: Array) -> tuple[Array, Array]:
-        """Requests in decode, and seconds of an iteration, at which as many are inside as the cap allows.
+        """Return the requests in decode and the seconds of an iteration at which as many are inside as the cap allows.
 
-        What is found lies on the chord of a stretch of the last division, so a little low.
+        The result lies on the chord of a segment of the last division, so it is slightly low.
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
         rate = lanes.decoding / (mean_decodes * lanes.rounds)
         stays = rate * self._stays.mean(lanes, lanes.rounds)
-        # No fewer are inside than the rate's share of the stays, and more than that by one batch at most.
+        # At least rate x stay requests are inside (Little's law), and at most one batch more.
         first, _ = locate(stays + lanes.largest_batch[:, None] + self._forming(lanes) + waiting(rate), cap)
         last, _ = locate(stays, cap + 1)
         low, high = lanes.at(first), np.minimum(lanes.at(last + 1), lanes.serving(waiting.limit, mean_decodes))
@@ -168,28 +169,28 @@ class TwoLaneModel:
         return np.maximum(batch, 1e-12), lanes.step(batch[:, None])[:, 0]
 
     def _inside(self, lanes: LanePair, rate: Array, step: Array, waiting: Waiting) -> Array:
-        """Requests inside once a batch has entered, and slots that are free then, at least. # [n, points]"""
+        """Return the requests inside after a batch has entered, plus the slots free then, at least. # [n, points]"""
         batch, largest = lanes.encode_batch[:, None], lanes.largest_batch[:, None]
         rate = np.maximum(rate, 1e-300)
         left = self._stays.left(lanes, largest / rate, step)
         inside = np.maximum(batch * (1 + left), rate * self._stays.mean(lanes, step))
-        # A batch that meets nothing enters whatever the cap, and finds the lane free.
+        # A batch that finds the lanes empty enters whatever the cap, and does not wait.
         return inside + np.minimum(self._forming(lanes) + waiting(rate), inside - largest)
 
     def _forming(self, lanes: LanePair) -> Array:
-        """Free slots beyond the mean batch's when a batch enters. # [n, 1]
+        """Return the mean number of free slots beyond those of the entering batch, relative to a request. # [n, 1]
 
-        Slots come free one at a time, and a batch's prompts vary in number where they are packed by tokens.
+        Slots become free one at a time, and the number of a batch's prompts varies because they are packed by tokens.
         """
         batch = lanes.encode_batch[:, None]
         forming: Array = (batch - 1) / (2 * batch) * self._prompt_variance - 0.5
         return forming
 
     def _bubble(self, encode_batch: Array, throughput: Array, each: Array, step: Array) -> Array:
-        """Of both lanes' devices.
+        """Return the idle share of both lanes' devices. # [n]
 
         Args:
-            each, step: requests of a decode micro-batch, and seconds from one's step to the next one's.
+            each, step: requests of a decode micro-batch, and seconds from one micro-batch's step to the next one's.
         """
         encode = self._encoding.work(encode_batch) * throughput / encode_batch
         decode = self._decoding.work(each) / step
@@ -199,7 +200,7 @@ class TwoLaneModel:
     def least(
         self, encode_batch: Array, largest_batch: Array, decode_batch: Array, microbatches: Array
     ) -> tuple[Array, Array, Array]:
-        """Latency, time to first token and time per output token that settings between these do not fall below.
+        """Return lower bounds on latency, time to first token and time per output token of settings between these.
 
         Args:
             encode_batch, largest_batch: the least and the most requests encoded at once.

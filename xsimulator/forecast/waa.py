@@ -1,4 +1,4 @@
-"""Forecast of waa: some devices encode and the others decode, neither waiting for the other."""
+"""Forecast waa: some devices encode and the others decode, asynchronously."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from xsimulator.forecast.two_lanes import TwoLaneModel
 
 
 class Waa(Forecast[TwoLaneModel]):
-    """WAA, or one of its two ways to divide devices.
+    """WAA with any or with one of its two ways to divide devices.
 
     Args:
-        allocation: what they are divided by: "compute" for WAA-C, "memory" for WAA-M; None: either.
+        allocation: "compute" divides them by compute time (WAA-C), "memory" by memory (WAA-M); None: either.
     """
 
     settings = WaaSettings
     model = TwoLaneModel
     line = "encode_batch"
     load = "max_decode_batch"
-    follows = ("encode_batch",)  # under light load an encode batch is what has come since the last one
+    follows = ("encode_batch",)  # under light load an encode batch holds the requests since the last one
     num_curves = 8
     stations = Stations(admits_each_step=False, frees_together=False)
 
@@ -45,7 +45,7 @@ class Waa(Forecast[TwoLaneModel]):
         return outer - inner[0] + 1  # a batch larger than the cap never enters
 
     def curve_values(self, values: Ints) -> Ints:
-        return values[: max(1, len(values) // 2)]  # a cap of fewer than two encode batches makes static batches
+        return values[: max(1, len(values) // 2)]  # a cap below two encode batches would make batches static
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
         return found.encode_batch <= found.peak_requests
@@ -63,16 +63,16 @@ class Waa(Forecast[TwoLaneModel]):
         return self.evaluate(model, encode_batch=batch, **columns).at(0)
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        # The closed form has one size of batch, and its times at the points of its grid.
+        # The closed form has one batch size, and interpolates times on its grid.
         at_grid = as_interpolated(steps.of.batches)
         steady, passing = (np.minimum(curve, curve @ at_grid) for curve in (steps.steady, steps.steady_passing))
         working = [steps.each * steady, passing]
         return BoundTerms(
             working,
             working,
-            before_s=steps.alone,  # no step of the encode lane takes less than one that reads the weights for a prompt
+            before_s=steps.alone,  # every step of the encode lane takes at least as long as one for a single prompt
             most_rps=1 / steps.encode_lane.max(axis=1),
-            at_least_one=True,  # a decode lane may have less than one request in the mean
+            at_least_one=True,  # a decode lane may have less than one request on average
         )
 
     def box_throughput(
@@ -90,8 +90,8 @@ class Waa(Forecast[TwoLaneModel]):
     def box_latencies(
         self, model: TwoLaneModel, floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array]:
-        # What a request meets in the decode lane falls as larger encode batches take more of the cap: no corner is the
-        # slow one, and the bound is put together from the encode lane's lowest and the decode lane's lowest.
+        # The number of requests in decode falls as larger encode batches take more of the cap, so no corner is the slow
+        # one: the bound combines the lowest times of the encode lane with those of the decode lane.
         low, high = floor.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
         batch = floor.decode_batch.reshape(-1, corners).min(axis=1)
         return model.least(low, high, batch, np.full(len(low), microbatches))

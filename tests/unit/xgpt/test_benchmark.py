@@ -187,7 +187,7 @@ def test_a_plan_is_measured_at_the_rate_that_it_promises(monkeypatch: pytest.Mon
     constraint = Constraint(objective="arrivals", latency_bound_s=20.0, ttft_s=2.0)
     plan = Arrivals(Scheduler(OF.under(constraint))).of_kind("chunked", 1)[0][0]
     found = Capacity(rate_per_s=3.0, whole_s=9.0, share_kept=0.995, num_requests=2000, warm_up_requests=100, seed=0)
-    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": found})})
+    plan = plan.with_estimate(capacity=found)
     bench(plan, Load(10), profile=OF.profile)
     bench(plan, Load(10, arrivals=ArrivalProcess.at(1.0)), profile=OF.profile)
     bench(plan, Load(10), profile=OF.profile, saturated=True)

@@ -67,7 +67,7 @@ def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() ->
 def test_no_latency_is_shown_at_a_rate_that_does_not_keep_the_bounds() -> None:
     plan = a_plan("static")
     none = Capacity(rate_per_s=0, whole_s=0, share_kept=0, num_requests=2000, warm_up_requests=32, seed=0)
-    plan = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"capacity": none})})
+    plan = plan.with_estimate(capacity=none)
     assert "from arrival to the last token, p99, s</td><td>-</td><td>-</td>" in page_of(plan)
     shown = plans_table({"static": plan})
     row = dict(zip(shown.columns, shown.rows[0], strict=True))

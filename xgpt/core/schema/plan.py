@@ -138,6 +138,10 @@ class Plan(Frozen):
     profile: ProfileRef
     """The profile from which the figures were predicted."""
 
+    def with_estimate(self, **figures: object) -> Plan:
+        """Return the plan with these figures of its estimate replaced."""
+        return self.model_copy(update={"estimate": self.estimate.model_copy(update=figures)})
+
     @property
     def sharing_replicas(self) -> int:
         """Number of replicas that hold the experts together: attention by data parallelism. 1: each holds all."""

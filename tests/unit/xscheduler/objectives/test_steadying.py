@@ -22,7 +22,7 @@ def gaining(monkeypatch: pytest.MonkeyPatch, percent: int, gain: float) -> None:
     def more(plan: Plan, profile: object) -> Plan:
         found = with_figures(plan, profile)  # type: ignore[arg-type]
         rps = found.estimate.throughput_rps * factor(plan)
-        return found.model_copy(update={"estimate": found.estimate.model_copy(update={"throughput_rps": rps})})
+        return found.with_estimate(throughput_rps=rps)
 
     def of(plan: Plan, profile: object) -> object:
         found = figures(plan, profile)  # type: ignore[arg-type]
