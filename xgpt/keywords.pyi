@@ -250,6 +250,8 @@ class ServeKeywords(TypedDict, total=False):
     """File of API keys, one a line: [NAME] KEY [SETTINGS]. SIGHUP makes the server read it again."""
     allowed_hosts: Sequence[str | PathLike[str]] | None
     """Host name that requests may be addressed to, besides this machine's own. Repeatable."""
+    allowed_origins: Sequence[str | PathLike[str]] | None
+    """Origin whose pages may use the server from a browser (CORS), for example https://chat.example. Repeatable."""
     served_model_names: Sequence[str | PathLike[str]] | None
     """Name by which requests may ask for the model, instead of the plan's. Repeatable."""
     ssl_certfile: str | PathLike[str] | None

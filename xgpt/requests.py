@@ -494,6 +494,10 @@ class Endpoint(RequestBase):
     """File of API keys, one a line: [NAME] KEY [SETTINGS]. SIGHUP makes the server read it again."""
     allowed_hosts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-host", "NAME")] = ()
     """Host name that requests may be addressed to, besides this machine's own. Repeatable."""
+    allowed_origins: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], Option("--allowed-origin", "ORIGIN")
+    ] = ()
+    """Origin whose pages may use the server from a browser (CORS), for example https://chat.example. Repeatable."""
     served_model_names: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Option("--served-model-name", "NAME")
     ] = ()

@@ -64,13 +64,13 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
         raise InputError("front", "smg", "install the gateway: pip install 'xgpt-serve[gateway]'")
     for field in ENDPOINT_FIELDS:
         if getattr(request, field):
-            raise InputError(field, str(getattr(request, field)), "the gateway does not offer it: use front=endpoint")
+            raise InputError(field, str(getattr(request, field)), "the gateway does not offer it: use `front=endpoint`")
     if request.host not in ("127.0.0.1", "localhost", "::1"):
         raise InputError("host", request.host, "the gateway has no keys here, so it listens on this machine only")
     if plan.checkpoint is None or not (Path(plan.checkpoint) / "tokenizer.json").is_file():
-        raise InputError("checkpoint", plan.checkpoint, "the gateway needs a tokenizer.json: use front=endpoint")
+        raise InputError("checkpoint", plan.checkpoint, "the gateway needs a tokenizer.json: use `front=endpoint`")
     if request.nnodes > 1:
-        raise InputError("nnodes", request.nnodes, "the gateway runs before one machine's engine: use front=endpoint")
+        raise InputError("nnodes", request.nnodes, "the gateway runs before one machine's engine: use `front=endpoint`")
 
 
 def serve_behind_gateway(plan: Plan, request: ServeRequest) -> None:
@@ -208,7 +208,8 @@ def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port:
         "--worker-startup-check-interval": 1,
     }
     options |= parsers(plan)
-    flags = ["--disable-retries", "--disable-worker-overload-protection", "--log-json"]
+    origins = ["--cors-allowed-origins", *request.allowed_origins] if request.allowed_origins else []
+    flags = [*origins, "--disable-retries", "--disable-worker-overload-protection", "--log-json"]
     return [*(str(word) for option in options.items() for word in option), *flags]
 
 

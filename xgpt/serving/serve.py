@@ -222,7 +222,7 @@ def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Mac
             limits=limits,
             keys=keys,
             classes=request.classes(plan),
-            hosts=server.AllowedHosts(request.host, request.allowed_hosts),
+            hosts=server.AllowedHosts(request.host, request.allowed_hosts, request.allowed_origins),
             tracer=tracer,
         )
         server.serve(

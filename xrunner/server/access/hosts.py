@@ -27,9 +27,11 @@ class AllowedHosts:
     Args:
         bound: the host that the server listens on; with "0.0.0.0" or "::" any literal address is accepted.
         extra: further names, of a proxy or a service.
+        origins: origins of other sites whose pages may use this server.
     """
 
-    def __init__(self, bound: str, extra: Collection[str] = ()) -> None:
+    def __init__(self, bound: str, extra: Collection[str] = (), origins: Collection[str] = ()) -> None:
+        self.origins = frozenset(origins)
         self._extra = {name.lower().rstrip(".") for name in extra}
         self._names = {bound.lower().rstrip("."), *self._extra}
         if is_loopback(bound):
@@ -49,7 +51,7 @@ class AllowedHosts:
         return name.rstrip(".") in self._names
 
     def accept_origin(self, origin: str, scheme: str = "http", host: str = "") -> bool:
-        """Return whether a page of this origin may post to this server: only the server's own pages may.
+        """Return whether a page of this origin may post to this server: its own pages may, and those of `origins`.
 
         Other ports of this machine are other servers, whose pages are not its own. For a name that was added, the port
         is the proxy's.
@@ -58,6 +60,8 @@ class AllowedHosts:
             scheme: scheme of the request; behind a proxy, "http" may stand for https.
             host: value of the request's Host header.
         """
+        if origin in self.origins:
+            return True
         origin_scheme, separator, named = origin.partition("://")
         if not separator or origin_scheme not in ("https", scheme) or not self.accept(named):
             return False

@@ -16,6 +16,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -56,6 +57,11 @@ def create_app(
         tracer: records requests that have ended; None: none are recorded.
     """
     service = Service(engine, model, limits or Limits())
+    guards = [Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer)]
+    if hosts is not None and hosts.origins:
+        origins, methods = sorted(hosts.origins), ("GET", "POST")
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
+        guards.insert(0, cors)
     app = Starlette(
         routes=[
             Route("/v1/completions", service.complete, methods=["POST"]),
@@ -69,7 +75,7 @@ def create_app(
             *_state_routes(engine),
             *_plan_routes(engine, model),
         ],
-        middleware=[Middleware(Guard, keys=keys, classes=classes or Classes(None), hosts=hosts, tracer=tracer)],
+        middleware=guards,
         exception_handlers={ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing},
         lifespan=partial(_lifespan, engine, keys),
     )

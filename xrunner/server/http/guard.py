@@ -119,7 +119,8 @@ class Guard:
                 )
             origin = headers.get("origin")
             if origin is not None and not self._hosts.accept_origin(origin, scope["scheme"], host):
-                return ApiError(403, "pages of other sites may not use this server", code="origin_not_allowed")
+                says = "pages of other sites may not use this server; allow an origin with --allowed-origin"
+                return ApiError(403, says, code="origin_not_allowed")
         if self._keys is None or path in OPEN_PATHS:
             return None
         # Headers hold latin-1, whatever a client has sent.

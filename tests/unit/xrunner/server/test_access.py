@@ -81,6 +81,22 @@ def test_pages_of_other_sites_are_refused_and_get_no_cors(url: str) -> None:
     assert not [name for name in preflight.headers if name.startswith("access-control")]
 
 
+def test_pages_of_allowed_origins_get_cors(executor: FakeExecutor) -> None:
+    """They were refused, whatever their origin, and preflights got 405."""
+    ours = "app://obsidian.md"
+    app = fake_app(fake_engine(executor), keys=ApiKeys.parse(KEY), hosts=AllowedHosts("127.0.0.1", (), [ours]))
+    with running(app) as url:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        preflight = httpx.options(f"{url}/v1/completions", headers={"origin": ours} | asked, trust_env=False)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-headers"] == "authorization"
+        answer = ask(url, origin=ours)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, ours)
+        other = ask(url, origin="https://evil.example")
+        assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+        assert ask(url, origin=ours, authorization="Bearer wrong-wrong-wrong").status_code == 401
+
+
 def test_request_ids_come_back_unless_they_could_forge_a_log(url: str) -> None:
     assert ask(url, x_request_id="abc-1").headers["x-request-id"] == "abc-1"
     request_id = ask(url, x_request_id='"},{"x').headers["x-request-id"]
