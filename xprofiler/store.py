@@ -267,7 +267,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
     if (kept := _kept(wanted)) is not None:
         keep(kept)  # a plan that is made from it names it by the hash of this version
         return kept
-    if plan.profile.source == "analytic":
+    if plan.profile.source == "analytic" and not plan.cluster.is_local:
         with suppress(InputError):  # of another version of this program
             computed = obtain_profile(
                 plan.model, None, plan.cluster, dtype=plan.dtype, engine=plan.engine, kv_dtype=plan.kv_dtype

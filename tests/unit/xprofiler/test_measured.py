@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from benchmarks.lib.served_plans import one_lane, plan
+from xgpt.core.errors import InputError
 from xgpt.core.machine import detect
+from xgpt.core.schema import Profile, ProfileRef
 from xgpt.resolve import load_model
-from xprofiler import measure
+from xprofiler import measure, store
 from xprofiler.bench import Points, jitter_of
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
@@ -44,3 +47,17 @@ def test_parts_add_up_to_the_steps_that_were_measured() -> None:
         cut = dict(zip(layer.rest.points, np.subtract(layer.rest.seconds, layer.last.seconds), strict=True))
         expected = measured["step", n] - cut[n] + measured["head", n // 128] + cut[n // 128]
         assert predicted(prompts) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_profile_of_a_plan_is_never_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan from a datasheet for this machine had `xgpt serve` measure it before each start."""
+
+    def measure(*_: object, **__: object) -> Profile:
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr(store, "measured_profile", measure)
+    by_datasheet = ProfileRef(source="analytic", sha256="0" * 64, num_threads=1)
+    served_plan = plan(one_lane([1])).model_copy(update={"profile": by_datasheet})
+    assert served_plan.cluster.is_local
+    with pytest.raises(InputError, match="is not among those kept"):
+        store.profile_of(served_plan)
