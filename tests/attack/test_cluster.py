@@ -30,6 +30,7 @@ from xgpt.core.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
 
 SEVERAL = ("tp", "waa", "replicas")
+CLIENTS = 40
 
 OVERWRITE_STORE = """
 import os, sys, threading, time
@@ -221,11 +222,11 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
 
     What hangs is killed.
     """
-    with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(8) as pool:
+    with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(CLIENTS) as pool:
         fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
         before = target.complete(**fields)[1]["choices"][0]["token_ids"]
         process, num_starts = target.served.pids[0], len(target.served.starts)
-        running = [pool.submit(target.complete, **fields) for _ in range(8)]
+        running = [pool.submit(target.complete, **fields) for _ in range(CLIENTS)]
         assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
         if kind == "launcher":
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
@@ -234,7 +235,7 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
             process = target.served.engine
         os.kill(process, number)
         answers = [one.result() for one in running]
-        assert [status for status, _ in answers] == [200] * 8
+        assert [status for status, _ in answers] == [200] * CLIENTS
         assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
         # An encoder that hangs is missed by the next prompt only.
         status, answer = target.complete(**fields)
@@ -267,20 +268,20 @@ def test_a_front_that_is_killed_takes_all_with_it_and_the_next_one_answers(
 ) -> None:
     """No client takes what it got for an answer; asked again, each request is answered once."""
     fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
-    with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(8) as pool:
+    with attacked(flavour, checkpoint, tmp_path) as target, ThreadPoolExecutor(CLIENTS) as pool:
         before, port = target.complete(**fields)[1]["choices"][0]["token_ids"], target.address[1]
         family = children_of(target.served.process.pid)
-        running = [pool.submit(stream, target, fields) for _ in range(8)]
+        running = [pool.submit(stream, target, fields) for _ in range(CLIENTS)]
         assert eventually(lambda: target.metric("xgpt_requests_running") >= 4, 30)
         os.kill(target.served.process.pid, signal.SIGKILL)
         assert all(not is_whole and num_tokens < 450 for num_tokens, is_whole in (one.result() for one in running))
         assert family and eventually(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in family), 60)
-    with attacked(flavour, checkpoint, tmp_path, "--port", str(port)) as target, ThreadPoolExecutor(8) as pool:
+    with attacked(flavour, checkpoint, tmp_path, "--port", str(port)) as target, ThreadPoolExecutor(CLIENTS) as pool:
         assert target.address[1] == port
-        answers = [one.result() for one in [pool.submit(target.complete, **fields) for _ in range(8)]]
-        assert [status for status, _ in answers] == [200] * 8
+        answers = [one.result() for one in [pool.submit(target.complete, **fields) for _ in range(CLIENTS)]]
+        assert [status for status, _ in answers] == [200] * CLIENTS
         assert all(answer["choices"][0]["token_ids"] == before for _, answer in answers)
-        assert target.metric("xgpt_output_tokens_total") == 8 * 450
+        assert target.metric("xgpt_output_tokens_total") == CLIENTS * 450
 
 
 @pytest.mark.point(27)
