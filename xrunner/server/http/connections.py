@@ -27,8 +27,9 @@ from xrunner.server.request_info import ABORT
 
 HEAD_TIMEOUT_S = 10.0
 """Time for a TLS handshake, and for a request's head; the wait for the first request counts."""
-KEEP_ALIVE_S = 60
-"""Longer than clients keep idle connections, so that the server never closes one as a request arrives."""
+KEEP_ALIVE_S = 120
+"""Longer than proxies and clients keep idle connections (Go 90 s, nginx 60 s), so that the server never closes one as a
+request arrives."""
 WRITE_TIMEOUT_S = 30.0
 """Time in which a client must read what has been written to it, at most 64 KiB."""
 REST_TIMEOUT_S = 5.0

@@ -246,3 +246,8 @@ def test_a_body_in_too_many_chunks_is_refused(url: str) -> None:
         client.sendall(chunked([b" "] * 600))
         answer = read_all(client)
     assert status(answer) == 400 and b"512 chunks" in answer
+
+
+def test_idle_connections_outlive_the_pools_of_proxies() -> None:
+    """Go's pools keep a connection for 90 s; one that was closed after 60 s lost the request that came next."""
+    assert connections.KEEP_ALIVE_S > 90
