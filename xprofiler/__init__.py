@@ -1,6 +1,6 @@
-"""Step times of a model on a device: measured through xrunner's own layers, or computed from a datasheet.
+"""Find a model's step times on a device: measured on xrunner's own layers, computed from a datasheet, or imported.
 
-A ModelSpec and a ClusterSpec enter, a Profile leaves. Only `xprofiler.measure` loads torch.
+The input is a ModelSpec and a ClusterSpec; the output is a Profile. Only `xprofiler.measure` loads torch.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -9,8 +9,8 @@ from typing import Literal
 from xgpt.core.version import __version__
 
 GENERATIONS = {"cpu": 14, "gpu": 11}
-"""Raise a device's whenever steps are executed, or measured, differently there: its older profiles are then not used
-for planning."""
+"""Increment a device's number whenever steps are executed or measured differently there; older profiles are then not
+used for planning."""
 
 
 def native_version(device_type: Literal["cpu", "gpu"]) -> str:
@@ -19,7 +19,7 @@ def native_version(device_type: Literal["cpu", "gpu"]) -> str:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of the installed libraries that steps run on."""
+    """Return the versions of the installed libraries that execute steps."""
     versions = {}
     for name in ("torch", "numba", "numpy"):
         try:

@@ -1,6 +1,6 @@
-"""Compile kernels in processes of their own before a machine is measured: what they compile is kept on disk.
+"""Compile kernels in separate processes before a machine is measured, and keep them on disk.
 
-On a machine that has compiled nothing yet, attention and the run by counts take most of a minute of one core.
+On a machine that has compiled nothing yet, attention and the run by counts take most of a minute on one core.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from xgpt.core.io import write_atomic
 from xgpt.core.schema import DType, ModelSpec
 
 MOST_S = 180.0
-"""Seconds after which a process is left to itself."""
+"""Seconds after which a process is no longer waited for."""
 
 
 class Ahead:
-    """Processes that compile what a model's profile and its first plan need, unless that has been done here before.
+    """Processes that compile the kernels for a model's profile and its first plan, unless they are on disk already.
 
-    One that fails changes nothing: its kernels are compiled later. The context ends processes that still run.
+    A process that fails does no harm: its kernels are compiled later. Leaving the context ends processes that still
+    run.
 
     Args:
         is_cpu: whether the model runs on this machine's CPUs; otherwise nothing is compiled.
@@ -58,7 +59,7 @@ class Ahead:
             process.wait()
 
     def wait(self) -> None:
-        """Return when all have ended."""
+        """Wait until all processes have ended."""
         for mark, process in self._processes.items():
             with suppress(subprocess.TimeoutExpired, MachineError):
                 if process.wait(MOST_S) == 0:

@@ -1,16 +1,16 @@
-"""Compute a profile from a datasheet: a roofline for each operator, one set of efficiencies for each device kind.
+"""Compute a profile from a datasheet: a roofline for each operator, with one set of efficiencies per kind of device.
 
     product of n tokens with W weights   max(2 n W / (FLOP/s eff), bytes(W) / (bandwidth eff)) + fixed
-    the same of experts                  the sum over those of the busiest device, each read if a token meets it
+    the same for experts                 the sum over the busiest device's experts, each read if a token uses it
     attention of prompts of length L     FLOPs (1 + half length / L) / (FLOP/s eff) + fixed
     attention of decode                  K/V bytes / (bandwidth eff) + fixed
     all-reduce of b bytes over t         2 (t-1)/t b / (link eff) + fixed, or 2 (t-1) hops
     from one device to another           b / (link eff) + one hop
 
-A group of t devices shares matrices, heads and vocabulary evenly. Where layers are of several kinds
-(`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on what is kept of each token, which every
-device of a group holds as a whole. A recurrent block reads and writes its state; sparse attention scores all tokens
-with its index, and reads the best. Source: ExeGPT sec. 3 names what is profiled.
+A group of t devices divides matrices, heads and vocabulary evenly. If a model has several kinds of layers
+(`ModelSpec.kinds`), a layer's times are their mean. Latent attention decodes on the latent state of each token, which
+every device of a group holds completely. A recurrent block reads and writes its state; sparse attention scores all
+tokens with its index and reads the best. Source: ExeGPT sec. 3 for the list of operators.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from xprofiler.experts import Routing
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NUM_PRODUCTS = 4
-"""Matrix products of a layer without cross-attention: Q, K and V together, attention output, feed-forward's two."""
+"""Number of matrix products in a layer without cross-attention: Q, K and V together, attention output, feed-forward's
+two."""
 LENGTHS = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 A40_EFFICIENCY = Efficiency(
@@ -62,7 +63,7 @@ A40_EFFICIENCY = Efficiency(
     step_s=200e-6,
     source="ExeGPT Table 6: OPT-13B on four A40",
 )
-"""Efficiencies for kinds of device that state none."""
+"""Efficiencies of kinds of device that state none."""
 
 
 def profile(
@@ -72,11 +73,11 @@ def profile(
     engine: EngineSpec | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Compute the tables of every tensor-parallel degree that fits in a node, and of the ways to divide experts within.
+    """Return the tables of every tensor-parallel degree that fits in a node, for each way to divide experts.
 
     Args:
         kv_dtype: type of K/V; None: the dtype.
-        engine: the engine whose loop surrounds the kernels; None: the loop of the device's efficiencies.
+        engine: the engine whose loop is added to the kernels; None: the loop in the device's efficiencies.
 
     Raises:
         InputError: the cluster's device has no rate for this dtype.
@@ -106,7 +107,7 @@ def profile(
 
 
 def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Tensor-parallel degrees, each with the expert-parallel degrees within it: one, and all devices of the group."""
+    """Return the tensor-parallel degrees, each with its expert-parallel degrees: one, and all devices of the group."""
     degrees = tp_degrees(spec, cluster)
     experts = [kind.experts for kind in spec.kinds if kind.experts is not None]
     if not experts:
@@ -120,9 +121,9 @@ def groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]
 
 
 def shared_groups(spec: ModelSpec, cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """Return tensor-parallel degrees with larger numbers of devices over which such groups may spread the experts.
+    """Return tensor-parallel degrees with larger numbers of devices over which several groups may spread the experts.
 
-    Those are the devices of a node, and of all nodes.
+    These numbers are the devices of a node and of all nodes.
     """
     found = [kind.experts for kind in spec.kinds if kind.experts is not None]
     linked = cluster.num_devices if cluster.inter_node is not None else cluster.devices_per_node
@@ -142,9 +143,9 @@ def _shares_experts(experts: Experts, slices: int, ep: int) -> bool:
 
 
 def tp_degrees(spec: ModelSpec, cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the powers of two that a node holds and that divide heads and feed-forward block evenly.
+    """Return the powers of two that fit in a node and that divide heads and feed-forward block evenly.
 
-    Where there are fewer key/value heads than devices, devices hold copies of them.
+    If there are fewer key/value heads than devices, devices hold copies of them.
     """
     most = cluster.devices_per_node if cluster.intra_node is not None else 1
     degrees = (2**i for i in range(most.bit_length()))
@@ -185,13 +186,13 @@ def transfers(spec: ModelSpec, cluster: ClusterSpec, dtype: DType, kv_dtype: DTy
     return {
         "hop": sent(cluster.intra_node, hidden_bytes, 1),
         "inter_node_hop": sent(cluster.inter_node, hidden_bytes, 1),
-        # Into host memory and out of it at once, a layer behind: two latencies, and the time of one copy.
+        # The copies into and out of host memory overlap, one layer apart: two latencies, and the time of one copy.
         "kv_transfer": sent(cluster.host, kv_bytes, 2),
     }
 
 
 class Kernels:
-    """Seconds of the operators on one kind of device.
+    """Computes the seconds of operators on one kind of device.
 
     Raises:
         InputError: the device states no rate for the dtype, or no bandwidth.
@@ -208,11 +209,13 @@ class Kernels:
         rate, bandwidth = device.flops_per_s.get(dtype), device.memory_bandwidth_bytes_per_s
         if rate is None or bandwidth is None:
             raise InputError(
-                "cluster.device", device.name, f"it states no {dtype} rate or no memory bandwidth; add them to its YAML"
+                "cluster.device",
+                device.name,
+                f"it states no {dtype} rate or no memory bandwidth; add them to its YAML file",
             )
         efficiency = device.efficiency or A40_EFFICIENCY
         self.elementwise = efficiency.kv
-        """Share of memory bandwidth that norms and activations (in half precision) reach."""
+        """Share of memory bandwidth that norms and activations (in half precision) achieve."""
         if dtype == "float8" and device.efficiency_float8 is not None:
             efficiency = device.efficiency_float8
         times = {} if engine is None else {"layer_s": engine.layer_s, "step_s": engine.step_s}
@@ -225,7 +228,7 @@ class Kernels:
     def matrix(
         self, tokens: float, params: float, num_products: float = 1, stored: Quantization | None = None
     ) -> float:
-        """Return the seconds of products whose weights have `params` elements together.
+        """Return the seconds of matrix products whose weights have `params` elements in all.
 
         Args:
             stored: how these weights are stored; None: in the dtype.
@@ -234,7 +237,7 @@ class Kernels:
         return max(tokens * params * compute_s, params * read_s) + num_products * self.efficiency.product_s
 
     def grouped(self, tokens: float, params: float, routing: Routing, stored: Quantization | None = None) -> float:
-        """Return the seconds of two products of experts of `params` weights each, on the busiest device."""
+        """Return the seconds of experts with two matrix products of `params` weights each, on the busiest device."""
         compute_s, read_s = self._per_weight(stored)
         loads, hits = routing.expected(tokens)
         return float(params * np.maximum(loads * compute_s, hits * read_s).sum()) + 2 * self.efficiency.product_s
@@ -248,29 +251,29 @@ class Kernels:
         return 2 / (rate * self.efficiency.matrix), size / (self._bandwidth * self.efficiency.weights)
 
     def prompt_attention(self, batch: int, length: int, heads_dim: float, *, causal: bool) -> float:
-        """Return the seconds of scores and values; a causal mask leaves out half of the products."""
+        """Return the seconds of attention over prompts; a causal mask halves the products."""
         flops = (2 if causal else 4) * batch * length * (length + self.efficiency.attention_half_length) * heads_dim
         return flops / (self._rate * self.efficiency.attention) + self.efficiency.attention_s
 
     def decode_attention(self, batch: int, context: int, kept_bytes: float) -> float:
-        """Return the seconds of reading `kept_bytes` of each token."""
+        """Return the seconds of reading `kept_bytes` for each token in the context."""
         return batch * context * kept_bytes / (self._bandwidth * self.efficiency.kv) + self.efficiency.attention_s
 
     def latent_attention(self, batch: int, context: int, heads: float, latent: LatentAttention) -> float:
-        """Return the seconds of a decode on latent K/V, which all heads share."""
+        """Return the seconds of decoding on latent K/V, which all heads share."""
         kept = latent.kept_per_token
         read = batch * context * kept * BYTES_PER_ELEMENT[self.kv_dtype] / (self._bandwidth * self.efficiency.kv)
         flops = 2 * batch * context * heads * (kept + latent.kv_rank)
         return max(read, flops / (self._rate * self.efficiency.attention)) + self.efficiency.attention_s
 
     def index(self, pairs: float, read_bytes: float, indexer: Indexer) -> float:
-        """Return the seconds in which an index scores pairs of tokens, in eight bits on every device."""
+        """Return the seconds for an index to score pairs of tokens, in eight bits on every device."""
         flops = 2 * pairs * indexer.num_heads * indexer.head_dim
         read_s = read_bytes / (self._bandwidth * self.efficiency.kv)
         return max(read_s, flops / (self._eight_bits * self.efficiency.attention)) + self.efficiency.attention_s
 
     def recurrence(self, batch: int, length: int, recurrent: Recurrent, t: int) -> float:
-        """Return the seconds in which the states of a batch take in `length` tokens each, on one device of t."""
+        """Return the seconds for the states of a batch to process `length` tokens each, on one device of t."""
         share = min(t, recurrent.num_heads)
         moved_s = 2 * batch * recurrent.state_bytes / share / (self._bandwidth * self.efficiency.kv)
         flops = 6 * batch * length * recurrent.state_elements / share
@@ -280,17 +283,18 @@ class Kernels:
         return elements * self.size / self._bandwidth
 
     def all_reduce(self, elements: float, devices: int) -> float:
-        """Return the seconds: twice around a ring, each hop with 1/t of the data, or in one kernel."""
+        """Return the seconds of an all-reduce: twice around a ring, each hop with 1/t of the data, or in one kernel."""
         return self._around(elements, devices, 2)
 
     def all_gather(self, elements: float, devices: int) -> float:
-        """Return the seconds in which each device gets all `elements`."""
+        """Return the seconds of an all-gather, after which each device has all `elements`."""
         return self._around(elements, devices, 1)
 
     def exchange(self, sent_bytes: float, devices: int) -> float:
-        """Return the seconds in which each device sends each other one its share of `sent_bytes`, and gets as much.
+        """Return the seconds of an all-to-all, in which each device sends its share of `sent_bytes` to each other
+        device.
 
-        What stays in the node and what leaves it pass at once; a device has an adapter of its own.
+        Traffic within the node and between nodes overlaps; each device has its own network adapter.
         """
         assert self._link is not None
         near = min(devices, self._per_node)
@@ -332,7 +336,9 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
     def rest(tokens: int) -> float:
         shared = num_all_reduces * kernels.all_reduce(tokens * spec.hidden_size, t)
         if spec.norms_span_heads:
-            shared += kernels.all_reduce(8 * tokens / kernels.size, t)  # squares of queries and keys, in float32
+            shared += kernels.all_reduce(
+                8 * tokens / kernels.size, t
+            )  # sums of squares of queries and keys, in float32
         return products(tokens) + shared + kernels.efficiency.layer_s
 
     encode_attention, decode_attention = _attention(spec, kernels, t)
@@ -348,7 +354,8 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
 
 
 def _all_reduces(spec: ModelSpec) -> float:
-    """Return the all-reduces of a layer in the mean: one after what mixes tokens, one after what follows."""
+    """Return the mean number of all-reduces in a layer: one after attention or recurrence, one after the feed-forward
+    block."""
     if spec.is_encoder_decoder:
         return 3
     of_kind = [
@@ -364,7 +371,7 @@ def _share_with_experts(spec: ModelSpec) -> float:
 
 
 def _mean(spec: ModelSpec, values: Sequence[float]) -> float:
-    """Return the mean over layers of what each kind of them takes."""
+    """Return the mean over layers of a value for each kind of layer."""
     if len(values) == 1:
         return values[0]
     counts = [len(kind.layers) for kind in spec.kinds]
@@ -372,12 +379,13 @@ def _mean(spec: ModelSpec, values: Sequence[float]) -> float:
 
 
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
-    """Return a function: seconds of a layer's matrix products, by tokens, on the busiest device of a group.
+    """Return a function that gives the seconds of a layer's matrix products by tokens, on the busiest device of a
+    group.
 
-    The weights of copied key/value heads are left out.
+    The weights of copied key/value heads are not counted.
 
     Args:
-        left_out: weights that belong to another table.
+        left_out: number of weights that belong to another table.
     """
     if spec.is_encoder_decoder:
         params = spec.decoder_layer_params / t - left_out
@@ -387,7 +395,7 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
 
 
 def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
-    """Return a function: seconds of the matrix products of one kind of layer, by tokens."""
+    """Return a function that gives the seconds of the matrix products of one kind of layer, by tokens."""
     sizes, stored, experts = spec.sizes, spec.quantization, kind.experts
     by_format: dict[Quantization | None, list[float]] = {}
 
@@ -409,7 +417,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
     routing, each = Routing(experts, ep), sizes.expert(kind) / max(1, t // ep)
     of_experts = None if stored is None else stored.of("experts")
     sharing = max(1, ep // t)
-    # Tokens are sent in eight bits where products take them so, and come back in the activations' type.
+    # Tokens are sent in eight bits if the experts compute in eight bits, and come back in the activations' type.
     there = 1 if of_experts is not None and of_experts.computes_in_eight_bits else kernels.size
     sent = experts.active * experts.width_in(spec.hidden_size) / t
 
@@ -423,7 +431,7 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
 
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
-    """Return attention of prompts and of decode: the mean over the kinds of layers."""
+    """Return the seconds of attention of prompts and of decode: the mean over the kinds of layers."""
     kinds = [_Mixing(spec, kind, kernels, t) for kind in spec.kinds]
     return (
         surface(lambda b, length: _mean(spec, [kind.prompt(b, length) for kind in kinds])),
@@ -432,7 +440,7 @@ def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surf
 
 
 class _Mixing:
-    """Seconds in which one kind of layer mixes tokens, on one device of a group of t."""
+    """Computes the seconds of attention and recurrence in one kind of layer, on one device of a group of t."""
 
     def __init__(self, spec: ModelSpec, kind: Block, kernels: Kernels, t: int) -> None:
         self._kernels, self._kind, self._t = kernels, kind, t
@@ -440,7 +448,7 @@ class _Mixing:
             self._heads = attention.num_heads / t
             self._width = (attention.head_dim + attention.values) / 2
             self._kept_bytes = spec.kv_bytes_of(kind, kernels.kv_dtype, t) - attention.index_bytes
-            if not attention.keeps:  # it reads what an earlier layer keeps
+            if not attention.keeps:  # it reads the K/V of an earlier layer
                 kept = attention.model_copy(update={"keeps": True}).kept_elements(t)
                 self._kept_bytes = kept * BYTES_PER_ELEMENT[kernels.kv_dtype]
 
@@ -460,13 +468,13 @@ class _Mixing:
             reach = round(length / 2 / attention.compression) + (attention.window or 0)
         if reach is None or length <= reach:
             return seconds + kernels.prompt_attention(batch, length, self._heads * self._width, causal=True)
-        # Beyond the window each token sees all of it; up to there, half of it in the mean.
+        # Beyond the window each token attends to a whole window; within the first window, to half of it on average.
         fixed = kernels.efficiency.attention_s
         inside = kernels.prompt_attention(batch, reach, self._heads * self._width, causal=True) - fixed
         return seconds + inside * (1 + 2 * (length - reach) / reach) + fixed
 
     def decode(self, batch: int, context: int) -> float:
-        """Return the seconds of a token of each of a batch of requests."""
+        """Return the seconds of decoding one token for each request of a batch."""
         kernels, seconds = self._kernels, 0.0
         if self._kind.recurrent is not None:
             seconds += kernels.recurrence(batch, 1, self._kind.recurrent, self._t)
@@ -500,7 +508,7 @@ def _encoder_layer(spec: ModelSpec, kernels: Kernels, t: int) -> EncoderLayerTim
 
 
 def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
-    """Return the head's seconds: each device computes its share of the logits, and all gather them."""
+    """Return the head's seconds: each device computes its share of the logits, which are then gathered."""
 
     def head(rows: int) -> float:
         product = kernels.matrix(rows, spec.vocab_size * spec.hidden_size / t)
@@ -510,7 +518,7 @@ def _head(spec: ModelSpec, kernels: Kernels, t: int) -> Curve:
 
 
 def loop(step_s: float, engine: EngineSpec | None) -> Curve:
-    """Return the seconds of an engine's loop for a step, by its requests."""
+    """Return the seconds of an engine's loop for a step, by its number of requests."""
     each = 0.0 if engine is None else engine.request_s or 0.0
     return curve(lambda n: step_s + n * each, (1, BATCHES[-1]))
 

@@ -1,10 +1,9 @@
 """Measure the points of a profile on a worker.
 
-Points are measured in several passes over all of them, once a pass, and each point's time is their mean: what a run
-pays on average. The clock of a shared machine changes between two or three rates about every second; a median of few
-would take one of the rates for all, and a different one at each point. Layers are run one after the
-other, as in a step, so that weights and K/V come from memory and not from a cache that only a benchmark would have
-warm.
+Each point is measured once in each of several passes, and its time is the mean, which is what a run pays on average.
+The clock of a shared machine changes between two or three rates about every second; a median of a few calls would pick
+one of the rates, and a different one for each point. Layers are run one after the other, as in a step, so weights and
+K/V come from memory and not from a cache that is warm only in benchmarks.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ from xrunner.worker import Worker
 
 BLOCK_SIZE = 16
 TOKENS = (*range(1, 15), 16, 17, 18, 20, 24, 28, 32, 40, 48, 56, 64, 96, 128, 256, 512, 1024, 2048)
-"""All small numbers: matrix kernels take rows in blocks, and 3, 11, 13, 14 or 17 rows cost 4 to 8% of
-a step more than interpolation between multiples of four gives. A saturated engine's steps are as large as its budget;
-those of
-an engine under arrivals have any size."""
+"""All small numbers are measured: matrix kernels process rows in blocks, and 3, 11, 13, 14 or 17 rows cost 4 to 8% of a
+step more than interpolation between multiples of four says. A saturated engine's steps are as large as its budget; with
+arriving requests, steps have any size."""
 STAIR = 128
-"""Tokens: a GPU's products take rows in tiles, so that large steps take longer in stairs of about as many."""
+"""Tokens between points for large steps on a GPU: its matrix products process tiles of about as many rows, so times
+rise in stairs."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
-"""Half a block less than whole blocks: kernels read whole blocks, half a block too much on average."""
+"""Half a block less than whole blocks, since kernels read whole blocks: half a block too much on average."""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
-"""Length of prompts in measured whole steps: attention is so small a part of them that the error of its measurement
-does not affect the rest of a layer."""
+"""Length of prompts in measured whole steps; their attention takes so little time that its measurement error does not
+affect the rest of a layer."""
 TYPICAL_STEP = [(100, 1)] * 8 + [(0, 128)]
-"""A step that is measured repeatedly, for the profile's spread. (tokens before, tokens now) of each sequence."""
+"""A step that is measured repeatedly for the profile's spread: (tokens before, tokens now) of each sequence."""
 SHORT_STEP = [(100, 1)]
-"""The shortest step that is served; it is measured `SHORT_STEPS` times with each typical one, for the jitter."""
+"""The shortest step of a server; it is measured `SHORT_STEPS` times with each typical step, for the jitter."""
 SHORT_STEPS = 6
 JITTER_QUANTILES = 100
-"""Number of evenly spaced quantiles of short steps' times that are kept."""
+"""Number of evenly spaced quantiles of short steps' times in a profile."""
 JOBS_A_STEP = 16
-"""Points after which the typical step is measured again, and after which workers wait for each other."""
+"""Number of points after which the typical step is measured again and workers wait for each other."""
 STEPS_A_STRETCH = 3
-"""Consecutive typical steps: together they vary about as much as the steps of one request."""
+"""Number of consecutive typical steps that vary together about as much as the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six times more."""
+"""If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six more times."""
 BRIEF_PASSES, BRIEF_TOKENS = 2, 256
-"""Passes, and the tokens of the largest step, that are measured on a busy machine."""
+"""On a busy machine: number of passes, and tokens of the largest measured step."""
 LEAST_TRIMMED = 3
-"""Calls of a point up to which all count."""
+"""With up to this number of calls, all of a point's calls count."""
 THREADS_ROUNDS = 3
-"""Turns of each number of threads that may be the fastest."""
+"""How often each number of threads is tried."""
 MAX_STEP_TOKENS = 2048
 """Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
 MAX_CACHED_TOKENS = 16384
@@ -77,21 +76,21 @@ MAX_CACHED_TOKENS = 16384
 NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 
 Sizes = Sequence[tuple[int, int]]
-"""Sequences of a batch, decodes first. Of a decoder-only model: (tokens before, tokens now); of an encoder-decoder:
-(prompt tokens, the decoder's tokens before), where 0 before means that the prompt is encoded."""
+"""Sequences of a batch, decodes first. For a decoder-only model: (tokens before, tokens now). For an encoder-decoder:
+(prompt tokens, the decoder's tokens before); 0 before means that the prompt is encoded."""
 Progress = Callable[[int, int, str], None]
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
-"""Seconds by name and sizes."""
+"""Seconds of each point, by its name and sizes."""
 
 
 @dataclass(frozen=True)
 class Points:
-    """Where a model is measured, as far as its context reaches.
+    """The points at which a model is measured, within its context.
 
     Attributes:
-        encode, decode: (batch, length) of attention: the tables' and those of the steps.
-        steps: whole steps by their tokens: short decodes as far as batches go, short prompts beyond. Sequences are
+        encode, decode: (batch, length) of attention: those of the tables and of the steps.
+        steps: whole steps by their tokens: short decodes up to the largest batch, short prompts beyond. Sequences are
             (tokens before, tokens now).
     """
 
@@ -132,8 +131,8 @@ def curve(measured: Timings, name: str, points: Collection[int]) -> Curve:
 def spread(steps: Sequence[float]) -> float:
     """Return the share by which the 90th percentile of means of a few steps exceeds the overall mean.
 
-    Of stretches, not of single steps: what one long stall adds to the mean can lie above nine tenths of single steps,
-    and then nothing would be left for the machine's slow moments.
+    Single steps would not do: one long stall can raise the mean above nine tenths of all single steps, and the result
+    would be 0 despite the machine's slow moments.
 
     Args:
         steps: seconds in the order of measurement; at least `STEPS_A_STRETCH`.
@@ -144,7 +143,7 @@ def spread(steps: Sequence[float]) -> float:
 
 
 def jitter_of(steps: Sequence[float]) -> Timings:
-    """Return the mean of short steps, and quantiles of single ones over it."""
+    """Return the mean of short steps, and quantiles of the ratios of single steps to it."""
     levels = (np.arange(JITTER_QUANTILES) + 0.5) / JITTER_QUANTILES
     mean = statistics.fmean(steps)
     ratios = np.quantile(steps, levels) / mean
@@ -153,7 +152,7 @@ def jitter_of(steps: Sequence[float]) -> Timings:
 
 
 def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> list[tuple[str | int, ...]]:
-    """Return the share of points whose means are the least certain."""
+    """Return the quarter of the points whose means are the least certain."""
 
     def error(values: Sequence[float]) -> float:
         return statistics.stdev(values) / statistics.mean(values) if len(values) > 1 else math.inf
@@ -163,20 +162,20 @@ def least_certain(times: Mapping[tuple[str | int, ...], Sequence[float]]) -> lis
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """Return the mean seconds of a call without the shortest and the longest, if there are four or more.
+    """Return the mean seconds of a call, without the shortest and the longest if there are at least four.
 
-    Other work makes a tenth of the calls much longer. In a plain mean it would make some points of a profile too long,
-    and others not.
+    Other processes make a tenth of the calls much longer. In a plain mean, that would make some points too long and
+    others not.
     """
     ordered = sorted(values)
     return statistics.mean(ordered[1:-1] if len(ordered) > LEAST_TRIMMED else ordered)
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points that are measured on a busy machine: counts that are powers of two, every second length.
+    """Return the points to measure on a busy machine: counts that are powers of two, every second length.
 
-    Of large steps none is: `filled` extends the line of smaller ones. Attention is no line, so that its longest single
-    prompts stay.
+    Large steps are not measured: `filled` extends the line of smaller ones. Attention is not linear, so its longest
+    single prompts are measured.
     """
     lengths: dict[str | int, list[int]] = {}
     for name, *sizes in keys:
@@ -194,7 +193,8 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
 
 def filled(measured: Timings, wanted: Iterable[tuple[str | int, ...]]) -> Timings:
-    """Return the times of all points: as measured, or on the line through the nearest two that differ in one size."""
+    """Return the times of all points: measured, or on the line through the nearest two points that differ in one
+    size."""
     times, missing = dict(measured), [key for key in wanted if key not in measured]
     while missing:
         found = {key: time for key in missing if (time := _on_line(times, key)) is not None}
@@ -230,7 +230,7 @@ class Bench:
     Args:
         meet: waits for all workers that measure together, which must make the same calls; None: there is one worker.
         in_group: whether they compute one model together, so that a call of one waits for the others.
-        is_brief: the machine is busy: measure few points, twice, and interpolate the others.
+        is_brief: whether to measure only few points, twice, and interpolate the others, because the machine is busy.
         clock: returns the time in seconds.
     """
 
@@ -268,9 +268,9 @@ class Bench:
 
     def measure(self) -> Timings:
         """Return the mean of each point, the spread of a typical step and the jitter of a short one; first calls are
-        left out as warm-up.
+        warm-up.
         """
-        # Unwritten pages would all be read as one page of zeros, which stays in the processor's cache.
+        # All unwritten pages would be read as one page of zeros, which stays in the processor's cache.
         for cache in self.worker.cache.layers:
             cache.fill_(0.1)
         jobs = self.jobs()
@@ -319,7 +319,8 @@ class Bench:
     # Points, each in seconds ---------------------------------------------------------------------------------
 
     def attention(self, sequences: Sizes) -> float:
-        """Return one layer's attention, the mean of all layers; sequences are (tokens before, tokens now)."""
+        """Return the seconds of one layer's attention, the mean of all layers; sequences are (tokens before, tokens
+        now)."""
         caches, batch = self.worker.cache.layers, self.batch(sequences)
         q, k, v = self.queries_keys_values(len(batch.token_ids))
         model = self.worker.model
@@ -342,7 +343,7 @@ class Bench:
         return self.seconds(self.as_served(lambda: model.embed(batch), "embedding", *sequences))
 
     def all_layers(self, sequences: Sizes) -> float:
-        """Return the seconds of embedding and layers, of which the last is like the others."""
+        """Return the seconds of embedding and layers; the last layer computes as much as the others."""
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
         cache, backend = self.worker.cache, self.worker.backend
@@ -354,9 +355,9 @@ class Bench:
         return self.seconds(self.as_served(run, "all layers", *sequences))
 
     def last_layer(self, sequences: Sizes) -> float:
-        """Return the seconds of what the last layer does for tokens whose logits are not wanted, attention apart.
+        """Return the last layer's seconds for tokens whose logits are not needed, without attention.
 
-        It is the mean of all layers, so that weights come from memory.
+        It is the mean of running every layer like that, so that weights come from memory.
         """
         model, batch = self.worker.model, self.batch(sequences)
         assert isinstance(model, DecoderModel)
@@ -372,7 +373,7 @@ class Bench:
         return self.seconds(self.as_served(run, "last layer", *sequences)) / len(model.layers)
 
     def head(self, num_rows: int) -> float:
-        """Return the seconds of final norm, logits and choice of tokens, which are copied to the host."""
+        """Return the seconds of final norm, logits and sampling, with the copy of the tokens to the host."""
         model = self.worker.model
         assert isinstance(model, DecoderModel | EncoderDecoderModel)
         rows = self.random(num_rows, self.spec.hidden_size)
@@ -384,7 +385,7 @@ class Bench:
         return self.seconds(self.as_served(run, "head", num_rows))
 
     def overhead(self, num_requests: int) -> float:
-        """Return the seconds of the engine's step without the model: rule, pool, batch, settling."""
+        """Return the seconds of the engine's step without the model: scheduling, building the batch, and settling."""
         worker = ModelFree(self.worker)
         pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
@@ -401,7 +402,7 @@ class Bench:
         return statistics.mean(seconds)
 
     def run_products(self) -> None:
-        """Run a typical step's products, without attention: what they need is compiled when it is first run."""
+        """Run a typical step's matrix products without attention, so that their kernels are compiled."""
         self.last_layer(self.typical_sequences)
         self.head(len(self.typical_sequences))
 
@@ -417,10 +418,11 @@ class Bench:
         return self.seconds(lambda: self.worker.next_tokens(batch))
 
     def as_served(self, run: Callable[[], object], *what: object) -> Callable[[], object]:
-        """Return a part of a step the way that it is served: on a GPU captured, where a worker's steps are.
+        """Return a function that runs a part of a step as in service: captured in a CUDA graph if the worker's steps
+        are.
 
-        Launched one by one, short kernels would wait for the host. Each part is captured once: between the calls of
-        later passes the GPU is as little idle as in service, and its clock as low as the work makes it.
+        Launched one by one, short kernels would wait for the host. Each part is captured once, so in later passes the
+        GPU is as busy, and its clock as low, as in service.
         """
         if not isinstance(self.worker, AheadWorker):
             return run
@@ -432,7 +434,7 @@ class Bench:
         return torch.randn(shape, dtype=self.worker.dtype, device=self.worker.cache.device)
 
     def queries_keys_values(self, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one layer. # each [tokens, heads, head_dim]"""
+        """Return random queries, keys and values of one layer. # each [tokens, heads, head_dim]"""
         heads, kv_heads, size = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
         if self.spec.latent is not None:
             kv_heads, size = 1, self.spec.latent.kept_per_token
@@ -445,7 +447,7 @@ class Bench:
         context_len = before + query_len
         width = -(-int(context_len.max()) // BLOCK_SIZE)
         num_tokens = int(query_len.sum())
-        # Equal tokens would all be routed to the same experts, and take a GPU less power, which lets its clock rise.
+        # Equal tokens would all go to the same experts, and would need less power on a GPU, which lets its clock rise.
         tokens = np.random.default_rng(num_tokens).integers(self.spec.vocab_size, size=num_tokens)
         tables = np.arange(len(sequences) * width, dtype=np.int32).reshape(len(sequences), width)
         return make_batch(
@@ -458,7 +460,7 @@ class Bench:
 
 
 class ModelFree(Worker):
-    """A worker that does all bookkeeping, but runs no model."""
+    """A worker that does all bookkeeping but runs no model."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.model, worker.cache, worker.backend)
@@ -473,7 +475,7 @@ def _prompt_tokens(key: tuple[str | int, ...]) -> int:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the seconds of a call, with everything that it launches and nothing launched before."""
+    """Return the seconds of a call, including all kernels that it launches and none launched before."""
     _wait_for_gpu()
     started = clock()
     run()
@@ -495,14 +497,14 @@ def thread_counts() -> list[int]:
 def seconds_by_threads(bench: Bench, part: int = 0, parts: int = 1) -> dict[int, float]:
     """Return a typical step's seconds with each number of threads that may be the fastest, on cores as in service.
 
-    On a small shared machine one can beat two, and small models gain nothing by more than one.
+    On a small shared machine one thread can beat two, and small models gain nothing from more than one.
 
     Args:
         part, parts: see `take_cores`.
     """
     counts = thread_counts()
     times: dict[int, list[float]] = {threads: [] for threads in counts}
-    for threads in counts * THREADS_ROUNDS:  # by turns: other work of a moment then slows all of them
+    for threads in counts * THREADS_ROUNDS:  # in turn, so that a busy moment slows all of them
         torch.set_num_threads(threads)
         bench.meet()
         with own_cores(part, parts):

@@ -14,7 +14,7 @@ BLOCKS, BLOCK_SIZE = 128, 16
 
 
 def main() -> None:
-    """Run a step of one layer of a model with one thread, and with all; nothing of a model whose layers differ."""
+    """Run a step of a model with one layer, with one thread and with all; do nothing if the model's layers differ."""
     dtype, kv_dtype, text = sys.argv[1:]
     spec = ModelSpec.model_validate_json(text)
     if spec.blocks:

@@ -1,9 +1,9 @@
 """Measure step times of an encoder-decoder: its encoder's layers, and its decoder's with their cross-attention.
 
-A decode step less self- and cross-attention, embedding and head gives the rest of a
-decoder layer. A step that encodes also passes the decoder, with the decoder's start token: less all of that, and
-less computing the prompts' keys and values, it gives the rest of an encoder layer. So the parts of a step add up to
-measured whole steps, in the way in which `xsimulator.costs.step_cost` adds them.
+The rest of a decoder layer is a decode step less self- and cross-attention, embedding and head. A step that encodes
+also passes the decoder with its start token; less that time and less the computation of the prompts' keys and values,
+it gives the rest of an encoder layer. So the parts of a step add up to measured whole steps in the way in which
+`xsimulator.costs.step_cost` adds them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LEAST_PROMPT = 8
 
 @dataclass(frozen=True)
 class EncoderDecoderPoints:
-    """Where an encoder-decoder is measured, as far as its context reaches.
+    """The points at which an encoder-decoder is measured, within its context.
 
     Attributes:
         prompts: lengths of the encoder's attention.
         contexts: lengths of a decoder's attention, to its own tokens and to prompts.
-        decodes: whole steps that only decode, by their requests.
+        decodes: whole steps that only decode, by their requests: (prompt tokens, own tokens).
         encodes: whole steps that only encode, by their prompt tokens: (prompts, tokens of each).
-        encode, own, cross: (batch, length) of attention: the tables' and those of the steps.
+        encode, own, cross: (batch, length) of attention: those of the tables and of the steps.
     """
 
     prompts: list[int]
@@ -130,7 +130,7 @@ class CrossBench(Bench):
         return self.seconds(lambda: self.model.token_embedding(tokens))
 
     def encoder_attention(self, num_prompts: int, length: int) -> float:
-        """Seconds of one layer, with its share of what is computed once a step."""
+        """Return the seconds of one layer's attention, with its share of the work done once per step."""
         layers = self.spec.num_encoder_layers
         q, k, v = self.queries_keys_values(num_prompts * length)
         lengths = torch.full((num_prompts,), length, dtype=torch.int32, device=q.device)
@@ -143,7 +143,8 @@ class CrossBench(Bench):
         return self.seconds(run) / layers
 
     def own_attention(self, num_requests: int, num_own: int) -> float:
-        """Return one decoder layer's attention to its own tokens, with its share of what is computed once a step."""
+        """Return the seconds of a decoder layer's attention to its own tokens, with its share of the work done once per
+        step."""
         caches, batch = self.worker.cache.layers, self.batch([(LEAST_PROMPT, num_own - 1)] * num_requests)
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -156,7 +157,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def cross_attention(self, num_requests: int, length: int) -> float:
-        """Return one decoder layer's attention to prompts whose keys and values are in the cache."""
+        """Return the seconds of a decoder layer's attention to prompts whose keys and values are in the cache."""
         caches, batch = self.worker.cache.layers, recalling(self.batch([(length, 1)] * num_requests))
         q, k, v = self.queries_keys_values(num_requests)
 
@@ -167,7 +168,7 @@ class CrossBench(Bench):
         return self.seconds(run) / len(caches)
 
     def keys_and_values(self, num_tokens: int) -> float:
-        """Return the seconds in which a decoder layer computes keys and values from the encoder's output."""
+        """Return the seconds for a decoder layer to compute keys and values from the encoder's output."""
         model, caches = self.model, self.worker.cache.layers
         slots = recalling(self.batch([(num_tokens, 0)])).cache_slots
         memory = self.random(num_tokens, self.spec.hidden_size)
@@ -199,7 +200,8 @@ def layers_of(spec: ModelSpec, degree: int, measured: Timings, alone: Timings) -
     """Return a decoder layer's and an encoder layer's times at one degree.
 
     Args:
-        alone: of one device; the embedding is the profile's, so what it costs more or less here is in the layers.
+        alone: times on one device. A profile has only their embedding, so any difference from it is counted in the
+            layers.
     """
     points = EncoderDecoderPoints.of(spec)
 

@@ -1,8 +1,9 @@
-"""The range of a predicted figure, from the errors of predictions on rows that others measured.
+"""Compute the range of a predicted figure from the errors of predictions on published measurements.
 
-`configs/errors.json` holds, for each cell (load, engine, family of models, device, source of step times) and quantity,
-measured over predicted of its rows; `python -m benchmarks.truth --errors` writes it. A figure's range is that of its
-own cell. A cell with too few rows borrows from those that differ in one thing, then in more, and is widened for it.
+`configs/errors.json` holds the ratios of measured to predicted values for each cell (load, engine, family of models,
+device, source of step times) and quantity; `python -m benchmarks.truth --errors` writes it. A figure's range is that of
+its own cell. A cell with too few rows borrows from cells that differ in one respect, then in more, and its range is
+widened for that.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from xgpt.core.schema import Plan
 
 Quantity = Literal["throughput", "TTFT", "TPOT"]
 LEAST_ROWS = 12
-"""Rows that a range takes at least."""
+"""Least number of rows behind a range."""
 INSIDE = (0.05, 0.95)
 """Quantiles of the errors between which a range lies."""
 UNKNOWN = (0.5, 2.0)
-"""Range of what was never measured, as factors on the prediction."""
+"""Range of a figure that was never measured, as factors on the prediction."""
 SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("load", "engine", "family", "device", "profile"), 1.0),
     (("load", "engine", "family", "profile"), 1.15),
@@ -33,19 +34,20 @@ SAME: tuple[tuple[tuple[str, ...], float], ...] = (
     (("family", "profile"), 2.0),
     (("family",), 2.2),
 )
-"""What rows must have in common with the cell, one after the other, and the factor on the range's width for it."""
+"""What rows must have in common with the cell, tried in this order, with the factor on the range's width."""
 BORROWED = 1.25
-"""Factor on the width for an engine whose times are another's or another version's."""
+"""Factor on the width if the engine's times are those of another engine or version."""
 
 
 class Cell(NamedTuple):
-    """Figures of one cell have errors alike.
+    """A class of predictions that have similar errors.
 
     Attributes:
         load: open loop, closed loop, offline or disaggregated.
-        engine: framework.
+        engine: serving framework.
         family: dense or experts.
-        device, profile: its name, and the source of step times (imported or analytic).
+        device: name of the kind of device.
+        profile: source of step times (imported or analytic).
     """
 
     load: str
@@ -59,8 +61,8 @@ class Likely(NamedTuple):
     """A range as factors on a prediction.
 
     Attributes:
-        rows: measured rows that stand behind it; 0: none.
-        of: what these have in common with what is predicted.
+        rows: number of measured rows behind it; 0: none.
+        of: what these have in common with the prediction.
     """
 
     low: float
@@ -71,7 +73,7 @@ class Likely(NamedTuple):
 
 @cache
 def _errors() -> dict[str, list[tuple[Cell, list[float]]]]:
-    """Return measured over predicted by quantity and cell."""
+    """Return the ratios of measured to predicted values by quantity and cell."""
     path = configs_dir() / "errors.json"
     found: dict[str, list[tuple[Cell, list[float]]]] = {}
     for *cell, quantity, ratios in json.loads(path.read_bytes()) if path.is_file() else ():
@@ -83,7 +85,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False) -> Likely:
     """Return the range of a figure.
 
     Args:
-        borrowed: the engine's times are another's, so the range is wider.
+        borrowed: whether the engine's times are those of another engine, which widens the range.
     """
     for names, factor in SAME:
         same = [
@@ -99,7 +101,7 @@ def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False) -> Likely:
 
 
 def within(ratios: list[float], factor: float = 1.0) -> tuple[float, float]:
-    """Return the least and the most of a range, `factor` times as wide around its median as the errors are."""
+    """Return the ends of a range around the median, `factor` times as wide as that of the errors."""
     logs = np.log(ratios)
     middle = float(np.median(logs))
     low, high = (middle + factor * (float(np.quantile(logs, q)) - middle) for q in INSIDE)

@@ -1,4 +1,4 @@
-"""Read experts and latent attention from others' tables, for `imported`."""
+"""Read experts and latent attention from other projects' tables, for `xprofiler.imported`."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ Rows = dict[str, npt.NDArray[Any]]
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
-"""What the tables call a format of stored weights."""
+"""The tables' names for formats of stored weights."""
 DIVIDED = 0.9
-"""Share of one device's time at most that tables of experts divided among several may hold for the largest batch."""
+"""For the largest batch, experts divided among several devices must take at most this share of one device's time."""
 FASTER = {"w4a16_mxfp4": ("w4a8_mxfp4_mxfp8",)}
-"""Kernels of the same weights that round activations to eight bits, where a kind of device has them."""
+"""Kernels for the same weights that round activations to eight bits, on devices that have them."""
 SHARED_FROM = "trtllm"
-"""The framework whose kernels FlashInfer hands to the others; only its tables have them."""
+"""The framework whose kernels the others use through FlashInfer; only its own tables contain them."""
 EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
 )
 LATENT_COLUMNS = ("num_heads", "kv_cache_dtype", "gemm_type", "batch_size", "isl", "step", "latency")
 TABLE_RANKS = (512, 1536, 64, 128, 192)
-"""Of the only latent attention that was measured, DeepSeek-V3's: K/V's rank, the query's, and widths of a head's
-rotated part, its value and its query."""
+"""Sizes of the only latent attention in the tables, DeepSeek-V3's: ranks of K/V and query, and widths of a head's
+rotated part, value and query."""
 
 
 class ExpertTable:
-    """Grouped products of a model's experts on the busiest device of a group, routing included.
+    """The times of a model's experts on the busiest device of a group, routing included.
 
     Args:
-        tables: of the kind of device and framework.
-        dtype: what the tables call the products' type.
-        rounds: whether activations are rounded to eight bits, where a kind of device has kernels for it.
+        tables: tables of the kind of device and framework.
+        dtype: the tables' name for the type of the products.
+        rounds: whether activations are rounded to eight bits if there are kernels for that.
     """
 
     def __init__(self, tables: Tables, spec: ModelSpec, dtype: str, *, rounds: bool = False) -> None:
@@ -61,7 +61,7 @@ class ExpertTable:
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
     def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> dict[tuple[int, int], tuple[str, Array, Array]]:
-        """Of these kernels, from the first of these tables that measured a group."""
+        """Return routing, tokens and seconds of each group for these kernels, from the first table that measured it."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
         found: dict[tuple[int, int], tuple[str, Array, Array]] = {}
@@ -82,13 +82,13 @@ class ExpertTable:
 
     @property
     def groups(self) -> set[tuple[int, int]]:
-        """Pairs of the devices of a group and the parts into which they divide the experts."""
+        """Pairs of the number of devices of a group and the number of parts into which they divide the experts."""
         return set(self._held)
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
-        """Return what tokens take that choose their experts independently of each other. # [n] -> [n]
+        """Return the seconds of tokens that choose their experts independently of each other. # [n] -> [n]
 
-        Balanced tables deal tokens to experts in turn: that evens out devices, and meets more experts than chance does.
+        Balanced tables assign tokens to experts in turn, which balances devices and uses more experts than chance.
         """
         routing, points, seconds = self._held[t, ep]
 
@@ -105,10 +105,10 @@ class ExpertTable:
 
 
 def _of_groups(rows: Rows) -> dict[tuple[int, int], tuple[Array, Array]]:
-    """Logarithms of tokens and of seconds of each group: of several kernels, the fastest.
+    """Return logarithms of tokens and of seconds for each group; of several kernels, the fastest counts.
 
-    Left out are groups of which a table holds a few points alone, and those that cannot be: whole experts on each of
-    several devices that took as long as one device with all of them, and narrower slices that took longer.
+    Groups with only a few points are left out, and so are impossible ones: whole experts on several devices that took
+    as long as all of them on one device, and narrower slices that took longer than wider ones.
     """
     found: dict[tuple[int, int], tuple[Array, Array]] = {}
     usual = len(np.unique(rows["num_tokens"]))
@@ -137,7 +137,7 @@ def _distribution(experts: Experts, kinds: set[str]) -> str | None:
 def latent_attention(
     tables: Tables, spec: ModelSpec, heads: int, stored: str, slower: float
 ) -> tuple[Surface, Surface]:
-    """Return the whole of latent attention, projections included: of prompts and of decode.
+    """Return the seconds of latent attention with its projections, of prompts and of decode.
 
     Raises:
         InputError: these ranks were not measured, or not with this number of heads.
@@ -166,14 +166,14 @@ def latent_attention(
 
 
 def stored_as(quantization: Quantization | None, dtype: str) -> str:
-    """Return what the tables call the type of products with these weights."""
+    """Return the tables' name for the type of products with these weights."""
     return dtype if quantization is None else STORED[quantization.kind]
 
 
 def within_window(surface: Surface, spec: ModelSpec, *, prompts: bool) -> Surface:
-    """Return the mean over a model's layers, of which some see the last tokens alone, from times of those that see all.
+    """Return the mean over a model's layers, some of which have a sliding window, from times without a window.
 
-    Beyond the window a decode costs no more; a prompt's tokens cost what those at the window's end do.
+    Beyond the window, decoding costs no more, and each token of a prompt costs as much as at the window's end.
     """
     if (window := spec.sliding_window) is None:
         return surface

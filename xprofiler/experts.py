@@ -1,7 +1,7 @@
-"""The experts that a step's tokens are sent to, and what grouped products cost beyond the products of their tokens.
+"""Compute the expected load of experts, for the cost of a step.
 
-A step of n tokens reads the weights of those experts alone that at least one token is routed to. Where each expert is
-on one device of a group, the busiest device decides how long the group takes.
+A step reads the weights of only those experts to which at least one token is routed. If each expert is on one device of
+a group, the busiest device determines the group's time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Array = npt.NDArray[np.float64]
 
 
 def chances(experts: Experts) -> Array:
-    """Return by which chance a token is routed to each expert, the likeliest first. They add up to `active`.
+    """Return the probability that a token is routed to each expert, the highest first. They add up to `active`. #
+    [experts]
 
     Shares are quantiles of the power law x ** -skew between 1 and the number of experts; no expert sees a token twice.
     """
@@ -26,7 +27,7 @@ def chances(experts: Experts) -> Array:
     power = 1 - experts.skew
     shares = number**share if abs(power) < 1e-9 else (1 + share * (number**power - 1)) ** (1 / power)
     found = active * shares / shares.sum()
-    for _ in range(number):  # what exceeds one goes to the others
+    for _ in range(number):  # the excess over one goes to the others
         over = found > 1
         if not over.any():
             break
@@ -37,10 +38,10 @@ def chances(experts: Experts) -> Array:
 
 
 class Routing:
-    """The busiest device of a group of which each has `number / ep_degree` whole experts, or a slice of each.
+    """The load of the busiest device of a group in which each device has `number / ep_degree` whole experts or slices.
 
-    Experts are dealt to the devices in turn, the likeliest first. Beyond what that leaves uneven, chance gives one
-    device more than another: with r routings of one token to one expert, the busiest of t devices has about
+    Experts are assigned to the devices in turn, the likeliest first. Besides that imbalance, chance gives some devices
+    more tokens: with r routings of one token to one expert, the busiest of t devices has about
     sqrt(2 r (t - 1) ln t) / t more than the mean. These count as further tokens.
     """
 
@@ -50,13 +51,14 @@ class Routing:
         self._chances = chances(experts)[::ep_degree]
 
     def unevenness(self, tokens: npt.ArrayLike) -> Array:
-        """Return how many times the mean of all devices the busiest has to do by chance. # [n] -> [n]"""
+        """Return the ratio of the busiest device's work to the mean, by chance only. # [n] -> [n]"""
         ep = self._ep_degree
         spread = np.sqrt(2 * (ep - 1) * np.log(ep) / (self._of_token * np.asarray(tokens, float)))
         return np.minimum(1 + spread, ep)
 
     def expected(self, tokens: float) -> tuple[Array, Array]:
-        """Return the tokens of each of its experts, and the chance that there is one. # two of [experts]"""
+        """Return the expected tokens of each of the device's experts, and the probability that it has any. # [experts]
+        each"""
         tokens = tokens * float(self.unevenness(tokens))
         missed = (1 - np.minimum(self._chances, 1 - 1e-12)) ** tokens
         return tokens * self._chances, 1 - missed

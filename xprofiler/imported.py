@@ -1,11 +1,11 @@
-"""Compute a profile from latencies that others measured: AIConfigurator's tables, from its wheel or a folder.
+"""Compute a profile from published latencies: AIConfigurator's tables, from its wheel or a folder.
 
-Below the folder of a kind of device stand `<family of operators>/<framework>/<version>/<operator>_perf.parquet`,
-latencies in milliseconds. Matrix products, attention and all-reduces are read off; what no table holds (norms,
+The folder of a kind of device holds `<family of operators>/<framework>/<version>/<operator>_perf.parquet` with
+latencies in milliseconds. Matrix products, attention and all-reduces come from these tables; everything else (norms,
 activations, hops between stages, K/V transfer) comes from the datasheet, and `provenance` says so.
 
-Between the points of a table, latencies are interpolated in logarithms, which is exact for every power law; beyond
-the last they grow in proportion.
+Between the points of a table, logarithms of latencies are interpolated, which is exact for every power law; beyond the
+last point, latencies grow in proportion to size.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ SYSTEMS = {
     "l40s": "l40s",
     "rtx-pro-6000": "rtx_pro_6000_server",
 }
-"""Folder of each kind of device."""
+"""The tables' folder for each kind of device."""
 
 TABLE_DTYPES: Mapping[DType, str] = {"float16": "bfloat16", "bfloat16": "bfloat16", "float8": "fp8"}
-"""What the tables call a dtype. In half precision both kinds are equally fast."""
+"""The tables' name for each dtype; both half-precision types are equally fast."""
 
 TOKENS = tuple(sorted({*analytic.TOKENS, *(3 * n for n in analytic.TOKENS if 8 <= n <= 4096)}))
 
@@ -66,12 +66,14 @@ def profile(
     folder: Path | None = None,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Read the tables of every tensor-parallel degree that fits in a node, and of the ways to divide experts within.
+    """Return a profile from the tables of every tensor-parallel degree that fits in a node, and each way to divide
+    experts.
 
     Args:
         kv_dtype: type of K/V; None: the dtype.
-        engine: whose framework's kernels these are, and what its loop makes of them.
-        folder: of one kind of device, or of several by the names in `SYSTEMS`; None: the installed wheel's.
+        engine: the engine, whose framework's kernels and whose loop are used.
+        folder: tables of one kind of device, or of several by the names in `SYSTEMS`; None: those of the installed
+            wheel.
 
     Raises:
         InputError: no tables for this device, framework, dtype or model; pyarrow is not installed.
@@ -79,7 +81,7 @@ def profile(
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "tables can be imported for decoder-only models")
     if spec.blocks:
-        raise InputError("model", spec.name, "no tables hold its blocks: leave the import out")
+        raise InputError("model", spec.name, "no tables cover its blocks: leave out `import_from`")
     if dtype not in TABLE_DTYPES:
         raise InputError("dtype", dtype, f"tables can be imported for {', '.join(TABLE_DTYPES)}")
     root = _folder_of(cluster.device.name, folder)
@@ -111,10 +113,10 @@ def profile(
 
 
 def wheel_folder() -> Path:
-    """Where the installed wheel keeps its systems.
+    """Return the folder of the installed wheel's tables.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the wheel is not installed.
     """
     found = find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
@@ -139,13 +141,13 @@ def _folder_of(device: str, folder: Path | None) -> Path:
     if not (root / "gemm").is_dir():
         systems = sorted(name for name, system in SYSTEMS.items() if (base / system / "gemm").is_dir())
         raise InputError(
-            "cluster.device", device, f"{base} holds tables of {', '.join(systems) or 'no device'}; take one of these"
+            "cluster.device", device, f"{base} has tables for {', '.join(systems) or 'no device'}; choose one of these"
         )
     return root
 
 
 def product_shapes(spec: ModelSpec, t: int) -> list[tuple[int, int]]:
-    """(n, k) of a layer's matrix products on one of t devices: [m, k] times [k, n]."""
+    """Return (n, k) of a layer's matrix products on one of t devices: [m, k] times [k, n]."""
     return [*_attention_shapes(spec, t), *_ffn_shapes(spec, spec.ffn_size // t)]
 
 
@@ -161,7 +163,8 @@ def _ffn_shapes(spec: ModelSpec, width: int) -> list[tuple[int, int]]:
 def _layers(
     spec: ModelSpec, cluster: ClusterSpec, tables: Tables, kernels: analytic.Kernels, engine: EngineSpec
 ) -> Iterator[LayerTimes]:
-    """Of every group of devices: those in the table of experts, or else those of the datasheet's roofline."""
+    """Yield the times of a layer for every group of devices; experts without a table come from the datasheet's
+    roofline."""
     if spec.experts is None:
         for t in analytic.tp_degrees(spec, cluster):
             yield _layer(spec, tables, kernels, (t, 1), engine, None)
@@ -194,7 +197,7 @@ def _layer(
     encode, decode, products = _attention(spec, tables, t, slower)
     products = products + _feed_forward(spec, tables, kernels, group, experts)
     reduced = 2 * tables.all_reduce(tokens * spec.hidden_size, t)
-    if spec.norms_span_heads:  # the squares of queries and keys, in float32
+    if spec.norms_span_heads:  # sums of squares of queries and keys, in float32
         reduced = reduced + tables.all_reduce(4 * tokens, t)
     # Read and written in half precision: two norms with their residuals, rotations with writing K/V, the activation.
     q, kv = spec.num_heads // t * spec.head_dim, max(1, spec.num_kv_heads // t) * spec.head_dim
@@ -216,7 +219,7 @@ def _layer(
 
 
 def _attention(spec: ModelSpec, tables: Tables, t: int, slower: float) -> tuple[Surface, Surface, Array]:
-    """Attention of prompts and of decode, and the products around it where they are not part of those. # [tokens]"""
+    """Return attention of prompts and of decode, and the projections around it unless these include them. # [tokens]"""
     heads, kv_heads = spec.num_heads // t, max(1, spec.num_kv_heads // t)
     stored = spec.quantization
     outside = stored_as(None if stored is not None and stored.experts_only else stored, tables.dtype)
@@ -233,7 +236,7 @@ def _attention(spec: ModelSpec, tables: Tables, t: int, slower: float) -> tuple[
 
 
 def _in_turn(tables: Tables, shapes: Sequence[tuple[int, int]], dtype: str, stored: Quantization | None) -> Array:
-    """Return the seconds of two products, between which attention or the activation may round. # [tokens]"""
+    """Return the seconds of two matrix products; the operator between them may round to eight bits. # [tokens]"""
     finds_scales, (first, second) = stored is not None and stored.finds_scales, shapes
     before = tables.product(TOKENS, *first, dtype, finds_scales=finds_scales)
     return before + tables.product(TOKENS, *second, dtype, finds_scales=finds_scales, arrives_rounded=True)
@@ -242,7 +245,7 @@ def _in_turn(tables: Tables, shapes: Sequence[tuple[int, int]], dtype: str, stor
 def _feed_forward(
     spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, group: tuple[int, int], experts: ExpertTable | None
 ) -> Array:
-    """The mean over layers with experts and without. # [tokens]"""
+    """Return the seconds of the feed-forward block, the mean over layers with experts and without. # [tokens]"""
     t, ep = group
     stored = spec.quantization
     outside = stored_as(None if stored is not None and stored.experts_only else stored, tables.dtype)
@@ -276,7 +279,7 @@ def _feed_forward(
 
 
 def _head(spec: ModelSpec, tables: Tables, kernels: analytic.Kernels, t: int) -> Curve:
-    """The head's product stays in half precision."""
+    """Return the head's seconds; its product stays in half precision."""
     rows = np.asarray(analytic.BATCHES, float)
     half = BYTES_PER_ELEMENT["bfloat16"] / kernels.size
     gathered = [kernels.all_gather(n * spec.vocab_size * half, t) for n in analytic.BATCHES]

@@ -1,6 +1,6 @@
-"""Measure step times on this machine, through the same layers and backends that xrunner runs.
+"""Measure step times on this machine, with the same layers and backends that xrunner runs.
 
-The parts of a step run faster alone than within a step: their sum is up to a tenth less than the whole. So
+The parts of a step run faster by themselves than within a step: their sum is up to a tenth less than the whole. So
 whole steps are measured, and the rest of a layer is a whole step less attention, embedding and head.
 Source: ExeGPT sec. 3 (XProfiler).
 """
@@ -57,7 +57,7 @@ from xrunner.parallel import Part, build
 from xrunner.weights import Checkpoint, load_prepacked
 
 LOADED_LAYERS, LOADS = 4, 4
-"""Layers that are loaded to measure how fast weights load, and how often."""
+"""Number of layers that are loaded to measure how fast weights load, and how often they are loaded."""
 
 
 def profile(
@@ -70,12 +70,12 @@ def profile(
     progress: Progress | None = None,
     wait: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """Measure a model on this machine: on one device, or on all of them at the same time.
+    """Return the measured profile of a model on this machine: on one device, or on all of them at the same time.
 
     Args:
         kv_dtype: type of K/V; None: that of the dtype.
-        wait: returns when kernels have been compiled; on a busy machine layouts of weights are compared meanwhile.
-        progress: is called with the numbers of measured points and of all points.
+        wait: returns when kernels have been compiled; on a busy machine, layouts of weights are compared meanwhile.
+        progress: called with the number of measured points and of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
     progress = progress or (lambda done, total, what: None)
@@ -91,7 +91,7 @@ def profile(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of `profile`, and what it has found out of the machine."""
+    """The arguments of `profile`, and whether the machine is busy."""
 
     spec: ModelSpec
     cluster: ClusterSpec
@@ -145,7 +145,7 @@ def _one_device(asked: _Asked) -> Profile:
 
 def _with_loading(profile: Profile, asked: _Asked) -> Profile:
     if asked.checkpoint is None:
-        return profile  # weights are drawn, which takes other times than loading
+        return profile  # weights are random, so nothing is loaded
     rate = loading_rate(asked.spec, asked.dtype, asked.checkpoint, asked.device, profile.layouts)
     return profile.model_copy(update={"load_bytes_per_s": rate})
 
@@ -153,10 +153,10 @@ def _with_loading(profile: Profile, asked: _Asked) -> Profile:
 def loading_rate(
     spec: ModelSpec, dtype: DType, checkpoint: Path, device: str, layouts: Mapping[str, str] | None = None
 ) -> float:
-    """Return the bytes of weights that a worker loads a second: reads from memory, converts, lays out.
+    """Return the bytes of weights that a worker loads a second: reads from memory, converts and packs.
 
-    A few layers are loaded several times. The first time brings the files into the page cache; the mean of the others
-    counts, rather than the least, as the machine's other load will slow a redeployment, too.
+    A few layers are loaded several times. The first time brings the files into the page cache. The mean of the others
+    counts, not the least, because other processes would also slow a redeployment.
     """
     last, last_encoder = min(spec.num_layers, LOADED_LAYERS), min(spec.num_encoder_layers, LOADED_LAYERS)
     part = Part(spec, (0, last), (0, last_encoder), is_first=False, is_last=False)
@@ -173,10 +173,8 @@ def loading_rate(
 
 
 def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree, and the
-    fastest numbers of keys for its attention.
-    """
-    memory.keep_freed_memory()  # as a worker does: what products need on the way is not taken anew in each call
+    """Return the fastest layout of each of a model's weights on this CPU, for each tensor-parallel degree."""
+    memory.keep_freed_memory()  # as a worker does, so that buffers are not allocated again in each call
     parts = [
         Part(spec, (0, spec.num_layers), (0, spec.num_encoder_layers), rank=rank, degree=degree)
         for degree in degrees
@@ -185,7 +183,7 @@ def fastest_layouts(spec: ModelSpec, dtype: DType, degrees: Sequence[int], *, is
     weights = [projection.weight for part in parts for projection in build(part).projections()]
     shapes = [(len(weight), weight.shape[1]) for weight in weights if weight is not None]
     layouts = fastest(shapes, dtype, is_brief=is_brief)
-    if dtype == "float32" and spec.tie_embeddings:  # the head's weight stays in memory as it is
+    if dtype == "float32" and spec.tie_embeddings:  # the head's weight is also the embedding, which stays unpacked
         layouts |= fastest_head((spec.vocab_size, spec.hidden_size), layouts, is_brief=is_brief)
     return layouts
 
@@ -257,7 +255,7 @@ def _jitter(measured: Timings) -> Jitter:
 def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Timings, alone: Timings) -> LayerTimes:
     """Return a layer's times on one kind of group.
 
-    The embedding is the profile's, so what it costs more or less here is in the layers.
+    A profile has only one device's embedding, so any difference from it is counted in the layers.
     """
     rest: Timings = {}
     for n, sequences in points.steps.items():
@@ -285,7 +283,7 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
 
 
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:
-    """Return the head's times with what the last layer does behind its attention for tokens that are sampled."""
+    """Return the head's times plus the last layer's work after attention for the sampled tokens."""
     assert layer.last is not None
     whole, all_tokens = (dict(zip(side.points, side.seconds, strict=True)) for side in (layer.rest, layer.last))
     seconds = (s + whole[n] - all_tokens[n] for n, s in zip(head.points, head.seconds, strict=True))

@@ -1,4 +1,4 @@
-"""The state of this machine: what other processes do while it is measured, and how fast it computes."""
+"""Observe the state of this machine: the CPU time of other processes, and how fast it computes."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from xgpt.core.machine import num_cores
 from xgpt.core.schema import Profile
 
 BUSY = 0.25
-"""If others use at least this share of the cores, the machine is too busy for a full measurement."""
+"""If other processes use at least this share of the cores, the machine is too busy for a full measurement."""
 LEAST = 0.05
 """A process that uses at least this many cores is named."""
 STEAL, UNSEEN = "steal", "processes that ended or are not visible"
 LOOK_S = 0.5
-"""Seconds for which `cores_taken` looks."""
+"""Seconds for which `cores_taken` observes."""
 NOTABLE = 0.1
-"""Share of the cores, and of the GFLOP/s, by which a machine differs from what it was."""
+"""A machine counts as changed if its busy cores or its GFLOP/s differ by this share."""
 
 
 class Others:
-    """Counts the CPU time of all processes but this one and its children, from now on. On Linux only; else no time."""
+    """Counts the CPU time of all processes except this one and its children, from its creation on; only on Linux."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc, self._started = proc, time.monotonic()
         self._before, self._whole_before = self._seconds()
 
     def cores(self) -> dict[str, float]:
-        """Return the cores that others have taken on average so far, by name, the busiest first; "steal" is what a
-        virtual machine's host has given to others, `UNSEEN` what processes took that have ended or are not visible.
+        """Return the average cores that other processes have used so far, by name, the busiest first.
+
+        "steal" is time that a virtual machine's host gave to others; `UNSEEN` is time of processes that have ended or
+        are not visible.
         """
         wall_s, by_name = max(time.monotonic() - self._started, 1e-9), dict[str, float]()
         seconds, whole = self._seconds()
@@ -44,8 +46,8 @@ class Others:
         return {name: round(taken / wall_s, 2) for name, taken in found if taken >= LEAST * wall_s}
 
     def _seconds(self) -> tuple[dict[tuple[int, int], tuple[str, float]], float]:
-        """Return the name and CPU seconds of every other process, by its number and the time at which it began, and
-        the CPU seconds of the whole machine less those of this process and its children.
+        """Return the name and CPU seconds of every other process by its id and start time, and the CPU seconds of the
+        whole machine less those of this process and its children.
         """
         tick = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
         parents: dict[int, int] = {}
@@ -78,14 +80,14 @@ def _is_ours(number: int, parents: dict[int, int]) -> bool:
 
 
 def cores_taken() -> float:
-    """Return the cores that others take just now."""
+    """Return the cores that other processes use just now."""
     others = Others()
     time.sleep(LOOK_S)
     return sum(others.cores().values())
 
 
 def gflops() -> float:
-    """Return the GFLOP/s of a fixed product of matrices on all cores, which shows the state of the machine's clock."""
+    """Return the GFLOP/s of a fixed matrix product on all cores, which shows the state of the machine's clock."""
     a = np.ones((1024, 1024), np.float32)
     best = float("inf")
     for _ in range(5):
@@ -96,16 +98,16 @@ def gflops() -> float:
 
 
 def differences(profile: Profile) -> str | None:
-    """Return in one line how this machine differs from what it was when it was profiled.
+    """Return one line about how this machine differs from the time of its profile.
 
-    None: it does not differ, or the profile does not say what it was.
+    None: it does not differ, or the profile does not hold its state.
     """
     if profile.gflops is None:
         return None
     rate, taken, before = gflops(), cores_taken(), sum(profile.others.values())
     found = []
     if abs(rate / profile.gflops - 1) > NOTABLE:
-        found.append(f"it does {rate:.0f} GFLOP/s, and did {profile.gflops:.0f}")
+        found.append(f"it computes {rate:.0f} GFLOP/s, not {profile.gflops:.0f}")
     if abs(taken - before) > NOTABLE * num_cores():
-        found.append(f"other processes take {taken:.2g} of its {num_cores()} cores, and took {before:.2g}")
-    return f"the machine is not as it was profiled: {'; '.join(found)}" if found else None
+        found.append(f"other processes use {taken:.2g} of its {num_cores()} cores, not {before:.2g}")
+    return f"the machine has changed since it was profiled: {'; '.join(found)}" if found else None

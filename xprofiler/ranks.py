@@ -1,11 +1,10 @@
-"""Measure step times of several devices of this machine at once, and of the links between them.
+"""Measure step times on several devices of this machine at once, and the links between them.
 
-What shares a machine shares its memory's bandwidth, and cores that share a socket its power: a device is measured
-while the others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces
-included.
+Devices of a machine share memory bandwidth, and cores of a socket share power, so each device is measured while the
+others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces included.
 
-Ranks wait for each other before every call of a group, and where each computes alone, before every few calls: a wait
-costs a change of process, which on a loaded machine lasts longer than a small model's call.
+Ranks wait for each other before every call of a group; if each computes by itself, before every few calls, since a wait
+costs a process switch, which on a loaded machine takes longer than a small model's call.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Meet = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class RanksTask:
-    """What every rank measures; `store`: the file where they find each other."""
+    """The task of every rank; `store` is the file through which ranks find each other."""
 
     settings: WorkerSettings
     num_devices: int
@@ -61,7 +60,7 @@ class RanksTask:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """What the ranks have measured, each with `threads` threads (None: not on CPUs)."""
+    """The results of all ranks, each with `threads` threads (None: not on CPUs)."""
 
     threads: int | None
     by_group: dict[tuple[int, int], Timings]
@@ -70,10 +69,10 @@ class Together:
 
 
 def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
-    """Tensor-parallel degrees that the devices and the model's heads allow.
+    """Return the tensor-parallel degrees that the devices and the model's heads allow.
 
-    Of those that do not divide the devices, powers of two: the last devices then compute alone, as beside a lane of
-    partial tensor parallelism.
+    Degrees that do not divide the number of devices must be powers of two: the remaining devices then compute by
+    themselves, as in partial tensor parallelism.
     """
     found = []
     for degree in range(1, num_devices + 1):
@@ -87,16 +86,16 @@ def degrees(spec: ModelSpec, num_devices: int) -> tuple[int, ...]:
 
 
 def groups(spec: ModelSpec, num_devices: int) -> tuple[tuple[int, int], ...]:
-    """Tensor-parallel degrees, each with the expert-parallel degrees within it: one, and all devices of the group."""
+    """Return the tensor-parallel degrees, each with its expert-parallel degrees: one, and all devices of the group."""
     number = 1 if spec.experts is None else spec.experts.number
     return tuple((t, ep) for t in degrees(spec, num_devices) for ep in dict.fromkeys((1, t)) if number % ep == 0)
 
 
 def measure(settings: WorkerSettings, num_devices: int, progress: Progress, *, is_brief: bool = False) -> Together:
-    """Measure with a process for each device.
+    """Return the measured times of several devices, with a process for each.
 
     Raises:
-        MachineError: a process dies over it.
+        MachineError: a process died.
     """
     with TemporaryDirectory(prefix="xgpt-") as directory:  # no other user may open it
         store = str(Path(directory) / "store")
@@ -135,7 +134,7 @@ def _measure_together(task: RanksTask, progress: Progress) -> Together:
 
 
 def _run(task: RanksTask, rank: int, others: Sequence[Connection], sender: Connection) -> None:
-    """One rank, with a connection to each of the others; the first reports."""
+    """Run one rank, with a connection to each of the others; the first rank reports."""
     spec, threads = task.settings.spec, task.settings.threads
     meet = partial(_meet, others)
     interface = interface_of(HOST)
@@ -187,7 +186,7 @@ def _device(task: RanksTask, rank: int) -> str:
 
 
 def _meet(others: Sequence[Connection]) -> None:
-    """Wait until all ranks are there: one change of process each, where a barrier of torch.distributed takes four."""
+    """Wait until all ranks are here; this takes one process switch each, a barrier of torch.distributed four."""
     for other in others:
         other.send_bytes(b".")
     for other in others:
@@ -195,7 +194,7 @@ def _meet(others: Sequence[Connection]) -> None:
 
 
 def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dict[Key, float]:
-    """Return the mean of what the ranks measured, of those only whose times count."""
+    """Return the mean over the ranks whose times count."""
     of_all = torch.tensor([*measured.values(), 1.0], dtype=torch.float64) * counts
     dist.all_reduce(of_all)
     *times, number = of_all.tolist()
@@ -203,7 +202,7 @@ def _mean_of_ranks(measured: Mapping[Key, float], *, counts: bool = True) -> dic
 
 
 def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
-    """Hidden states from one device to another: half of there and back."""
+    """Return the seconds to send hidden states from one device to another: half of a round trip."""
     settings = task.settings
     dtype = state_dtype(settings.dtype, settings.device)
     hidden = torch.zeros(num_tokens, settings.spec.hidden_size, dtype=dtype, device=_device(task, rank))
@@ -212,10 +211,10 @@ def _hop(task: RanksTask, rank: int, meet: Meet, num_tokens: int) -> float:
 
 
 def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
-    """Return the seconds that a transfer of `num_tokens` tokens' K/V, all layers, takes between two workers.
+    """Return the seconds to transfer the K/V of `num_tokens` tokens, all layers, between two workers.
 
-    Measured is half of a way out of this worker through host memory and back. An encoder-decoder transfers encoder
-    outputs instead: as many as take the same bytes.
+    It is half of a round trip through host memory. An encoder-decoder transfers encoder outputs of as many bytes
+    instead.
     """
     spec = worker.model.spec
     cargo = worker.cargo(Part.whole(spec))
@@ -237,7 +236,7 @@ def _transfer(rank: int, meet: Meet, worker: Worker, num_tokens: int) -> float:
 
 
 def _there_and_back(rank: int, meet: Meet, send: Callable[[], object], receive: Callable[[], object]) -> float:
-    """Between the first two ranks; the others wait."""
+    """Return the median seconds of a round trip between the first two ranks; the others wait."""
     seconds = []
     for _ in range(1 + REPEATS):
         meet()

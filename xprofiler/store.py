@@ -1,4 +1,4 @@
-"""Find or make profiles, and keep each by the hash of its content, so that every plan finds its own again."""
+"""Find or make profiles, and keep each under the hash of its content, so that every plan finds its own again."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from xprofiler import analytic, imported, libraries, native_version
 from xprofiler.ahead import Ahead
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
-"""Types that models run in on a CPU, the default first; float16 would be emulated."""
+"""Data types in which models run on a CPU, the default first; float16 would be emulated."""
 
 
 RESTLESS_KEPT_S = 600.0
-"""Seconds for which a profile that was measured on a busy machine is taken again; then it is measured anew."""
+"""Seconds for which a profile measured on a busy machine is reused; after that it is measured again."""
 
 
 AsServed = Callable[[Profile, ModelSpec, Path | None, ClusterSpec, Progress | None], Profile]
-"""Fits a measured profile to the steps of a served engine, see `xgpt.served_profile`."""
+"""Fits a measured profile to the steps of a serving engine; see `xgpt.served_profile`."""
 
 
 def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, engine: str | None = None) -> DType:
-    """Return the type that a model runs in on a cluster's devices: `dtype`, or the default there.
+    """Return the data type in which a model runs on a cluster's devices: `dtype`, or the default there.
 
     Raises:
         InputError: the model does not run in that type there; float8 can only be planned for, on other machines.
@@ -48,19 +48,19 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
 
 
 def kv_dtype_of(cluster: ClusterSpec, dtype: DType, kv_dtype: DType | None) -> DType | None:
-    """Return the type in which K/V are kept on a cluster's devices; None: that of the dtype.
+    """Return the data type of K/V on a cluster's devices; None: that of the dtype.
 
     Raises:
-        InputError: xgpt's engine does not keep them in it there.
+        InputError: xgpt's engine does not support that type there.
     """
     kind = cluster.device.type
     if kv_dtype is None or kv_dtype == Precision.of(dtype, kind).kv:
         return None
     if kind == "gpu" and cluster.is_local:
-        raise InputError("kv_dtype", kv_dtype, "on this machine's GPUs K/V have the type of the dtype: leave it out")
+        raise InputError("kv_dtype", kv_dtype, "on this machine's GPUs, K/V have the type of `dtype`: leave it out")
     known = ("float32", "bfloat16", "int8") if kind == "cpu" else ("float32", "float16", "bfloat16", "float8")
     if kv_dtype not in known:
-        raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()} keys and values are kept in {', '.join(known)}")
+        raise InputError("kv_dtype", kv_dtype, f"on a {kind.upper()}, K/V can be {', '.join(known)}")
     return kv_dtype
 
 
@@ -80,7 +80,7 @@ def new_profile(
     """Return step times: measured on this machine, computed from a datasheet, or imported. See `xgpt.profile`.
 
     Raises:
-        InputError: there is no such model, cluster or table, or arguments do not go together.
+        InputError: there is no such model, cluster or table, or arguments contradict each other.
         MachineError: this machine cannot be measured.
     """
     spec, checkpoint = (model, None) if isinstance(model, ModelSpec) else load_model(model, config)
@@ -88,7 +88,7 @@ def new_profile(
     if framework is not None and import_from is None:
         raise InputError("framework", framework, "it goes with `import_from`")
     if kv_dtype is not None and engine == "vllm":
-        raise InputError("kv_dtype", kv_dtype, "vLLM's steps are measured with the K/V type of the dtype: leave it out")
+        raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave it out")
     if engine == "vllm":
         if import_from is not None:
             raise InputError(
@@ -117,13 +117,13 @@ def obtain_profile(
 ) -> Profile:
     """Return the profile of a model on a cluster: measured here (once, then cached), or computed from the datasheet.
 
-    One that was measured on a busy machine is cached for ten minutes only.
+    A profile measured on a busy machine is cached for only ten minutes.
 
     Args:
-        dtype: None: the model's own; on a CPU, the one that it runs in.
-        engine: whose loop goes around a datasheet's kernels.
-        kv_dtype: type of K/V; None: that which the checkpoint asks for, or else that of the dtype.
-        as_served: fits what is measured to a served engine's steps; None: nothing does.
+        dtype: data type; None: the model's own, or the default on a CPU.
+        engine: the engine whose loop is added to a datasheet's kernels.
+        kv_dtype: type of K/V; None: the type that the checkpoint asks for, else that of the dtype.
+        as_served: fits a measured profile to a serving engine's steps; None: it is not fitted.
 
     Raises:
         InputError: the model does not run in that dtype there, or the datasheet has no rate for it.
@@ -152,7 +152,7 @@ def measured_profile(
     kv_dtype: DType | None = None,
     as_served: AsServed | None = None,
 ) -> Profile:
-    """Measure step times on this machine; `obtain_profile` finds them from now on. For `as_served` see there.
+    """Return step times measured on this machine, which `obtain_profile` finds from now on. For `as_served` see there.
 
     Raises:
         InputError: the model does not run in that dtype here, or does not keep K/V in that type.
@@ -161,7 +161,7 @@ def measured_profile(
     dtype = dtype_of(spec, cluster, dtype)
     kv_dtype = kv_dtype_of(cluster, dtype, kv_dtype)
     with Ahead(spec, dtype, kv_dtype, is_cpu=cluster.device.type == "cpu") as compiling:
-        from xprofiler import measure  # imports torch, which takes long: the processes start before
+        from xprofiler import measure  # imports torch, which takes long, so the processes start first
 
         profile = measure.profile(
             spec, cluster, dtype, kv_dtype=kv_dtype, checkpoint=checkpoint, progress=progress, wait=compiling.wait
@@ -182,10 +182,10 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
     """Return the profile in a user's file, for planning.
 
     Args:
-        dtype: None: the default on these devices.
+        dtype: data type; None: the default on these devices.
 
     Raises:
-        InputError: the file is broken, or the profile is of another model, device or dtype.
+        InputError: the file is malformed, or the profile is for another model, device or dtype.
     """
     profile = load_json(Path(path), Profile, "profile")
     check_belongs(profile, spec, cluster, dtype_of(spec, cluster, dtype, profile.engine))
@@ -193,25 +193,26 @@ def given_profile(path: str, spec: ModelSpec, cluster: ClusterSpec, dtype: DType
 
 
 def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype: DType) -> None:
-    """Refuse a profile of another model, device or dtype, of fewer devices, or of an older version of xgpt's engine.
+    """Raise InputError if a profile is for another model, device or dtype, for fewer devices, or an older native
+    engine.
 
     Raises:
         InputError: the message names the profile's value, the plan's, and the way out.
     """
     make = f"make one with `xgpt profile --model {spec.name} --cluster {cluster.name} -o FILE`, or leave `profile` out"
     if (other := spec.differs_from(profile.model)) is not None:
-        raise InputError("profile.model", profile.model.name, f"{spec.name} is planned for, with {other}: {make}")
+        raise InputError("profile.model", profile.model.name, f"the plan is for {spec.name}, with {other}: {make}")
     if profile.device != cluster.device.name:
-        accepted = f"{cluster.name} is planned for, of {cluster.device.name}: {make}"
+        accepted = f"the plan is for {cluster.name}, with {cluster.device.name}: {make}"
         raise InputError("profile.device", profile.device, accepted)
     if profile.dtype != dtype:
-        accepted = f"{spec.name} is planned in {dtype}: plan with `dtype={profile.dtype}`, or {make}"
+        accepted = f"the plan is for {spec.name} in {dtype}: plan with `dtype={profile.dtype}`, or {make}"
         raise InputError("profile.dtype", profile.dtype, accepted)
     if profile.devices_per_node < cluster.devices_per_node:
-        accepted = f"{cluster.name} has {cluster.devices_per_node} a node: {make}"
+        accepted = f"{cluster.name} has {cluster.devices_per_node} devices per node: {make}"
         raise InputError("profile.devices_per_node", profile.devices_per_node, accepted)
     if cluster.num_nodes > 1 and cluster.inter_node is not None and profile.inter_node_hop is None:
-        accepted = f"{cluster.name} has {cluster.num_nodes} nodes, and it holds no times between nodes: {make}"
+        accepted = f"{cluster.name} has {cluster.num_nodes} nodes, but the profile has no times between nodes: {make}"
         raise InputError("profile.inter_node_hop", None, accepted)
     here = native_version(cluster.device.type)
     if profile.engine == "native" and profile.engine_version != here:
@@ -219,7 +220,7 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
 
 
 def check_engine(plan: Plan, engine: str) -> None:
-    """Refuse to run a plan in another engine than its profile's: none of its figures would hold.
+    """Raise InputError if a plan would run in another engine than its profile's, since its figures would not be valid.
 
     Raises:
         InputError: the message names both engines, and the way out.
@@ -232,12 +233,12 @@ def check_engine(plan: Plan, engine: str) -> None:
     raise InputError(
         "plan.profile.engine",
         profiled_engine,
-        f"the plan rests on step times of {profiled_engine}, not of {engine}: {run}{make}",
+        f"the plan was made from step times of {profiled_engine}, not of {engine}: {run}{make}",
     )
 
 
 def keep(profile: Profile) -> None:
-    """Keep a profile in the cache, where plans made from it find it; do nothing if the cache cannot be written."""
+    """Store a profile in the cache, where plans made from it find it; do nothing if the cache cannot be written."""
     path = _path_of(sha256(profile))
     if not path.is_file():
         with suppress(MachineError):
@@ -245,9 +246,9 @@ def keep(profile: Profile) -> None:
 
 
 def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
-    """Return the profile that a plan was made from: the one given, kept here, or computed anew from the datasheet.
+    """Return the profile from which a plan was made: the given one, a stored one, or one computed from the datasheet.
 
-    It is never measured anew: that would give another profile.
+    It is never measured again, since that would give another profile.
 
     Args:
         given: the profile, or its file.
@@ -265,7 +266,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
             raise InputError("profile", where, accepted)
         return profile
     if (kept := _kept(wanted)) is not None:
-        keep(kept)  # a plan that is made from it names it by the hash of this version
+        keep(kept)  # plans made from it name it by the hash of this version
         return kept
     if plan.profile.source == "analytic" and not plan.cluster.is_local:
         with suppress(InputError):  # of another version of this program
@@ -274,7 +275,7 @@ def profile_of(plan: Plan, given: str | Profile | None = None) -> Profile:
             )
             if sha256(computed) == wanted:
                 return computed
-    accepted = f"the plan's profile is not among those kept in {_path_of(wanted).parent}: give it as `profile`"
+    accepted = f"the plan's profile is not in {_path_of(wanted).parent}: give it as `profile`"
     raise InputError("plan.profile.sha256", wanted[:12], f"{accepted}, or plan again")
 
 
@@ -286,14 +287,14 @@ def import_profile(
     framework: str,
     kv_dtype: DType | None = None,
 ) -> Profile:
-    """Return a profile from others' tables: those of the installed package aiconfigurator, or of a folder.
+    """Return a profile from imported tables: those of the installed package aiconfigurator, or of a folder.
 
     Args:
         where: "aiconfigurator", or the folder.
         framework: the engine whose kernels the tables are of, with or without a version.
 
     Raises:
-        InputError: the tables are not there, or lack this model, device, dtype or framework.
+        InputError: the tables do not exist, or lack this model, device, dtype or framework.
     """
     folder = None if where == "aiconfigurator" else Path(where)
     if folder is not None and not folder.is_dir():
@@ -308,11 +309,11 @@ def profile_vllm(
     dtype: DType | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Return vLLM's step times on this machine, which are not cached: a plan for vLLM names its profile.
+    """Return vLLM's step times on this machine; they are not cached, since a plan for vLLM names its profile.
 
     Raises:
         InputError: vLLM cannot run that model, or the cluster is not this machine.
-        MachineError: vLLM is not installed, or does not run.
+        MachineError: vLLM is not installed or does not run.
     """
     from xprofiler import vllm
 
@@ -328,7 +329,7 @@ def _path_of(content: str) -> Path:
 
 
 def _kept(content: str) -> Profile | None:
-    """Return the profile with this hash; None if it is not kept, or its file has been changed."""
+    """Return the stored profile with this hash; None if there is none or its file has been changed."""
     try:
         profile = load_json(_path_of(content), Profile, "profile")
     except InputError:

@@ -1,4 +1,4 @@
-"""Read others' tables of latencies from files, and interpolate them in logarithms."""
+"""Read imported tables of latencies from files, and interpolate their logarithms."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Array = npt.NDArray[np.float64]
 class Tables:
     """The latencies of one kind of device under one serving framework, in seconds.
 
-    No latency is taken to be shorter than the device's roofline: what it computes at its peak rate, what it must read
-    (weights, K/V) at its memory's bandwidth. Tables are measured in loops, whose data may stay in a cache; between two
-    steps of a model none does. `provenance` tells how many points were lifted.
+    Latencies below the device's roofline (computation at its peak rate; weights and K/V read at its memory bandwidth)
+    are raised to it: tables are measured in loops, whose data may stay in a cache, but data does not stay there between
+    two steps of a model. `provenance` says how many points were raised.
 
     Args:
-        device: whose rates these are; None: nothing is checked.
-        version: of the framework, whose tables are taken where there are several; None: the newest.
+        device: the kind of device, for its roofline; None: nothing is raised.
+        version: version of the framework whose tables are preferred; None: the newest.
 
     Raises:
-        InputError: a table is not there, or does not hold what is asked of it.
+        InputError: a table is missing, or lacks the requested sizes.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Tables:
         self.kv_dtype = kv_dtype or dtype
         self.provenance: dict[str, str] = {}
         self.versions: dict[str, str] = {}
-        """Of the framework, by operator."""
+        """Versions of the framework, by operator."""
         self._products: dict[str, Grid3] = {}
         self._quantizing: dict[str, Grid2 | None] = {}
         self._attention: dict[str, dict[str, npt.NDArray[Any]]] = {}
@@ -61,17 +61,17 @@ class Tables:
         finds_scales: bool = True,
         arrives_rounded: bool = False,
     ) -> Array:
-        """Of [m, k] and [k, n].
+        """Return the seconds of the matrix product of [m, k] and [k, n].
 
-        Products in FP8 were measured together with finding the scale of [m, k], which a checkpoint may hold. What that
-        takes was measured by itself, too, and is taken off, down to the device's roofline at most.
+        Products in FP8 were measured with the computation of the scale of [m, k], which a checkpoint may hold. That
+        computation was also measured by itself and is subtracted, but not below the device's roofline.
 
-        In eight bits by blocks, small products were measured launch by launch, at tens of microseconds more than in
-        half precision, with twice the bytes to read. Captured graphs launch nothing: the shorter of both is taken.
+        In FP8 by blocks, small products were measured with a launch each, and took tens of microseconds longer than in
+        half precision, which reads twice the bytes. Captured graphs avoid launches, so the shorter time is used.
 
         Args:
-            finds_scales: whether the scale of [m, k] is found each time (of FP8).
-            arrives_rounded: whether the kernel that makes [m, k] rounds it, where its scale is held.
+            finds_scales: whether the scale of [m, k] is computed each time (FP8).
+            arrives_rounded: whether the kernel that produces [m, k] rounds it, if the checkpoint holds its scale.
         """
         dtype = dtype or self.dtype
         if dtype == "fp8" and not finds_scales:
@@ -96,7 +96,7 @@ class Tables:
         return np.minimum(whole_s, np.maximum(saved_s, self._least_s("fp8", "fp8", 2 * rows * n * k, n * k)))
 
     def _quantizing_grid(self, operator: str) -> Grid2 | None:
-        """Return the milliseconds of rounding [m, k], or of finding its scale; None: no table tells."""
+        """Return the milliseconds of rounding [m, k], or of computing its scale; None: no table has them."""
         if not self._found("quantize", operator, self.framework):
             return None
         rows = self._read("quantize", operator, ("m", "k", "quant_dtype", "latency"), may_be_zero=True)
@@ -116,10 +116,10 @@ class Tables:
         return self._products[dtype](np.asarray(m, float), n, k) / 1e3
 
     def attention(self, phase: str, heads: int, kv_heads: int, head_dim: int, slower: float = 1.0) -> Surface:
-        """Of whole prompts ("context") or one token a request ("generation"), against (batch, length).
+        """Return the seconds of attention of whole prompts ("context") or one token per request ("generation").
 
         Args:
-            slower: factor on the table's latencies.
+            slower: factor by which the table's latencies are multiplied.
         """
         if phase not in self._attention:
             self._attention[phase] = self._attention_rows(phase)
@@ -137,8 +137,8 @@ class Tables:
             raise InputError("dtype", self.kv_dtype, f"{self.root.name}'s attention has K/V in {', '.join(known)}")
         pairs = sorted(set(zip(rows["num_heads"][dims].tolist(), rows["kv_heads"][dims].tolist(), strict=True)))
         nearest = min(pairs, key=lambda pair: _distance(pair, (heads, kv_heads)))
-        # Prompts are bound by products, one for each head; decode by reading K/V. Kernels divide their work by requests
-        # and heads alike: twice the heads is twice the batch.
+        # Prompts are limited by products, one for each head; decode by reading K/V. Kernels divide work over requests
+        # and heads alike, so twice the heads equal twice the batch.
         times = heads / nearest[0] if phase == "context" else kv_heads / nearest[1]
         if nearest != (heads, kv_heads):
             self.provenance[f"{phase} attention of {heads} heads, {kv_heads} for K/V"] = (
@@ -157,8 +157,8 @@ class Tables:
         return surface_of(rows["batch_size"][chosen], length, latency * slower / 1e3, times)
 
     def _lifted(self, name: str, latency: Array, dtype: str, flops: Array, reads: Array) -> Array:
-        """Return latencies in ms, none below what the device takes to compute this, and to read these elements."""
-        # Attention computes in half precision, whatever K/V are kept in.
+        """Return latencies in ms, raised to the device's time for this computation and for reading these elements."""
+        # Attention computes in half precision, whatever the type of K/V.
         computed = dtype if name.startswith("gemm") else "bfloat16"
         least = 1e3 * self._least_s(dtype, computed, flops, reads)
         below = latency < least
@@ -170,7 +170,8 @@ class Tables:
         return np.maximum(latency, least)
 
     def _least_s(self, read: str, computed: str, flops: Array, elements: Array | float) -> Array:
-        """Return the device's roofline of products in one type that read elements of another; 0: not known."""
+        """Return the device's roofline, in seconds, of products in one type that read elements of another; 0:
+        unknown."""
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:
             return np.zeros(np.shape(flops))
@@ -201,13 +202,13 @@ class Tables:
         if "window_size" in rows:
             chosen &= rows["window_size"] == 0
         rows = {name: column[chosen] for name, column in rows.items()}
-        # Some tables write 0 for as many key/value heads as heads.
+        # Some tables write 0 if there are as many key/value heads as heads.
         kv_heads = rows["num_key_value_heads"]
         rows["kv_heads"] = np.where(kv_heads == 0, rows["num_heads"], kv_heads)
         return rows
 
     def _all_reduce_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Sizes are in elements of half precision. vLLM's are those of captured graphs, in which it decodes."""
+        """Return the rows of all-reduces, with sizes in half-precision elements; for vLLM, those in captured graphs."""
         names = ("num_gpus", "message_size", "kernel_source", "latency")
         rows = self._read("comm", "custom_allreduce", names)
         graph = np.char.endswith(rows["kernel_source"].astype(str), "_graph")
@@ -217,7 +218,7 @@ class Tables:
     def _read(
         self, family: str, operator: str, columns: Sequence[str], optional: Sequence[str] = (), **how: bool
     ) -> dict[str, npt.NDArray[Any]]:
-        """Columns of the nearest version's table."""
+        """Return columns of the nearest version's table."""
         path = self.paths(family, operator)[0]
         rows = self.read(path, columns, optional, **how)
         self.note(operator, path)
@@ -226,13 +227,13 @@ class Tables:
     def paths(self, family: str, operator: str, framework: str | None = None) -> list[Path]:
         """Return an operator's tables: from the engine's version upwards, then the older ones, the nearest first.
 
-        Kernels are replaced from version to version: those of a later one may take half the time.
+        Kernels change from version to version: those of a later one may take half the time.
 
         Args:
             framework: a framework other than the engine's; its newest tables come first, and it may have none.
 
         Raises:
-            InputError: there is none.
+            InputError: there is no table.
         """
         found = self._found(family, operator, framework or self.framework)
         if not found and framework is None:
@@ -256,10 +257,10 @@ class Tables:
         """Return columns of a table.
 
         Args:
-            may_be_zero: whether a latency of 0 means that there is none, instead of a fault.
+            may_be_zero: whether a latency of 0 is allowed.
 
         Raises:
-            InputError: it is broken, or pyarrow is not installed.
+            InputError: the table is malformed, or pyarrow is not installed.
         """
         try:
             from pyarrow import ArrowInvalid, parquet
@@ -271,26 +272,28 @@ class Tables:
             table = parquet.read_table(path, columns=wanted)
             rows = {name: table.column(name).to_numpy(zero_copy_only=False) for name in wanted}
         except (ArrowInvalid, KeyError, OSError) as error:
-            raise InputError(str(path), type(error).__name__, f"it must be a table of {', '.join(columns)}") from None
+            raise InputError(
+                str(path), type(error).__name__, f"it must be a table with columns {', '.join(columns)}"
+            ) from None
         latency = rows["latency"]
         if not len(latency) or not (np.isfinite(latency) & (latency >= 0 if may_be_zero else latency > 0)).all():
             raise InputError(f"{path}: latency", "empty, negative or NaN", "every latency must be above zero")
         return rows
 
     def note(self, operator: str, path: Path) -> None:
-        """Remember where an operator's times came from."""
+        """Record the source of an operator's times."""
         self.provenance[operator] = "/".join(path.parts[-5:-1])
         self.versions[operator] = path.parts[-2]
 
 
 class Grid3:
-    """log(latency) over (log m, log n, log k), linear between points, in proportion beyond the last."""
+    """log(latency) over (log m, log n, log k), linear between points and proportional to size beyond the last."""
 
     def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
         axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, n, k)), strict=True)
         self.axes = [np.log(axis) for axis in axes]
         grid = np.full([len(axis) for axis in axes], np.nan)
-        # Where several kernels were measured, the fastest.
+        # If several kernels were measured, the fastest counts.
         order = np.argsort(latency)[::-1]
         grid[tuple(place[order] for place in places)] = np.log(latency[order])
         self.grid = _filled(grid, self.axes)
@@ -301,7 +304,7 @@ class Grid3:
 
 
 class Grid2:
-    """Latency over (log m, log k), linear between points and level beyond them."""
+    """Latency over (log m, log k), linear between points and constant beyond them."""
 
     def __init__(self, m: Array, k: Array, latency: Array) -> None:
         axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, k)), strict=True)
@@ -317,7 +320,7 @@ class Grid2:
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
-    """What was too large to measure grows in proportion from its smaller neighbour."""
+    """Return the grid with missing points filled: they grow in proportion to size from their smaller neighbour."""
     for place in map(tuple, np.argwhere(np.isnan(grid))):
         for d in range(grid.ndim):
             before = (*place[:d], place[d] - 1, *place[d + 1 :])
@@ -330,7 +333,8 @@ def _filled(grid: Array, axes: Sequence[Array]) -> Array:
 
 
 def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -> Array:
-    """Logarithms at log sizes `x` along an axis: constant below the first point, in proportion beyond the last."""
+    """Return log values at log sizes `x` along an axis: constant below the first point, proportional to size beyond the
+    last."""
     inside = np.clip(x, points[0], points[-1])
     i = np.clip(np.searchsorted(points, inside, side="right") - 1, 0, len(points) - 2)
     share = (inside - points[i]) / (points[i + 1] - points[i])
@@ -340,7 +344,7 @@ def interpolate(x: npt.ArrayLike, points: Array, values: Array, axis: int = 0) -
 
 
 def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) -> Surface:
-    """Return the surface of points, at `times` their batch: a batch of 2 takes what one of 2 * times took."""
+    """Return the surface of points with batches scaled: a batch of b gets the time measured for b * times."""
     batches, row = np.unique(batch, return_inverse=True)
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
@@ -355,12 +359,12 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
 
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:
-    """Heads that share a key and value first, then how many there are."""
+    """Return a distance that compares first the heads per key/value head, then their number."""
     group, wanted_group = pair[0] / pair[1], wanted[0] / wanted[1]
     return abs(np.log(group / wanted_group)), abs(np.log(pair[1] / wanted[1]))
 
 
 def _version_key(text: str) -> tuple[tuple[int, str], ...]:
-    """1.10.0 after 1.9.0, 1.3.0 after 1.3.0rc20."""
+    """Return a sort key for versions: 1.10.0 after 1.9.0, 1.3.0 after 1.3.0rc20."""
     parts = re.findall(r"\d+|[a-z]+", text.lower())
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in [*parts, "0"])

@@ -1,20 +1,19 @@
 """Measure step times of vLLM through its offline interface.
 
-vLLM is seen from outside: what can be measured are whole steps, from the scheduling of one to that of the next, as
-they follow each other in its engine core. They are taken apart thus:
+vLLM is measured from outside: only whole steps can be timed, from the scheduling of one to that of the next in its
+engine core. They are separated into parts as follows:
 
     one prompt of n tokens, decode of n requests over little context   -> head(n), as what the latter takes more
     b prompts of 32 tokens, whose attention is nothing                 -> tokens(32 b) + head(b)
     longer contexts                                                    -> decode attention, as what they take more
     a prompt in pieces                                                 -> attention of prompts, as later ones take more
 
-so `head` counts each request after the first of a step, with all the loop's work for it, and `overhead` is nothing.
-Times are means over passes, as in `measure`: what a run pays on average. A few long steps can all meet the same rate of
-the clock, and then stand out among their neighbours; as more tokens in a step never cost more each, sizes that seem to
-are taken together. The attention of prompts, a few hundredths of a step at usual lengths, is read off all pieces at
-once. Steps that decode and encode a piece of a prompt are measured too: `provenance` says by how much they differ from
-what decodes and prompts alone add up to.
-Decodes over long contexts take K/V that was never computed, from vLLM's connector made for that.
+So `head` contains each request after a step's first, with all of the loop's work for it, and `overhead` is 0. Times are
+means over passes, as in `measure`. A few long steps may all meet the same clock rate and then stand out among their
+neighbours; since more tokens in a step never cost more per token, such sizes are averaged. The attention of prompts, a
+few hundredths of a step at usual lengths, is fitted to all pieces at once. Steps that decode and encode a piece of a
+prompt are also measured: `provenance` says by how much they differ from the sum of decodes and prompts. Decodes over
+long contexts use K/V that was never computed, from a vLLM connector made for that.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from xrunner.vllm.offline import DONE
 from xrunner.vllm.process import last_error, package_path, preload, python, started, version_of
 
 SHORT = 32
-"""Tokens of a prompt, or of a context, whose attention is counted as nothing."""
+"""Tokens of a prompt or a context so short that its attention counts as 0."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (SHORT, 128, 512, 1024, 2048)
 HEAD_BATCHES = (8, 32, 128)
-"""Requests for which the head is told from the tokens."""
+"""Numbers of requests for which the head is separated from the tokens."""
 MAX_STEP_TOKENS = 2048
 MAX_CACHED_TOKENS = 8192
 NUM_DECODES = 4
-"""Decode iterations of a point in a pass."""
+"""Number of decode iterations of a point in a pass."""
 PIECES = {"cpu": 128, "gpu": 1024}
-"""Tokens of a piece of a prompt, by the type of device: as many as keep it busy."""
+"""Tokens of a prompt's piece that keep a device busy, by the type of device."""
 NUM_PIECES, NUM_MIXED = 15, 6
 BESIDE, BESIDE_CONTEXT = 8, 512
-"""Requests that decode in the steps of a prompt's pieces, and their context, to see what mixing costs."""
+"""Requests that decode in the steps of a prompt's pieces, and their context, to measure the cost of mixing."""
 
 Progress = Callable[[int, int, str], None]
 
 
 class Probe(NamedTuple):
-    """A step to measure: `batch` requests, each of `length` tokens in the prompt or, decoding, in the context.
+    """A step to measure: `batch` requests, each with `length` tokens in the prompt or, if they decode, in the context.
 
-    "pieces" are several steps: a prompt of `length` tokens, cut into pieces of `piece`, with `batch` requests that
-    decode in the same steps.
+    The kind "pieces" stands for several steps: a prompt of `length` tokens, cut into pieces of `piece` tokens, with
+    `batch` requests that decode in the same steps.
     """
 
     kind: str
@@ -72,7 +71,8 @@ class Probe(NamedTuple):
 
     @property
     def group(self) -> tuple[int | None, list[tuple[int, int, bool]]]:
-        """As `xrunner.vllm.offline` takes it: tokens of a step, and [prompt tokens, output tokens, K/V at hand]."""
+        """The input of `xrunner.vllm.offline`: tokens of a step, and [(prompt tokens, output tokens, whether K/V
+        exists)]."""
         if self.kind == "decode":
             return None, [(self.length - NUM_DECODES, NUM_DECODES + 1, True)] * self.batch
         if self.kind == "encode":
@@ -83,26 +83,26 @@ class Probe(NamedTuple):
 
     @property
     def num_requests(self) -> int:
-        """Of its group."""
+        """Number of requests in its group."""
         return self.batch + (self.kind == "pieces")
 
     @property
     def step_tokens(self) -> int:
-        """Prompt tokens of its step; a prompt in pieces is of many steps, and counts as short."""
+        """Prompt tokens of its step; a prompt in pieces has many steps, and counts as short."""
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
-        """Whether it is a step of this kind, and not one that is in the way of it."""
+        """Return whether a step is of this kind, and not one of the steps that prepare it."""
         if self.kind == "pieces":
             return len(step.encode) == 1 and len(step.decode) == self.batch
         return bool(step.decode) == (self.kind == "decode")
 
 
 def points(max_context: int, piece: int) -> list[Probe]:
-    """What is measured in each pass.
+    """Return the points to measure in each pass.
 
     Args:
-        piece: tokens of a piece of a prompt, where two of them fit the context.
+        piece: tokens of a prompt's piece, reduced so that two pieces fit in the context.
     """
     piece = min(piece, (max_context - 2) // 2)
     contexts = [n for n in CONTEXTS if n <= max_context]
@@ -124,14 +124,14 @@ def profile(
     checkpoint: Path | None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure vLLM with this model on one device of this machine.
+    """Return vLLM's profile with this model, measured on one device of this machine.
 
     Raises:
         InputError: there is no checkpoint, or the model has an encoder.
-        MachineError: there is no vLLM here, or it does not run.
+        MachineError: vLLM is not installed or does not run.
     """
     if checkpoint is None:
-        raise InputError("model", spec.name, "vLLM takes a model from a directory in Hugging Face layout")
+        raise InputError("model", spec.name, "vLLM needs the model in a directory in Hugging Face layout")
     if spec.is_encoder_decoder:
         raise InputError("model", spec.name, "vLLM's plans are for decoder-only models")
     once = points(spec.max_context, PIECES[cluster.device.type])
@@ -149,7 +149,7 @@ def _run(
     groups: list[tuple[int | None, list[tuple[int, int, bool]]]],
     progress: Progress | None,
 ) -> tuple[list[StepRecord], str]:
-    """The log of vLLM's steps for these groups, and vLLM's version."""
+    """Return the log of vLLM's steps for these groups, and vLLM's version."""
     vllm_python = python()
     block_size = block_size_of(cluster)
     num_blocks = 2 + max(sum(-(-(n + out) // block_size) for n, out, _ in group) for _, group in groups)
@@ -195,14 +195,14 @@ def _run(
 
 
 def _times(log: list[StepRecord], jobs: Sequence[Probe]) -> dict[Probe, list[float]]:
-    """Seconds of every measured step of each point but in the first pass; the log holds `jobs` in this order."""
+    """Return the seconds of every step of each point after the first pass; the log holds `jobs` in this order."""
     job_of = [index for index, job in enumerate(jobs) for _ in range(job.num_requests)]
     first_pass = len(set(jobs))
     times: dict[Probe, list[float]] = {job: [] for job in jobs}
     for record, following in pairwise(log):
         index, next_index = (job_of[next(iter(_requests(step)))] for step in (record, following))
         job = jobs[index]
-        # The last step of a group is followed by waiting for the next, and so tells nothing.
+        # The last step of a group is followed by a wait for the next group, so its time is unknown.
         if index == next_index >= first_pass and job.holds(record):
             times[job].append((following.start_ns - record.start_ns) / 1e9)
     return times
@@ -216,14 +216,14 @@ def _requests(step: StepRecord) -> Iterator[int]:
 def fit(
     spec: ModelSpec, cluster: ClusterSpec, dtype: DType, times: dict[Probe, list[float]], vllm_version: str
 ) -> Profile:
-    """The tables of a profile from the seconds of whole steps.
+    """Return the profile that fits the seconds of whole steps.
 
     Raises:
         MachineError: a point was not measured.
     """
     missing = [point for point, seconds in times.items() if not seconds]
     if missing:
-        raise MachineError(f"vLLM's log holds no step of {missing[0].batch} x {missing[0].length} {missing[0].kind}")
+        raise MachineError(f"vLLM's log has no step of {missing[0].batch} x {missing[0].length} {missing[0].kind}")
     step = {point: statistics.mean(seconds) for point, seconds in times.items() if point.kind != "pieces"}
 
     head = _Line({1: 0.0} | {n: _more(step[_decode(n)], step[Probe("encode", 1, n)]) for n in HEAD_BATCHES})
@@ -262,17 +262,17 @@ def fit(
 
 
 def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, head: _Line) -> Surface:
-    """Of a layer."""
+    """Return the decode attention of a layer."""
     decodes = [point for point in step if point.kind == "decode"]
     each = {(p.batch, p.length): _more(step[p], rest(p.batch) + head(p.batch)) / spec.num_layers for p in decodes}
     return Surface.filled(each, BATCHES, [n for n in CONTEXTS if (1, n) in each])
 
 
 def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:
-    """Of a layer, for one prompt: that of several is counted as their sum.
+    """Return the attention of a layer for one prompt; several prompts count as their sum.
 
-    A piece of p tokens attends to those before it: to p of them costs as much as twice its own causal attention. So
-    what a piece takes more for each token before it, c, makes a prompt's attention c n^2 / 2p.
+    A piece of p tokens also attends to the tokens before it; p of these cost twice as much as its own causal attention.
+    So if a piece takes c seconds more for each token before it, the attention of a prompt of n tokens is c n^2 / 2p.
     """
     lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
     lengths = tuple(sorted({*lengths, *(3 * n // 2 for n in lengths[:-1])}))
@@ -287,15 +287,15 @@ def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _L
 
 
 def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, float] | None:
-    """By how much steps that decode and encode a piece of a prompt take longer than both alone, relative, and the
-    standard error of that; None: not measured."""
+    """Return the share by which steps that decode and encode a piece take longer than both by themselves, and its
+    standard error; None: not measured."""
     pieces = {bool(point.batch): point for point in times if point.kind == "pieces"}
     decode = Probe("decode", BESIDE, BESIDE_CONTEXT)
     if len(pieces) < 2 or decode not in times:
         return None
     alone, mixed = pieces[False], pieces[True]
     num_mixed = mixed.length // mixed.piece - 1  # its first step decodes nothing yet
-    fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # what both alone pay twice
+    fixed = rest(mixed.piece) + rest(BESIDE) - rest(mixed.piece + BESIDE)  # counted in both of them
     by_start = _by_start(times[alone], alone.length // alone.piece)[:, 1 : 1 + num_mixed]
     decodes = np.reshape(times[decode], (len(by_start), -1)).mean(axis=1)
     both = by_start.mean(axis=1) + decodes - fixed  # [passes]
@@ -304,13 +304,13 @@ def _mixed_error(times: dict[Probe, list[float]], rest: _Line) -> tuple[float, f
 
 
 def _by_start(seconds: list[float], num_starts: int) -> npt.NDArray[np.float64]:
-    """# [passes, starts]"""
+    """Return the seconds of each piece in each pass. # [passes, starts]"""
     return np.reshape(seconds, (-1, num_starts))
 
 
 def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
-    """Seconds of steps by their tokens, none dearer a token than a smaller one: where one is, both are taken together,
-    each counting by the time that it was measured for.
+    """Return the seconds of steps by their tokens, with a cost per token that never rises: sizes that violate this are
+    averaged, weighted by the time for which they were measured.
 
     Args:
         sizes: seconds of a step, and of all its measurements, by tokens.
@@ -324,7 +324,7 @@ def _ever_cheaper(sizes: dict[int, tuple[float, float]]) -> dict[int, float]:
 
 
 class _Line:
-    """Linear between points."""
+    """A piecewise linear function, constant beyond its points."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._points = sorted(seconds)

@@ -309,7 +309,7 @@ def test_a_long_search_speaks_all_the_time_and_ends_when_its_time_is_up(monkeypa
     assert rate_of(plan) > 0 and plan.search.gap is not None
     assert arrivals.ENDED_EARLY in plan.search.bound
     at = [int(what.split()[0]) for what in said]
-    assert max(np.diff(at)) <= arrivals.MOST_SECONDS and "bounding what placements keep" in said[-1]
+    assert max(np.diff(at)) <= arrivals.MOST_SECONDS and "bounding the rates of placements" in said[-1]
     begun = next(i for i, what in zip(at, said, strict=True) if "neighbours" in what)
     assert next(looks) - begun < 3 * arrivals.MOST_SECONDS
 

@@ -249,8 +249,8 @@ def test_what_tables_do_not_hold_is_said(tables: Path, change: dict[str, Any], s
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([], "it must be a table of gemm_dtype"),
-        ([{"m": 1}], "it must be a table of gemm_dtype"),
+        ([], "it must be a table with columns gemm_dtype"),
+        ([{"m": 1}], "it must be a table with columns gemm_dtype"),
         ([row | {"latency": float("nan")} for row in gemm_rows()], "every latency must be above zero"),
         ([row | {"gemm_dtype": "int8"} for row in gemm_rows()], "h100_sxm's matrix products are in int8"),
     ],
