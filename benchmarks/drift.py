@@ -5,7 +5,7 @@
 real: requests of azure-conv, scaled to the model's context, turn into azure-code's, and the other way, on the simulated
 clock and then through `xgpt serve`. shifts: both on the simulated clock, and ExeGPT's Figure 11. stationary: 10,000
 requests of one workload, and 3,000 each on machines that are steadily slower or faster than their profile. rra, waa,
-t5: conv's turn into code's on two devices, under RRA, WAA, or RRA of an encoder-decoder, the only policy allowed; every
+t5: code's turn into conv's on two devices, under RRA, WAA, or RRA of an encoder-decoder, the only policy allowed; every
 token is compared with that of a server that keeps its plan. Models have nineteen million parameters, and are profiled
 on this machine.
 
@@ -178,8 +178,9 @@ def on_two_devices(name: str, num_requests: int, factor: float, seed: int, *, re
     """Serve requests whose lengths change on two devices, by a plan that is kept and by one that may change."""
     spec, policy = ON_TWO[name]
     lab = Lab(spec, "local:2", (policy,), refresh=refresh)
-    before, after = (scaled(load_workload(trace), SCALE, spec) for trace in ("azure-conv", "azure-code"))
-    plan = lab.plan(before, lab.bound(before, factor)).model_copy(update={"pinned": Pinned(policy=policy)})
+    before, after = (scaled(load_workload(trace), SCALE, spec) for trace in ("azure-code", "azure-conv"))
+    bound_s = max(lab.bound(workload, factor) for workload in (before, after))
+    plan = lab.plan(before, bound_s).model_copy(update={"pinned": Pinned(policy=policy)})
     phases = Phase(before, num_requests // 3), Phase(after, num_requests)
     kept = real(plan, phases, np.random.default_rng(seed), replan=False)
     found = real(plan, phases, np.random.default_rng(seed), expected=kept.tokens)
