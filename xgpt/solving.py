@@ -15,6 +15,7 @@ from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
+from xprofiler.errors import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, Task, check_held, is_uniform, plan_uniform
 from xscheduler.objectives.mixing import with_mixing_edge
@@ -144,6 +145,8 @@ def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | No
         best = with_joint_lengths(best, problem.profile, trace)
     if problem.profile.is_served:
         best = _with_ranges(best)
+    elif (cell := cell_of(best)) is not None:
+        best = _with_likely_ranges(best, cell)
     if problem.profile.is_restless:
         best = _with_busy_machine_warning(best, problem)
     return {**plans, next(iter(plans)): best}
@@ -164,6 +167,19 @@ def _with_ranges(plan: Plan) -> Plan:
         gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
         ranges["rate_per_s"] = found.rate_under_tighter_per_s / slow, (found.rate_per_s + gain) / fast
     return plan.with_estimate(ranges=ranges)
+
+
+def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
+    """Return the plan with the ranges of its figures by the errors of measured rows that are alike."""
+    borrowed = plan.engine is not None and bool(plan.engine.borrowed)
+    quantities: dict[str, Quantity] = {"throughput_rps": "throughput", "ttft_s": "TTFT", "tpot_s": "TPOT"}
+    ranges, rows = {}, {}
+    for name, quantity in quantities.items():
+        found, value = likely(cell, quantity, borrowed=borrowed), getattr(plan.estimate, name)
+        ranges[name] = found.low * value, found.high * value
+        rows[name] = f"{found.rows} measured rows: {found.of}" if found.rows else "nothing like it was measured"
+    estimate = plan.estimate.model_copy(update={"ranges": ranges, "ranges_from": rows})
+    return plan.model_copy(update={"estimate": estimate})
 
 
 def _check(plans: dict[str, Plan], problem: Problem) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +106,58 @@ def _widths(spec: ModelSpec, stage: StageShape) -> tuple[float, float]:
     return 5 * spec.hidden_size + layer, between
 
 
+class _Kept(NamedTuple):
+    """What a device of a stage keeps.
+
+    Attributes:
+        grows: bytes of each token.
+        constant: bytes of each request of any length.
+        windows: bytes of each token within a window, with the window, the shortest first.
+    """
+
+    grows: float
+    constant: float
+    windows: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, dtype: DType, stage: StageShape, end: int) -> _Kept:
+        """Return what a device keeps of the stage's decoder layers, the last of which is `end - 1`."""
+        grows, constant, windows = 0.0, 0.0, list[tuple[int, float]]()
+        for kind in spec.kinds:
+            count = kind.count(end - stage.decoder_layers, end)
+            kept, window = count * spec.kv_bytes_of(kind, dtype, stage.tp), kind.attention and kind.attention.window
+            if kind.recurrent is not None:
+                constant += count * kind.recurrent.state_bytes / min(stage.tp, kind.recurrent.num_heads)
+            compression = 1 if kind.attention is None else kind.attention.compression
+            if window and compression > 1:
+                constant += kept * compression * window
+            if window and compression == 1:
+                windows.append((window, kept))
+            else:
+                grows += kept
+        return cls(grows, constant, tuple(sorted(windows)))
+
+    def within(self, context: float | None) -> _Kept:
+        """Return what is kept of requests of this context: whole windows, if they are shorter; None: every token."""
+        shorter = [context is not None and window < context for window, _ in self.windows]
+        kept = list(zip(self.windows, shorter, strict=True))
+        constant = self.constant + sum(window * size for (window, size), is_full in kept if is_full)
+        return _Kept(self.grows + sum(size for (_, size), is_full in kept if not is_full), constant, ())
+
+    def longest(self, free: float, in_flight: float) -> float:
+        """Return the tokens of the longest request that fits into `free` bytes.
+
+        Args:
+            in_flight: tokens that are kept beyond a window.
+        """
+        # With the k shortest windows full, the bytes are a line in the tokens; the least of the lines holds.
+        left, slope, most = free - self.constant, self.grows + sum(size for _, size in self.windows), 0.0
+        for window, size in (*self.windows, (0, 0.0)):
+            most = max(most, left / slope) if slope > 0 else np.inf if left >= 0 else most
+            left, slope = left - (window - 1 + in_flight) * size, slope - size
+        return most
+
+
 class LaneMemory:
     """Memory of the devices of one lane's stages.
 
@@ -148,17 +201,18 @@ class LaneMemory:
         last = np.cumsum([stage.decoder_layers for stage in lane])
         self.weight_bytes: Array = _weight_bytes(spec, cluster, precision, lane, keeps)
         """Bytes of weights on one device of each stage."""
-        kept = [
-            _kept(spec, precision.kv, stage, int(end), context if keeps is not None and keeps.drops_windows else None)
-            for stage, end in zip(lane, last, strict=True)
-        ]
+        kept = [_Kept.of(spec, precision.kv, stage, int(end)) for stage, end in zip(lane, last, strict=True)]
+        if keeps is None or not keeps.drops_windows:
+            kept = [each.within(None) for each in kept]
         drafted = 0.0
         if speculation is not None:
             draft = Draft(spec, speculation)
             self.weight_bytes += draft.bytes(precision.weights) / tp
             drafted = draft.kept_bytes(precision.kv, lane[-1].tp)
-        self._block_bytes: Array = block_size * (np.asarray([grows for grows, _ in kept]) + drafted)
-        self.request_bytes: Array = np.asarray([constant for _, constant in kept])
+        self._kept = [each._replace(grows=each.grows + drafted) for each in kept]
+        kept = [each.within(context) for each in self._kept]
+        self._block_bytes: Array = block_size * np.asarray([each.grows for each in kept])
+        self.request_bytes: Array = np.asarray([each.constant for each in kept])
         """Bytes on a device of each stage for a request of any length: recurrent states, and K/V within windows."""
         if not last[-1]:
             self._block_bytes[-1] = block_size * spec.hidden_size * state
@@ -211,6 +265,19 @@ class LaneMemory:
             return 0.0
         return float((self.request_bytes / np.maximum(self._block_bytes, 1.0)).max())
 
+    def longest_request(self, step_tokens: float, in_flight: float) -> float:
+        """Return the tokens of the longest request for which K/V has room while no other request is there.
+
+        Args:
+            step_tokens: tokens of the largest step, whose activations lie beside K/V.
+            in_flight: tokens that a layer with a window keeps beyond it: those of the steps in flight.
+        """
+        buffers = self._buffers.of(np.asarray([step_tokens]))[:, 0]
+        return min(
+            each.longest(free, in_flight)
+            for each, free in zip(self._kept, self._usable - self._occupied - buffers, strict=True)
+        )
+
     def free_bytes(self, step_tokens: npt.ArrayLike) -> Array:
         """Return the bytes for K/V on a device of each stage that differs. # [n] -> [distinct stages, n]"""
         tokens, stages = np.atleast_1d(np.asarray(step_tokens, float)), self._distinct
@@ -258,25 +325,6 @@ def _weight_bytes(
         if keeps.framework != "native":  # such engines also load encoders of images and sound
             weights += embeds * spec.tower_params * state / tp
     return weights
-
-
-def _kept(spec: ModelSpec, dtype: DType, stage: StageShape, end: int, context: float | None) -> tuple[float, float]:
-    """Return the bytes on a device of a stage for each token, and for each request whatever its length."""
-    grows = constant = 0.0
-    for kind in spec.kinds:
-        count = kind.count(end - stage.decoder_layers, end)
-        kept, window = spec.kv_bytes_of(kind, dtype, stage.tp), kind.attention and kind.attention.window
-        if kind.recurrent is not None:
-            constant += count * kind.recurrent.state_bytes / min(stage.tp, kind.recurrent.num_heads)
-        compression = 1 if kind.attention is None else kind.attention.compression
-        if window and compression > 1:
-            constant += count * kept * compression * window
-            grows += count * kept
-        elif window and context is not None and window < context:
-            constant += count * kept * window
-        else:
-            grows += count * kept
-    return grows, constant
 
 
 def _padding(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from xgpt import api
+from xgpt.core.schema import Plan
+from xgpt.reporting.plan_text import ranges_in_words
 from xprofiler import errors
-from xprofiler.errors import LEAST_ROWS, UNKNOWN, Cell, Likely, likely, within
+from xprofiler.errors import LEAST_ROWS, UNKNOWN, Cell, Likely, cell_of, likely, within
 
 HELD = 8
 """Rows in a row that are held back together: neighbours differ in their clients only, and err alike."""
@@ -45,3 +50,17 @@ def test_a_cell_without_rows_borrows_and_is_wider(monkeypatch: pytest.MonkeyPatc
     for wider, narrower in ((near, own), (far, near), (borrowed, own)):
         assert wider.low < narrower.low < 1 < narrower.high < wider.high
     assert likely(known, "TTFT") == Likely(*UNKNOWN, 0, "")
+
+
+def test_a_plan_states_the_ranges_of_its_figures_and_the_rows_behind_them() -> None:
+    """A reader of plan.json has what the command line prints."""
+    asked: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "h100x1", "workload": "orca", "policy": "chunked"}
+    made = api.plan(**asked, latency_bound_s=60, objective="saturated", engine="vllm")
+    plan = Plan.model_validate_json(made.model_dump_json())
+    cell = cell_of(plan)
+    assert cell is not None
+    own = likely(cell, "throughput", borrowed=True)
+    low, high = plan.estimate.ranges["throughput_rps"]
+    assert (low, high) == pytest.approx([edge * plan.estimate.throughput_rps for edge in (own.low, own.high)])
+    assert plan.estimate.ranges_from["throughput_rps"].startswith(f"{own.rows} measured rows: ")
+    assert f"throughput {low:.3g} to {high:.3g} requests/s" in ranges_in_words(plan)[0]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.xgpt.checkpoints.test_planned import official
+from tests.unit.xgpt.checkpoints.test_planned import official, spec_like
 from xgpt import api
 from xgpt.core.errors import InputError
 from xgpt.core.schema import ModelSpec, Plan, Speculation
@@ -188,8 +188,9 @@ def test_acceptance_is_read_from_metrics(tmp_path: Path) -> None:
 
 def test_models_tell_their_layers_for_multi_token_prediction() -> None:
     assert load_model("deepseek-v3")[0].mtp_layers == 1
-    layers = {name: official(name).mtp_layers for name in ("Qwen/Qwen3.5-27B", "zai-org/GLM-5.2", "Qwen/Qwen3-8B")}
-    assert layers == {"Qwen/Qwen3.5-27B": 1, "zai-org/GLM-5.2": 1, "Qwen/Qwen3-8B": 0}
+    layers = {"Qwen/Qwen3.5-27B": 1, "zai-org/GLM-5.2": 1, "XiaomiMiMo/MiMo-V2-Flash": 1, "Qwen/Qwen3-8B": 0}
+    assert {name: official(name).mtp_layers for name in layers} == layers
+    assert spec_like("qwen3_next")[0].mtp_layers == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import Range, ranges
 from xgpt.comparing.current import CurrentEngine, check_model
+from xgpt.comparing.drafts import planned_with
 from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
@@ -23,7 +24,6 @@ from xgpt.core.schema import (
     ChunkedSettings,
     ClusterSpec,
     DType,
-    ModelSpec,
     Plan,
     Precision,
     Profile,
@@ -126,6 +126,9 @@ def compare(
         engine = engine_name(running)
         request = request.model_copy(update={"engine": engine})
         notes = (f"engine {engine}: the plans are for it, too, as the command starts it", *notes)
+    if running is not None and running.drafts is not None:
+        request, note = planned_with(request, running.drafts)
+        notes = (note, *notes)
     problem = resolve(request, progress)
     if measured is not None and not problem.cluster.is_local:
         accepted = "only plans for the machine at hand (`cluster=local`) can be measured"
@@ -227,6 +230,10 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
             the engine accepts, so that it does not start.
     """
     check_current(problem, current, longest)
+    if current.drafts is None:
+        problem = replace(problem, speculation=None)
+    elif current.num_stages > 1:
+        raise InputError("current", f"{current.num_stages} stages", "drafts are scored without pipeline stages")
     if current.text_only:
         problem = replace(problem, model=problem.model.model_copy(update={"tower_params": 0}))
     device = problem.cluster.device
@@ -246,9 +253,9 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
     step_tokens = current.step_tokens(problem.model.max_context)
     space = chooser.candidates.space("chunked", placement)
     if cluster.device.type == "gpu":
-        memory = space.limits.memory
-        blocks = float(memory.blocks_beside(step_tokens)[0]) - memory.request_blocks
-        _check_starts(current, problem.model, int(blocks) * space.limits.block_size)
+        steps = max(current.num_stages, 1 + (deployed is not None and deployed.schedules_ahead))
+        holds = space.limits.memory.longest_request(step_tokens, steps * step_tokens)
+        _check_room(current, problem, holds, longest or _longest(problem))
     most = floor(space.capacity_beside(np.asarray([step_tokens]))[0])
     settings = ChunkedSettings(
         # A step is a micro-batch's; vLLM's limits are those of a step, and of all requests inside.
@@ -286,21 +293,25 @@ def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str
     )
 
 
-def _check_starts(current: CurrentEngine, model: ModelSpec, holds: int) -> None:
-    """Refuse a deployment that does not start.
+def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest: int) -> None:
+    """Refuse a deployment that does not start, or that shortens its context to less than the workload needs.
 
     Args:
         holds: tokens of the longest request for which K/V memory has room while no other request is there.
+        longest: tokens of the workload's longest request.
 
     Raises:
-        InfeasibleError: that is less than the longest request that it accepts.
+        InfeasibleError: K/V memory holds too little.
     """
-    accepts = current.max_model_len or model.max_context
-    if holds < accepts and not current.shortens:
+    model, needs, will = problem.model, longest, "refuse requests"
+    where = f"the longest request of {problem.workload.name}"
+    if not current.shortens:
+        needs, will = current.max_model_len or model.max_context, "not start"
         where = "--max-model-len" if current.max_model_len else f"the context of {model.name}"
+    if holds < needs:
         message = (
-            f"what runs now would not start: its K/V memory holds {max(0, holds)} tokens, fewer than the {accepts} of "
-            f"{where}; give it a shorter one, more devices, or more of their memory"
+            f"what runs now would {will}: its K/V memory holds {holds:.0f} tokens, fewer than the {needs} of {where}; "
+            "give it a shorter one, more devices, or more of their memory"
         )
         raise InfeasibleError(message, nearest_bound_s=None, binding="memory")
 
@@ -331,10 +342,15 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         weights, kv = types_of(problem, current)
         accepted = f"the step times are in {problem.profile.dtype}: compare with `dtype={weights}` and `kv_dtype={kv}`"
         raise InputError("current: --dtype", f"{weights}, K/V in {kv}", accepted)
-    longest = longest or lengths.input.lengths[-1] + lengths.output.lengths[-1]
+    longest = longest or _longest(problem)
     if current.max_model_len is not None and current.max_model_len < longest:
         accepted = f"requests of {lengths.name} have up to {longest} tokens, which it refuses"
         raise InputError("current: --max-model-len", current.max_model_len, accepted)
+
+
+def _longest(problem: Problem) -> int:
+    """Return the tokens of a workload's longest input and longest output together."""
+    return problem.workload.input.lengths[-1] + problem.workload.output.lengths[-1]
 
 
 def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | None, Plan]:

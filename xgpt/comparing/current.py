@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from xgpt.comparing.drafts import Drafts
 from xgpt.core.errors import InputError
 from xgpt.core.schema import DType, EngineSpec
 
@@ -32,6 +33,7 @@ class CurrentEngine:
         cuts_prompts: whether a step may take a part of a prompt.
         drops_windows: whether it frees keys and values that have left all windows of a layer.
         text_only: whether it leaves out the encoders of images and sound that a model has.
+        drafts: how it drafts tokens ahead; None: not at all.
         schedules_ahead: whether it decides a step while the one before it runs; None: as the engine does by default.
     """
 
@@ -55,6 +57,7 @@ class CurrentEngine:
     drops_windows: bool = True
     text_only: bool = False
     schedules_ahead: bool | None = None
+    drafts: Drafts | None = None
 
     @property
     def num_devices(self) -> int:

@@ -104,7 +104,7 @@ class FlagTable:
             if not values and takes != "optional":
                 raise InputError(f"current: --{name}", "", "give a value")
             text = " ".join(values) or ("yes" if takes == "optional" else "")
-            given[name] = json.dumps({inner: text}) if dot else text
+            given[name] = json.dumps(_object(given.get(name)) | {inner: text}) if dot else text
         return given, free
 
     def name_of(self, word: str) -> tuple[str, bool]:
@@ -155,6 +155,15 @@ class FlagTable:
         if "config" in given:
             raise InputError("current: --config", path, "it names another config file; put all flags into one")
         return given
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    """Return the JSON object of a flag that is given in parts; empty if it has none yet."""
+    try:
+        value = json.loads(text or "")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_flag(word: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from xgpt.comparing.current import CurrentEngine
+from xgpt.comparing.drafts import sglang_drafts
 from xgpt.comparing.flags import (
     CAPTURED,
     DRAFTS,
@@ -32,7 +33,8 @@ TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
 """--max_batch_size and --max_num_tokens by default."""
 
 SGLANG_REFUSED = {
-    r"speculative-.*|enable-multi-layer-eagle": DRAFTS,
+    r"speculative-(?!algorithm|num-steps|eagle-topk|num-draft-tokens|draft-model-path).*": DRAFTS,
+    r"enable-multi-layer-eagle": DRAFTS,
     r"disaggregation-mode": TRANSFER,
     r"attn-dp-size|moe-dp-size": "experts divided in another way than attention are not scored",
     r"attn-cp-size|dcp-size|enable-prefill-cp": NO_TABLES,
@@ -101,6 +103,8 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         framework="sglang",
         schedules_ahead=False if given.get("disable-overlap-schedule") == "yes" else None,
         model=given.get("model-path") or next(iter(free), None),
+        shortens=True,
+        drafts=sglang_drafts(given),
     )
 
 
@@ -131,6 +135,7 @@ def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         max_num_batched_tokens=tokens,
         usable_memory=value_of(given, "kv-cache-free-gpu-memory-fraction", share, None),
         max_model_len=value_of(given, "max-seq-len", count, None),
+        shortens=True,
         notes=tuple(notes),
         framework="tensorrt-llm",
         model=next(iter(free), None),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from xgpt.comparing.current import CurrentEngine
+from xgpt.comparing.drafts import vllm_drafts
 from xgpt.comparing.flags import (
     CAPTURED,
     DTYPES,
@@ -94,6 +95,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     dtype, kv_dtype, quantization = types_of(given, DTYPES, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
     if not on_gpu and dtype is None:
         notes.append("dtype: taken to be what the plans are in")
+    model = next(iter(free), given.get("model"))
     return CurrentEngine(
         tp_degree=degree,
         num_stages=stages,
@@ -108,7 +110,8 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         kv_dtype=kv_dtype,
         quantization=quantization,
         notes=tuple(notes),
-        model=next(iter(free), given.get("model")),
+        model=model,
+        drafts=vllm_drafts(given, model),
         cuts_prompts=cuts_prompts,
         drops_windows=given.get("disable-hybrid-kv-cache-manager") != "yes",
         text_only=given.get("language-model-only") == "yes",

@@ -86,13 +86,7 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
     _REJECTS: {"max-num-queued-reqs": [], "max-num-queued-tokens": []},
     _MEMORY: {"kv-cache-memory-bytes": [], "num-gpu-blocks-override": []},
     CAPTURED: {"cuda-graph-sizes": [], "max-seq-len-to-capture": []},
-    DRAFTS: {
-        "num-lookahead-slots": ["0"],
-        "spec-method": [],
-        "spec-model": [],
-        "spec-tokens": [],
-        "speculative-config": [],
-    },
+    DRAFTS: {"num-lookahead-slots": ["0"]},
     TRANSFER: {"ec-transfer-config": [], "kv-offloading-size": [], "kv-transfer-config": []},
 }
 

@@ -10,7 +10,6 @@ import numpy as np
 from xgpt.core.schema import SERVED, ChunkedSettings, Constraint, Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.resolve import load_trace
-from xprofiler.errors import Quantity, cell_of, likely
 from xscheduler.expression import maximised, objective_value
 from xscheduler.space import UNCUT
 from xsimulator.forecast import FORECASTS
@@ -75,10 +74,6 @@ def _process(constraint: Constraint) -> str:
     return "Poisson" if constraint.burstiness == 1 else f"gaps vary by {constraint.burstiness:g} times their mean"
 
 
-TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
-"""Figures of an engine that step times and first tokens hang on."""
-
-
 def engine_in_words(plan: Plan) -> list[str]:
     """Return a line on the plan's engine and on what the prediction takes from it; none without an engine."""
     engine = plan.engine
@@ -94,8 +89,7 @@ def engine_in_words(plan: Plan) -> list[str]:
         parts += [] if engine.mixes else ["prompts go first, in steps of their own"]
         parts += [] if engine.cuts_prompts else ["a prompt waits for a step that has room for all of it"]
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
-    timed = [name for name in TIMED if name in engine.borrowed]
-    if timed:
+    if timed := engine.borrowed:
         lines.append(f"not measured of {engine.name}, but of another engine or version: {', '.join(timed)}")
     return lines
 
@@ -103,21 +97,16 @@ def engine_in_words(plan: Plan) -> list[str]:
 def ranges_in_words(plan: Plan) -> list[str]:
     """Return a line on the ranges of a plan's figures, and on the measured rows behind them; none if its steps were
     measured."""
-    cell = cell_of(plan)
-    if cell is None:
-        return []
-    borrowed = plan.engine is not None and any(name in plan.engine.borrowed for name in TIMED)
-    figures: tuple[tuple[str, Quantity, float, str], ...] = (
-        ("throughput", "throughput", plan.estimate.throughput_rps, "requests/s"),
-        ("first token", "TTFT", plan.estimate.ttft_s, "s"),
-        ("between tokens", "TPOT", plan.estimate.tpot_s, "s"),
-    )
+    figures = {
+        "throughput_rps": ("throughput", "requests/s"),
+        "ttft_s": ("first token", "s"),
+        "tpot_s": ("between tokens", "s"),
+    }
     parts = []
-    for name, quantity, value, unit in figures:
-        found = likely(cell, quantity, borrowed=borrowed)
-        behind = f"{found.rows} measured rows: {found.of}" if found.rows else "nothing like it was measured"
-        parts.append(f"{name} {found.low * value:.3g} to {found.high * value:.3g} {unit} ({behind})")
-    return [f"likely, nine times in ten: {'; '.join(parts)}"]
+    for name, rows in plan.estimate.ranges_from.items():
+        (low, high), (text, unit) = plan.estimate.ranges[name], figures[name]
+        parts.append(f"{text} {low:.3g} to {high:.3g} {unit} ({rows})")
+    return [f"likely, nine times in ten: {'; '.join(parts)}"] if parts else []
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
@@ -176,14 +165,14 @@ def arrivals_in_words(plan: Plan) -> list[str]:
 
 
 def at_rest_in_words(plan: Plan) -> list[str]:
-    """Return a line on the ranges of the plan's figures; none if they are not known."""
+    """Return a line on the ranges of the plan's figures on this machine; none if they are not known."""
     names = {
         "rate_per_s": "requests/s of arrivals",
         "throughput_rps": "requests/s saturated",
         "latency_s": "s from admission",
         "itl_p99_s": "s between tokens (p99)",
     }
-    ranges = plan.estimate.ranges
+    ranges = {} if plan.estimate.ranges_from else plan.estimate.ranges
     found = [f"{ranges[name][0]:.3g} to {ranges[name][1]:.3g} {text}" for name, text in names.items() if name in ranges]
     return [f"ranges on this machine at rest: {', '.join(found)}"] if found else []
 

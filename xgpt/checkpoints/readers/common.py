@@ -21,6 +21,8 @@ ACTIVATIONS = {
 
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
 """What families call the number of layers for multi-token prediction."""
+UNSAID = ("mimo_v2_flash", "qwen3_next")
+"""Families whose checkpoints have one such layer without a field that says so, as vLLM's loaders take it."""
 
 
 def count(config: dict[str, Any], field: str) -> int:
@@ -68,7 +70,8 @@ def common(
         if dtype not in get_args(StoredDType):
             raise InputError("config.json: dtype", dtype, f"known dtypes: {', '.join(get_args(StoredDType))}")
         fields["default_dtype"] = dtype
-    if ahead := next((config[name] for name in MTP if type(config.get(name)) is int and config[name] > 0), 0):
+    said = (config[name] for name in MTP if type(config.get(name)) is int and config[name] > 0)
+    if ahead := next(said, int(config.get("model_type") in UNSAID)):
         fields["mtp_layers"] = ahead
     if (stored := quantization(config, side)) is not None:
         fields["quantization"] = stored

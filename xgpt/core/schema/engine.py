@@ -12,6 +12,9 @@ from xgpt.core.schema.base import Frozen
 UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
 """Fields of an engine that are not figures, and so need no source."""
 
+TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
+"""Figures of an engine that step times and first tokens hang on."""
+
 
 class EngineSpec(Frozen):
     """An engine of one version, as a file of configs/engines describes it: its schedule, its costs, its memory.
@@ -117,8 +120,8 @@ class EngineSpec(Frozen):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Names of figures that are of another engine or version: their sources say "as ..." or "borrowed"."""
-        return tuple(name for name, source in self.sources.items() if re.match(r"as |.*borrowed", source))
+        """Names of figures of its times that are of another engine or version: sources say "as ..." or "borrowed"."""
+        return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
     def with_xgpt(self) -> EngineSpec:

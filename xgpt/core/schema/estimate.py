@@ -126,8 +126,10 @@ class Estimate(Frozen):
     step_times: StepTimes | None = None
     """Step times by which the rule decides; None: it uses none."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """Least and largest value of figures here, and of the capacity's `rate_per_s`, in nine of ten loads on a machine at
-    rest; empty: the profile is not fitted to a served engine."""
+    """Least and largest value of figures here, and of the capacity's `rate_per_s`, in nine of ten cases: of loads on
+    this machine at rest, if its profile is fitted to a served engine, or of the measured rows of `ranges_from`."""
+    ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
+    """Measured rows whose errors a range stands for, by figure; empty: ranges are of this machine, or not known."""
     warnings: tuple[str, ...] = ()
     """Warnings to read before the plan is used."""
 

@@ -137,7 +137,7 @@ def test_other_engines(text: str, expected: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sglang serve m --speculative-algorithm EAGLE", "drafts that are accepted"),
+        ("sglang serve m --speculative-algorithm STANDALONE", "drafts that are accepted"),
         ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "give --ep 8, and a --dp that divides it"),
         ("sglang serve m --tpp 8", "SGLang .* has no such flag"),
         ("trtllm-serve m --config extra.yaml", "may set anything"),
@@ -228,6 +228,60 @@ def test_a_server_starts_if_one_longest_request_fits(tmp_path: Path) -> None:
     request = plan_request(config=str(tmp_path / "config.json"), **asked)
     found = compare(request, "vllm serve m -tp 2 --max-num-seqs 4096 --max-num-batched-tokens 8192").current
     assert found is not None and min(stage.kv_blocks for stage in found.stages) * found.block_size < 600_000
+
+
+def test_layers_with_windows_keep_the_window_and_the_steps_in_flight() -> None:
+    """A request of 65,536 tokens of Gemma 3 27B takes 11.9 GiB by vLLM 0.32's `SlidingWindowSpec`: 5 in 10 layers, and
+    6.9 in 52 with a window of 1,024 and two steps of 8,192 tokens in flight; 31 GiB if windows keep every token."""
+    command, asked = "vllm serve m --max-model-len 65536", {"model": "gemma-3-27b", "cluster": "h100x1"}
+    assert compared(command, **asked).current is not None
+    with pytest.raises(InfeasibleError, match="would not start"):
+        compared(f"{command} --disable-hybrid-kv-cache-manager", **asked)
+
+
+def test_engines_that_shorten_their_context_start_with_less() -> None:
+    """SGLang and TensorRT-LLM take shorter requests then, where vLLM does not start."""
+    assert compared("sglang serve m --mem-fraction-static 0.3").current is not None
+    with pytest.raises(InfeasibleError, match="would refuse requests: its K/V memory holds"):
+        compared("sglang serve m --mem-fraction-static 0.21", workload="azure-conv")
+    assert read_current("trtllm-serve m", load_cluster("h100x1")).shortens
+
+
+DRAFTED = "vllm serve m --max-model-len 8192 --speculative-config.method eagle3 --speculative-config.model d "
+DRAFTED += "--speculative-config.num_speculative_tokens 2"
+
+
+def test_drafts_are_scored_with_an_acceptance_that_is_stated() -> None:
+    assumed, given = compared(DRAFTED), compared(DRAFTED, acceptance=(0.9, 0.85))
+    assert "drafts by eagle3, 2 ahead, in the plans, too: assumed that 0.6 of tokens" in assumed.notes[0]
+    assert "acceptance as given, (0.9, 0.85)" in given.notes[0]
+    rates = []
+    for found in (assumed, given):
+        assert found.current is not None and found.current.speculation is not None
+        assert found.best.speculation == found.current.speculation and found.current.speculation.tokens == 2
+        rates.append(found.current.estimate.throughput_rps)
+    assert rates[0] < rates[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ('vllm serve m -sc \'{"model": "small", "num_speculative_tokens": 4}\'', "scored are drafts by eagle, eagle3"),
+        ("vllm serve m --spec-method mtp", "no layer for multi-token prediction"),
+        ("vllm serve m --spec-method eagle", "give num_speculative_tokens"),
+        (
+            "vllm serve m --spec-method ngram --spec-tokens 3",
+            "acceptance is missing; .* depends on the text",
+        ),
+        ("vllm serve m -pp 2 --spec-method eagle --spec-tokens 3 --max-model-len 8192", "without pipeline stages"),
+        ("vllm serve m -sc '{model: x}'", "write a JSON object"),
+        ('vllm serve m -sc \'{"method": "mtp", "parallel_drafting": true}\'', "parallel_drafting"),
+        ("sglang serve m --speculative-algorithm EAGLE", "--speculative-eagle-topk 1"),
+    ],
+)
+def test_drafts_that_are_not_scored(flags: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        compared(flags, cluster="h100x8")
 
 
 def test_encoders_that_are_left_out_leave_room() -> None:

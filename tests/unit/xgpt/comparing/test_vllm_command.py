@@ -20,7 +20,7 @@ from xgpt.resolve import load_cluster
 from xscheduler.problem import Problem
 
 SCORED = {
-    "disable-hybrid-kv-cache-manager",
+    *("disable-hybrid-kv-cache-manager", "spec-method", "spec-model", "spec-tokens", "speculative-config"),
     *("async-scheduling", "block-size", "config", "data-parallel-size", "dtype", "enable-chunked-prefill"),
     *(
         "enable-prefix-caching",
@@ -103,7 +103,7 @@ def test_defaults_follow_the_device_and_are_said(cluster: str, seqs: int, tokens
         ("vllm serve m --quantization int3", "quantization: 'int3'"),
         ("vllm serve m --kv-cache-dtype fp7", "--kv-cache-dtype: 'fp7'"),
         ("vllm serve m --dtype bf16", "--dtype: 'bf16'"),
-        ('vllm serve m --speculative-config \'{"method": "ngram"}\'', "drafts that are accepted; leave it out"),
+        ('vllm serve m --speculative-config \'{"method": "medusa"}\'', "depends on the drafts that are accepted"),
         ("vllm serve m -sc.num_speculative_tokens 3", "speculative-config"),
         ("vllm serve m -O=0", "optimization-level: '0'"),
         ("vllm serve m --performance-mode throughput", "performance-mode: 'throughput'"),
