@@ -160,7 +160,8 @@ def _files_of(model_id: str, configs: Path | None) -> dict[str, Any]:
             files = {"config.json": {k: v for k, v in files["config.json"].items() if k != "quantization_config"}}
         return files
     if same in CONFIG_MAPPING:
-        return {"config.json": json.loads(CONFIG_MAPPING[same]().to_json_string()) | {"model_type": same}}
+        ahead = {"num_nextn_predict_layers": 1} if same == "ernie4_5_moe" else {}
+        return {"config.json": json.loads(CONFIG_MAPPING[same]().to_json_string()) | {"model_type": same} | ahead}
     return {}
 
 

@@ -14,6 +14,7 @@ from xgpt.checkpoints import hub
 from xgpt.comparing.assumptions import Range, ranges
 from xgpt.comparing.current import CurrentEngine, check_model
 from xgpt.comparing.drafts import planned_with
+from xgpt.comparing.flags import VARIABLE
 from xgpt.comparing.read import read_current
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import config_names
@@ -120,6 +121,8 @@ def compare(
     running = None if current is None else read_current(current, cluster)
     notes = () if running is None else running.notes
     serves = None if running is None or "model" in request.model_fields_set else running.model
+    if serves is not None and "$" in serves:
+        raise InputError("current", serves, VARIABLE)
     if serves is not None and (request.config is None or hub.is_id(serves)):
         request = request.model_copy(update={"model": serves})
     if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":

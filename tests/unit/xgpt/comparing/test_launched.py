@@ -230,6 +230,11 @@ def test_a_server_starts_if_one_longest_request_fits(tmp_path: Path) -> None:
     assert found is not None and min(stage.kv_blocks for stage in found.stages) * found.block_size < 600_000
 
 
+def test_a_model_that_a_shell_would_fill_in_is_asked_for() -> None:
+    with pytest.raises(InputError, match=r"current: '.MODEL' .* it is a variable of the shell: write its value"):
+        compare(plan_request(cluster="h100x1", workload="orca", objective="saturated"), "vllm serve $MODEL")
+
+
 def test_layers_with_windows_keep_the_window_and_the_steps_in_flight() -> None:
     """A request of 65,536 tokens of Gemma 3 27B takes 11.9 GiB by vLLM 0.32's `SlidingWindowSpec`: 5 in 10 layers, and
     6.9 in 52 with a window of 1,024 and two steps of 8,192 tokens in flight; 31 GiB if windows keep every token."""
