@@ -131,8 +131,7 @@ class EngineClient:
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
         """Streams whose first step is not known to have begun."""
-        goodput = self.metrics.goodput, self.metrics.goodput_of_classes
-        self.live = None if watch is None else Live(engine, self._backlog, watch, *goodput)
+        self.live = None if watch is None else Live(engine, self._backlog, watch, self.metrics)
         self._lasting = LastingEngine(
             engine,
             running=None if watch is None else lambda: watch.plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -23,15 +23,52 @@ class CallPiece(NamedTuple):
     arguments: str
 
 
-def merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
-    """Return pieces with those of one call put together."""
-    found: list[CallPiece] = []
-    for piece in pieces:
-        if found and found[-1].number == piece.number:
-            found[-1] = found[-1]._replace(arguments=found[-1].arguments + piece.arguments)
-        else:
-            found.append(piece)
-    return found
+class CallList:
+    """The calls of an output: whole, and in pieces for a stream.
+
+    Args:
+        most: calls of an output; further ones are left out. None: all.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._calls: list[ToolCall] = []
+        self._written: list[list[str]] = []
+        """Arguments of each call, piece by piece: text that grows is copied each time."""
+        self._pieces: list[CallPiece] = []
+
+    def begin(self, name: str, id_: str) -> None:
+        """Add a call, without arguments so far."""
+        self._calls.append(ToolCall(FunctionCall(name, ""), id_))
+        self._written.append([])
+        self._add(CallPiece(len(self._calls) - 1, id_, name, ""))
+
+    def append(self, arguments: str) -> None:
+        """Add to the arguments of the last call."""
+        if arguments:
+            self._written[-1].append(arguments)
+            self._add(CallPiece(len(self._calls) - 1, None, None, arguments))
+
+    def _add(self, piece: CallPiece) -> None:
+        if self._most is None or len(self._calls) <= self._most:
+            self._pieces.append(piece)
+
+    def calls(self) -> list[ToolCall]:
+        """Return the calls so far."""
+        for call, written in zip(self._calls, self._written, strict=True):
+            call.function.arguments = "".join(written)
+        return self._calls[: self._most]
+
+    def pieces(self) -> list[CallPiece]:
+        """Return what has been added to calls since the last time, at most one piece for each call."""
+        found: list[CallPiece] = []
+        for piece in self._pieces:
+            if found and found[-1].number == piece.number:
+                found[-1] = found[-1]._replace(arguments=found[-1].arguments + piece.arguments)
+            else:
+                found.append(piece)
+        self._pieces.clear()
+        return found
 
 
 class Calls:
@@ -42,16 +79,12 @@ class Calls:
     """
 
     def __init__(self, choice: ToolChoice, most: int | None = None, format_: CallFormat = HERMES) -> None:
-        self._most = most
+        self._list = CallList(most)
         self._format = format_
         self._held = ""
         self._space = ""
         """White space after a call: it is text only if more than that follows."""
         self._is_after_call = False
-        self._pieces: list[CallPiece] = []
-        self._calls: list[ToolCall] = []
-        self._arguments_so_far: list[str] = []
-        """Of the last call; put together once it ends, since text grows by a copy each time."""
         self._value = JsonObject()
         self._looked = 0
         """Number of held characters that were already searched for a closing mark."""
@@ -67,19 +100,16 @@ class Calls:
 
     def end(self) -> str:
         """Return the text that is still held; a call that was cut off ends with the output."""
-        text = "".join(self._read(is_end=True))
-        self._put_together()
-        return text
+        return "".join(self._read(is_end=True))
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls so far; their arguments are whole after `end`."""
-        return self._calls[: self._most]
+        """The calls so far."""
+        return self._list.calls()
 
     def pieces(self) -> list[CallPiece]:
         """Return what has been added to calls since the last time, at most one piece for each call."""
-        pieces, self._pieces = self._pieces, []
-        return merged(pieces)
+        return self._list.pieces()
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
         """Go on through the states until more text is needed; yield text."""
@@ -173,7 +203,7 @@ class Calls:
     def _arguments(self, *, is_end: bool) -> str:
         """Read arguments as they are written."""
         end = self._value.feed(self._held)
-        self._append(self._take(len(self._held) if end is None else end))
+        self._list.append(self._take(len(self._held) if end is None else end))
         if end is not None:
             self._state = "closing"
         return ""
@@ -194,30 +224,12 @@ class Calls:
         return ""
 
     def _begin(self, name: str, id_: str) -> None:
-        self._put_together()
         self._is_after_call, self._space = True, ""
-        self._calls.append(ToolCall(FunctionCall(name, ""), id_))
-        if self._is_wanted:
-            self._pieces.append(CallPiece(len(self._calls) - 1, id_, name, ""))
-
-    def _append(self, arguments: str) -> None:
-        self._arguments_so_far.append(arguments)
-        if self._is_wanted and arguments:
-            self._pieces.append(CallPiece(len(self._calls) - 1, None, None, arguments))
+        self._list.begin(name, id_)
 
     def _add(self, call: Call) -> None:
         self._begin(call.name, call.id)
-        self._append(call.arguments)
-
-    def _put_together(self) -> None:
-        if self._calls:
-            self._calls[-1].function.arguments += "".join(self._arguments_so_far)
-        self._arguments_so_far.clear()
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Whether the last call is not one too many, which is read and left out."""
-        return self._most is None or len(self._calls) <= self._most
+        self._list.append(call.arguments)
 
 
 class JsonObject:

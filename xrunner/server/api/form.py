@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from xrunner.grammar import whole_grammar
 from xrunner.server.api.call_formats import HERMES, CallFormat, Schemas
@@ -12,23 +12,6 @@ from xrunner.server.api.call_reader import CallPiece, Calls
 from xrunner.server.api.harmony import Harmony, HarmonyReader, harmony_of
 from xrunner.server.api.reasoning import Marks, Said, Thought, ThoughtReader, marks_of, thought_after
 from xrunner.server.api.tools import ANY_ARGUMENTS, NO_ARGUMENTS, NamedTool, Tool, ToolCall, ToolChoice, must_call
-
-
-class OutputReader(Protocol):
-    """Takes the text of an output apart, piece by piece."""
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the output stands within reasoning."""
-
-    def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may go out after a piece of the output; with `is_end`, all of it."""
-
-    def calls(self) -> list[ToolCall]:
-        """Return the calls of an output that has ended."""
-
-    def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last time, at most one piece for each call."""
 
 
 class ChatReader:
@@ -58,6 +41,10 @@ class ChatReader:
     def pieces(self) -> list[CallPiece]:
         """Return what has been added to calls since the last time, at most one piece for each call."""
         return [] if self._calls is None else self._calls.pieces()
+
+
+OutputReader = ChatReader | HarmonyReader
+"""Takes the text of an output apart, piece by piece."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 from xrunner.grammar import json_rule, ranges
 from xrunner.server.api.call_formats import Call, CallFormat, Schemas
-from xrunner.server.api.call_reader import CallPiece, merged, overlap
+from xrunner.server.api.call_reader import CallList, CallPiece, overlap
 from xrunner.server.api.reasoning import Said
-from xrunner.server.api.tools import FunctionCall, ToolCall
+from xrunner.server.api.tools import ToolCall
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END = "<|end|>"
@@ -96,14 +96,10 @@ class HarmonyReader:
     def __init__(self, format_: Harmony, *, calls: bool, most: int | None = None) -> None:
         self._new_id = format_.new_id
         self._takes_calls = calls
-        self._most = most
         self._held = ""
         self._in_head = True
         self._shows: str = "text"
-        self._calls: list[ToolCall] = []
-        self._written: list[list[str]] = []
-        """Arguments of each call, piece by piece."""
-        self._pieces: list[CallPiece] = []
+        self._list = CallList(most)
 
     @property
     def is_thinking(self) -> bool:
@@ -126,14 +122,11 @@ class HarmonyReader:
 
     def calls(self) -> list[ToolCall]:
         """Return the calls of an output that has ended."""
-        for call, written in zip(self._calls, self._written, strict=True):
-            call.function.arguments = "".join(written)
-        return self._calls[: self._most]
+        return self._list.calls()
 
     def pieces(self) -> list[CallPiece]:
         """Return what has been added to calls since the last time, at most one piece for each call."""
-        pieces, self._pieces = self._pieces, []
-        return merged(pieces)
+        return self._list.pieces()
 
     def _read_head(self, *, is_end: bool) -> None:
         head, found, rest = self._held.partition(MESSAGE)
@@ -153,10 +146,7 @@ class HarmonyReader:
         channel = head.rpartition(CHANNEL)[2]
         if function is not None and self._takes_calls:
             self._shows = "call"
-            id_ = self._new_id()
-            self._calls.append(ToolCall(FunctionCall(function[1], ""), id_))
-            self._written.append([])
-            self._add(CallPiece(len(self._calls) - 1, id_, function[1], ""))
+            self._list.begin(function[1], self._new_id())
         else:
             self._shows = "reasoning" if channel.startswith("analysis") else "text"
 
@@ -171,11 +161,6 @@ class HarmonyReader:
             keep = 0 if is_end else max(overlap(self._held, mark) for mark in ENDS)
             at = len(self._held) - keep
             text, self._held = self._held[:at], self._held[at:]
-        if self._shows == "call" and text:
-            self._written[-1].append(text)
-            self._add(CallPiece(len(self._calls) - 1, None, None, text))
+        if self._shows == "call":
+            self._list.append(text)
         return text
-
-    def _add(self, piece: CallPiece) -> None:
-        if self._most is None or len(self._calls) <= self._most:
-            self._pieces.append(piece)

@@ -134,6 +134,10 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
                 chat.response_format = JsonSchemaFormat(JsonSchema("answer", config.format.schema))
         return chat
 
+    def translated(self) -> Translated:
+        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
+        return Translated(self.chat(), MessagesWriter(self.model), NAMES)
+
 
 class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages."""
@@ -150,10 +154,9 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
         if self.container is not None:
             refuse("container", "no code is run here; leave it out")
 
-    def translated(self) -> Translated:
-        """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
-        chat = self.chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens)
-        return Translated(chat, MessagesWriter(self.model), NAMES)
+    def chat(self, **fields: Any) -> ChatRequest:
+        """Return the chat that is asked for. Raises ApiError (400)."""
+        return super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
 
 
 def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:

@@ -11,7 +11,7 @@ import msgspec
 
 from xgpt.core.numbers import decimal
 from xrunner.server.api.errors import ApiError, refuse
-from xrunner.server.api.messages import NAMES, CountRequest, MessagesRequest, MessagesWriter
+from xrunner.server.api.messages import CountRequest, MessagesRequest
 from xrunner.server.api.protocol import (
     MAX_DEADLINE_S,
     ChatRequest,
@@ -84,37 +84,25 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
     return request
 
 
+def _translator(kind: type[ResponsesRequest | CountRequest]) -> Callable[[Body], Translated]:
+    """Return what makes a chat of a body, checked as a chat's body is; it raises ApiError (400, 413)."""
+    parse = _parser(kind)
+
+    def translate(body: Body) -> Translated:
+        translated = parse(body).translated()
+        try:
+            translated.chat.check()
+        except ApiError as error:
+            translated.refuse_as_named(error)
+        return translated
+
+    return translate
+
+
 parse_completion, parse_chat = _parser(CompletionRequest), _parser(ChatRequest)
 parse_tokenize, parse_detokenize = _parser(TokenizeRequest), _parser(DetokenizeRequest)
-_parse_response, _parse_message, _parse_count = (
-    _parser(ResponsesRequest),
-    _parser(MessagesRequest),
-    _parser(CountRequest),
-)
-
-
-def parse_responses(body: Body) -> Translated:
-    """Return the chat that a response is asked of, checked as a chat's body is. Raises ApiError (400)."""
-    return _checked(_parse_response(body).translated())
-
-
-def parse_messages(body: Body) -> Translated:
-    """Return the chat that a message of Anthropic's is asked of. Raises ApiError (400)."""
-    return _checked(_parse_message(body).translated())
-
-
-def parse_count(body: Body) -> Translated:
-    """Return the chat whose tokens are to be counted. Raises ApiError (400)."""
-    request = _parse_count(body)
-    return _checked(Translated(request.chat(), MessagesWriter(request.model), NAMES))
-
-
-def _checked(translated: Translated) -> Translated:
-    try:
-        translated.chat.check()
-    except ApiError as error:
-        translated.refuse_as_named(error)
-    return translated
+parse_responses, parse_messages = _translator(ResponsesRequest), _translator(MessagesRequest)
+parse_count = _translator(CountRequest)
 
 
 def parse_deadline(header: str | None, field_s: float | None) -> float | None:

@@ -96,11 +96,8 @@ class Chosen(msgspec.Struct, omit_defaults=True):
     tools: list[Chosen] = []
 
 
-class NamedSchema(msgspec.Struct, tag_field="type", tag="json_schema"):
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
+class NamedSchema(JsonSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=False):
+    """A JSON schema, which chats have one level deeper."""
 
 
 class TextConfig(msgspec.Struct):
@@ -244,7 +241,7 @@ def _choice(choice: str | Chosen | None) -> ToolChoice | None:
 def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
     found = None if text is None else text.format
     if isinstance(found, NamedSchema):
-        return JsonSchemaFormat(JsonSchema(found.name, found.schema))
+        return JsonSchemaFormat(found)
     return found
 
 

@@ -62,36 +62,27 @@ def create_app(
         origins, methods = sorted(hosts.origins), ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
         guards.insert(0, cors)
-    app = Starlette(
-        routes=[
-            Route("/v1/completions", service.complete, methods=["POST"]),
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/v1/responses", service.respond, methods=["POST"]),
-            Route("/v1/messages", service.message, methods=["POST"]),
-            Route("/v1/messages/count_tokens", service.count, methods=["POST"]),
-            Route("/tokenize", service.tokenize, methods=["POST"]),
-            Route("/detokenize", service.detokenize, methods=["POST"]),
-            *_model_routes(engine, model, has_keys=keys is not None),
-            *_state_routes(engine),
-            *_plan_routes(engine, model),
-        ],
-        middleware=guards,
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing},
-        lifespan=partial(_lifespan, engine, keys),
-    )
-    app.router.redirect_slashes = False
+    routes = [
+        *(Route(path, answer, methods=["POST"]) for path, answer in service.posts.items()),
+        *_model_routes(engine, model, has_keys=keys is not None),
+        *_state_routes(engine),
+        *_plan_routes(engine, model),
+    ]
+    app = _app(routes, guards, partial(_lifespan, engine, keys))
     app.state.engine = engine
-    app.state.is_leaving = False
     return app
 
 
 def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHosts) -> Starlette:
     """Return what an admin port shows of an engine that others have requests for: pages, plan and metrics."""
-    app = Starlette(
-        routes=[*_state_routes(engine), *_plan_routes(engine, model)],
-        middleware=[Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)],
-        exception_handlers={ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing},
-    )
+    routes = [*_state_routes(engine), *_plan_routes(engine, model)]
+    return _app(routes, [Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)])
+
+
+def _app(routes: list[Route], guards: list[Middleware], lifespan: Any = None) -> Starlette:
+    """Return an app whose errors are in the form of OpenAI's."""
+    handlers = {ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing}
+    app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
     app.state.is_leaving = False
     return app

@@ -71,27 +71,24 @@ class Service:
         self._bodies = Bodies(limits)
         self._prompts = Prompts(model)
 
-    async def complete(self, http: Request) -> Response:
-        """Answer a completion."""
-        return await self._generate(http, parse_completion, self._complete)
-
-    async def chat(self, http: Request) -> Response:
-        """Answer a chat."""
-        return await self._generate(http, parse_chat, self._chat)
-
-    async def respond(self, http: Request) -> Response:
-        """Answer as OpenAI's Responses do."""
-        return await self._generate(http, parse_responses, self._translated)
-
-    async def message(self, http: Request) -> Response:
-        """Answer as Anthropic's Messages do."""
-        return await self._generate(http, parse_messages, self._translated)
+    @property
+    def posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """What answers each path."""
+        return {
+            "/v1/completions": partial(self._generate, parse_completion, self._complete),
+            "/v1/chat/completions": partial(self._generate, parse_chat, self._chat),
+            "/v1/responses": partial(self._generate, parse_responses, self._translated),
+            "/v1/messages": partial(self._generate, parse_messages, self._translated),
+            "/v1/messages/count_tokens": self._count,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
 
     async def _generate(
         self,
-        http: Request,
         parse: Callable[[bytearray], R],
         begin: Callable[[Request, R, RequestMemory], Awaitable[Answer]],
+        http: Request,
     ) -> Response:
         self._begin(http)
         memory = self._bodies.memory(http)
@@ -180,7 +177,7 @@ class Service:
             add_special_tokens=bool(request.add_special_tokens),
         )
 
-    async def count(self, http: Request) -> Response:
+    async def _count(self, http: Request) -> Response:
         """Return how many tokens the prompt of a message of Anthropic's has."""
         async with self._read(http, parse_count) as (info, request):
             try:
@@ -190,7 +187,7 @@ class Service:
                 request.refuse_as_named(error)
         return _json({"input_tokens": len(tokens)})
 
-    async def tokenize(self, http: Request) -> Response:
+    async def _tokenize(self, http: Request) -> Response:
         """Return the token ids of a text or a chat."""
         async with self._read(http, parse_tokenize) as (info, request):
             if request.messages is not None:
@@ -209,7 +206,7 @@ class Service:
             answer["token_strs"] = [self._codec.tokenizer.id_to_token(token) for token in tokens]
         return _json(answer)
 
-    async def detokenize(self, http: Request) -> Response:
+    async def _detokenize(self, http: Request) -> Response:
         """Return the text of token ids."""
         async with self._read(http, parse_detokenize) as (_, request):
             tokens = request.tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from xgpt.core.schema import Histogram
 from xrunner.channel.remote import RemoteEngine
 from xrunner.server.observe.backlog import Backlog
+from xrunner.server.observe.metrics import Metrics
 from xrunner.server.observe.watch import MAX_HISTORY, Watch
 
 SAMPLE_S = 2.0
@@ -25,16 +25,9 @@ SHOWN_DECISIONS = 20
 class Live:
     """Reads engine and watch on request, and every two seconds for the page's charts."""
 
-    def __init__(
-        self,
-        engine: RemoteEngine,
-        backlog: Backlog,
-        watch: Watch,
-        goodput: Callable[[], dict[str, dict[str, int]]] = dict,
-        goodput_of_classes: Callable[[], dict[str, dict[str, int]]] = dict,
-    ) -> None:
+    def __init__(self, engine: RemoteEngine, backlog: Backlog, watch: Watch, metrics: Metrics) -> None:
         self._engine = engine
-        self._goodput, self._goodput_of_classes = goodput, goodput_of_classes
+        self._metrics = metrics
         self._backlog = backlog
         self._watch = watch
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
@@ -96,8 +89,8 @@ class Live:
                 "input": _bins(plan.workload.input, observed_input),
                 "output": _bins(plan.workload.output, observed_output),
             },
-            "keys": self._goodput(),
-            "classes": self._goodput_of_classes(),
+            "keys": self._metrics.goodput(),
+            "classes": self._metrics.goodput_of_classes(),
             "decisions": self.history(SHOWN_DECISIONS),
         }
 

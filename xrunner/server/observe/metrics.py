@@ -49,13 +49,9 @@ class Metrics:
         self._accounts = counter("xgpt_key_tokens", "Tokens of each API key's ended requests.", "key", "kind")
         text = "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput."
         self._bounds = counter("xgpt_key_bounds", text, "key", "kept")
-        self._kept: dict[str, tuple[int, int]] = {}
-        """For each key, the numbers of requests that kept its bounds and that did not."""
         self._class_tokens = counter("xgpt_class_tokens", "Tokens of each class's ended requests.", "class", "kind")
         text = "Requests with all their tokens, by class and by whether they kept its bounds."
         self._class_bounds = counter("xgpt_class_bounds", text, "class", "kept")
-        self._kept_of_class: dict[str, tuple[int, int]] = {}
-        """The same for each class of requests."""
         self.deadlines = counter("xgpt_deadlines", "Requests with a deadline that ended, by outcome.", "outcome")
         self.utility = counter("xgpt_deadline_utility", "Sum over met deadlines of one over the prompt's tokens.")
         self.step_s = buckets("xgpt_step_seconds", "Duration of an engine step.", STEP_BUCKETS_S)
@@ -144,20 +140,19 @@ class Metrics:
             return None
         pairs = zip(took, bounds, strict=True)
         is_kept = all(seconds is None or bound is None or seconds <= bound for seconds, bound in pairs)
-        self._bounds.labels(account.key, "yes" if is_kept else "no").inc()
-        _count(self._kept, account.key, is_kept=is_kept)
+        kept = "yes" if is_kept else "no"
+        self._bounds.labels(account.key, kept).inc()
         if account.of_class:
-            self._class_bounds.labels(account.of_class, "yes" if is_kept else "no").inc()
-            _count(self._kept_of_class, account.of_class, is_kept=is_kept)
+            self._class_bounds.labels(account.of_class, kept).inc()
         return is_kept
 
     def goodput(self) -> dict[str, dict[str, int]]:
         """Return for each key the numbers of requests that kept its bounds and that did not."""
-        return _counts(self._kept)
+        return _goodput(self._bounds)
 
     def goodput_of_classes(self) -> dict[str, dict[str, int]]:
         """Return the same for each class of requests."""
-        return _counts(self._kept_of_class)
+        return _goodput(self._class_bounds)
 
     async def render(self) -> bytes:
         observation = None if self._watch is None else await self._watch.observation(lengths_alone=True)
@@ -172,13 +167,15 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _count(counts: dict[str, tuple[int, int]], name: str, *, is_kept: bool) -> None:
-    kept, broken = counts.get(name, (0, 0))
-    counts[name] = kept + is_kept, broken + (not is_kept)
-
-
-def _counts(counts: dict[str, tuple[int, int]]) -> dict[str, dict[str, int]]:
-    return {name: {"kept": kept, "broken": broken} for name, (kept, broken) in sorted(counts.items())}
+def _goodput(counter: Counter) -> dict[str, dict[str, int]]:
+    """Return the values of a counter whose labels are a name and whether bounds were kept."""
+    found: dict[str, dict[str, int]] = {}
+    for sample in (sample for family in counter.collect() for sample in family.samples):
+        if sample.name.endswith("_total"):
+            name, kept = sample.labels.values()
+            counts = found.setdefault(name, {"kept": 0, "broken": 0})
+            counts["kept" if kept == "yes" else "broken"] = int(sample.value)
+    return dict(sorted(found.items()))
 
 
 class BucketCounts(Collector):
