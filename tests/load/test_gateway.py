@@ -116,3 +116,11 @@ def test_what_the_gateway_cannot_do_is_refused_and_named(monkeypatch: pytest.Mon
         with pytest.raises(InputError) as caught:
             gateway.check_gateway(plan(one_lane([1])), request)
         assert caught.value.field == field
+
+
+def test_both_fronts_take_the_checkpoints_default_length(tmp_path: Path) -> None:
+    """Behind the gateway outputs without max_tokens filled the context, whatever generation_config.json said."""
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 8}')
+    served_plan = plan(one_lane([1])).model_copy(update={"checkpoint": str(tmp_path)})
+    assert ServeRequest(front="smg").limits(served_plan).default_max_tokens == 8
+    assert ServeRequest(max_max_tokens=5).limits(served_plan).default_max_tokens == 5

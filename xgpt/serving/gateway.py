@@ -26,7 +26,7 @@ from xgpt.core.schema import Plan
 from xgpt.serving.admin import admin_server
 from xgpt.serving.checking import check_runs
 from xgpt.serving.running import running
-from xrunner.server import EngineClient, ServedModel
+from xrunner.server import EngineClient, Limits, ServedModel
 from xrunner.server.handover import PERIOD_S, RESTARTS
 
 if TYPE_CHECKING:
@@ -73,18 +73,18 @@ def check_gateway(plan: Plan, request: ServeRequest) -> None:
         raise InputError("nnodes", request.nnodes, "the gateway runs before one machine's engine: use `front=endpoint`")
 
 
-def serve_behind_gateway(plan: Plan, request: ServeRequest) -> None:
+def serve_behind_gateway(plan: Plan, request: ServeRequest, limits: Limits) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises:
         MachineError: the engine does not start, fails again and again, or a port is taken.
     """
     check_runs(plan, request.nnodes, request.engine)
-    with running(plan, request, with_text=False) as (engine, model):
-        asyncio.run(_serve(plan, request, engine, model))
+    with running(plan, request) as (engine, model):
+        asyncio.run(_serve(plan, request, limits, engine, model))
 
 
-async def _serve(plan: Plan, request: ServeRequest, engine: EngineClient, model: ServedModel) -> None:
+async def _serve(plan: Plan, request: ServeRequest, limits: Limits, engine: EngineClient, model: ServedModel) -> None:
     from xrunner.engine_service.server import service
 
     stopping = asyncio.Event()
@@ -94,7 +94,7 @@ async def _serve(plan: Plan, request: ServeRequest, engine: EngineClient, model:
     engine.on_fatal = stopping.set
     drain_s = request.drain_s or DRAIN_S
     async with (
-        service(engine, model, request.limits(), request.classes(plan), drain_s=drain_s) as port,
+        service(engine, model, limits, request.classes(plan), drain_s=drain_s) as port,
         admin_server(engine, model, request.admin_port) as admin,
     ):
         gateway = Gateway(plan, request, port)

@@ -34,13 +34,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def running(
-    plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None, *, with_text: bool = True
+    plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
     """Start the engine of a plan in a process of its own, its planner and its step log; end them with the context.
 
     Args:
         nodes: machines that run the plan; None: this one only.
-        with_text: read the tokenizer and the chat template; the client of the engine has none of its own.
 
     Yields:
         The engine's client, not yet started, and the model with its tokenizer.
@@ -66,7 +65,7 @@ def running(
         client = EngineClient(engine, server.Watch(plan, planner))
         if log is not None:
             client.metrics.tell_lost_steps(lambda: log.num_lost)
-        codec = server.load_tokenizer(checkpoint) if checkpoint is not None and with_text else None
+        codec = server.load_tokenizer(checkpoint) if checkpoint is not None else None
         ends = set(plan.model.eos_token_ids)
         if codec is not None and codec.eos_token_id is not None:
             ends.add(codec.eos_token_id)

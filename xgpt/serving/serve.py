@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from ssl import SSLContext
 from typing import TYPE_CHECKING
@@ -70,18 +69,21 @@ class ServeRequest(ServeFields):
         """
         return Classes(plan, self.answer_within_of)
 
-    def limits(self) -> Limits:
-        """Return the limits on requests.
+    def limits(self, plan: Plan) -> Limits:
+        """Return the limits on requests; outputs without a maximum have that of the plan's checkpoint.
 
         Raises:
             InputError: the limits contradict each other.
         """
+        default, most = self.default_max_tokens, self.max_max_tokens
+        if default is None and plan.checkpoint is not None and (named := default_output(Path(plan.checkpoint))):
+            default = min(named, most or named)
         return Limits(
             max_waiting=self.max_waiting,
             answer_within_s=self.answer_within_s,
             request_timeout_s=self.request_timeout_s,
-            default_max_tokens=self.default_max_tokens,
-            max_max_tokens=self.max_max_tokens,
+            default_max_tokens=default,
+            max_max_tokens=most,
         )
 
     def check_batching(self, plan: Plan) -> None:
@@ -145,7 +147,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     request.tls()
     request.check_batching(plan)
     request.check_reuse(plan)
-    limits, nodes, machines = request.limits(), None, None
+    limits, nodes, machines = request.limits(plan), None, None
     if request.engine == "vllm":
         plan, machines = share_of(plan, request)
     else:
@@ -176,7 +178,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         elif machines is not None and machines.rank:
             follow_first(plan, machines)
         elif request.front == "smg":
-            serve_behind_gateway(plan, request)
+            serve_behind_gateway(plan, request, limits)
         else:
             _serve(plan, request, limits, machines or nodes)
 
@@ -207,10 +209,6 @@ def _no_end_by_hangup() -> Iterator[None]:
 def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Machines | None) -> None:
     keys, tls = request.keys(plan), request.tls()
     check_runs(plan, 1 if nodes is None else nodes.count, request.engine)
-    if limits.default_max_tokens is None and plan.checkpoint is not None:
-        named = default_output(Path(plan.checkpoint))
-        most = named if named is None else min(named, limits.max_max_tokens or named)
-        limits = replace(limits, default_max_tokens=most)
     with ExitStack() as at_end:
         tracer = open_tracer(request.otlp_endpoint)
         if tracer is not None:

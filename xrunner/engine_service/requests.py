@@ -15,6 +15,7 @@ from xrunner.engine_service import METADATA
 from xrunner.generation import SamplingParams, of_choices
 from xrunner.grammar import choice_grammar, json_grammar, regex_grammar
 from xrunner.server.api.allowance import Allowance, OutputRule
+from xrunner.server.api.model import ServedModel
 
 if TYPE_CHECKING:
     from smg_grpc_proto.generated.vllm_engine_pb2 import GenerateRequest
@@ -53,7 +54,7 @@ class GenerationCall:
 
 
 def read(
-    request: GenerateRequest, metadata: Mapping[str, str], spec: ModelSpec, capacity: int, rule: OutputRule
+    request: GenerateRequest, metadata: Mapping[str, str], model: ServedModel, capacity: int, rule: OutputRule
 ) -> GenerationCall:
     """Return a request with everything that can be checked without the engine.
 
@@ -66,7 +67,7 @@ def read(
         Invalid: the field, and why.
     """
     _check_input(request)
-    given = request.sampling_params
+    spec, given = model.spec, request.sampling_params
     prompt = _prompt(request, spec)
     output_length = _count(metadata, METADATA.output_length)
     allowance = _allowance(given, len(prompt), spec, capacity, rule)
@@ -77,13 +78,17 @@ def read(
     num_choices = given.n or 1
     if num_choices > MAX_CHOICES:
         raise Invalid(f"n: {num_choices} is more than {MAX_CHOICES}")
-    ends = _tokens("stop_token_ids", given.stop_token_ids, spec, MAX_STOP_TOKENS)
-    runs_on = given.ignore_eos or output_length is not None
+    ends = frozenset(_tokens("stop_token_ids", given.stop_token_ids, spec, MAX_STOP_TOKENS))
+    if is_fixed := given.min_tokens > 1 and given.min_tokens == allowance.max_output:
+        ends = frozenset()
+    elif given.min_tokens > 1 and (ends or not given.ignore_eos):
+        raise Invalid("min_tokens: it is implemented for as many as max_tokens, or with ignore_eos; leave it out")
+    runs_on = is_fixed or given.ignore_eos or output_length is not None
     return GenerationCall(
         prompt,
         allowance,
         tuple(of_choices(sampling, seed, num_choices)),
-        frozenset(ends) if runs_on else frozenset(ends) | frozenset(spec.eos_token_ids),
+        ends if runs_on else ends | model.eos_token_ids,
         request.stream,
         _seconds(metadata, METADATA.deadline_s),
         output_length,
@@ -101,7 +106,9 @@ def _allowance(given: ProtoSampling, num_tokens: int, spec: ModelSpec, capacity:
             return Allowance(limit)
         return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)
     named = given.max_tokens
-    if not 1 <= named <= room:
+    if not named:
+        raise Invalid("max_tokens: an output has at least one token; prompts are scored by prompt_logprobs")
+    if named > room:
         raise Invalid(
             f"max_tokens: {num_tokens} prompt tokens and max_tokens {named} are more than this model's maximum "
             f"context length of {spec.max_context}, or than the K/V memory of {capacity} tokens"
@@ -146,8 +153,6 @@ def _prompt(request: GenerateRequest, spec: ModelSpec) -> tuple[int, ...]:
 
 def _sampling(given: ProtoSampling, spec: ModelSpec) -> SamplingParams:
     """Return the sampling parameters; an unset number has its neutral value, as in vLLM's servicer."""
-    if given.min_tokens:
-        raise Invalid("min_tokens: a least length is not implemented; leave it out")
     logprobs = _logprobs(given, "logprobs")
     prompt_logprobs = _logprobs(given, "prompt_logprobs")
     if prompt_logprobs is not None and logprobs is None:

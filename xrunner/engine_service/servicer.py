@@ -96,10 +96,10 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
     async def _read(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerationCall:
         """Return a checked request. Raises Invalid, ApiError."""
-        thread, spec = self._engine, self._model.spec
+        thread = self._engine
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         rule = self._limits.output_rule(None if thread.watch is None else thread.watch.plan)
-        call = read(request, metadata, spec, thread.capacity, rule)
+        call = read(request, metadata, self._model, thread.capacity, rule)
         if call.choices[0].prompt_logprobs is not None and not thread.scores_prompts:
             raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts")
         if request.sampling_params.HasField("seed") and not thread.takes_seeds:
@@ -182,7 +182,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
             served_model_name=model.name,
             tokenizer_path=model.path,
             model_type=spec.family,
-            eos_token_ids=spec.eos_token_ids,
+            eos_token_ids=sorted(model.eos_token_ids),
             bos_token_id=spec.bos_token_id or 0,
             max_req_input_len=spec.max_context - 1,
             default_sampling_params_json=json.dumps(dict(model.sampling_defaults)) if model.sampling_defaults else "",

@@ -26,12 +26,12 @@ PROMPT = [5, 6, 7]
 
 @asynccontextmanager
 async def service(
-    executor: FakeExecutor | None = None, *, max_waiting: int = 64, spec: Any = SPEC, **limits: Any
+    executor: FakeExecutor | None = None, *, max_waiting: int = 64, ends: frozenset[int] = frozenset(), **limits: Any
 ) -> AsyncIterator[tuple[Any, EngineClient]]:
     """Run the service; yields its stub and its engine's client."""
     plan = fake_plan()
     engine = EngineClient(in_threads(fake_engine(executor or FakeExecutor(), max_batch=2)), Watch(plan))
-    model = ServedModel(("fake",), spec, eos_token_ids=frozenset(spec.eos_token_ids))
+    model = ServedModel(("fake",), SPEC, eos_token_ids=ends)
     limited = Limits(max_waiting=max_waiting, **limits)
     async with (
         grpc_service(engine, model, limited, Classes(plan), drain_s=1.0) as port,
@@ -93,12 +93,15 @@ def test_a_stop_token_ends_the_output_and_is_named() -> None:
 
 
 def test_the_models_end_tokens_end_an_output_unless_they_are_ignored() -> None:
+    """Those that only the tokenizer names, too; they ended nothing once, and every min_tokens was refused."""
+
     async def run() -> None:
-        async with service(spec=SPEC.model_copy(update={"eos_token_ids": (19,)})) as (stub, _):
+        async with service(ends=frozenset({19})) as (stub, _):
             (whole,) = await answer(stub, request(stream=False))
             assert list(whole.complete.output_ids) == [18, 19]
-            (whole,) = await answer(stub, request(stream=False, ignore_eos=True))
-            assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 4)
+            for goes_on in ({"ignore_eos": True}, {"min_tokens": 4}, {"min_tokens": 2, "ignore_eos": True}):
+                (whole,) = await answer(stub, request(stream=False, **goes_on))
+                assert list(whole.complete.output_ids) == expected_tokens(PROMPT, 4)
 
     asyncio.run(run())
 
@@ -120,7 +123,8 @@ def test_several_outputs_are_told_apart() -> None:
         (request([SPEC.vocab_size]), "input_ids"),
         (request([1] * SPEC.max_context), "input_ids"),
         (request(max_tokens=SPEC.max_context), "max_tokens"),
-        (request(max_tokens=0), "max_tokens"),
+        (request(max_tokens=0), "max_tokens: an output has"),
+        (request(min_tokens=2), "min_tokens"),
         (request(temperature=float("nan")), "temperature"),
         (request(top_p=1.5), "top_p"),
         (request(logprobs=-1), "logprobs"),
