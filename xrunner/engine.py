@@ -187,6 +187,7 @@ class Engine:
             generation.promised_output,
             generation.account,
             () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size),
+            generation.is_scored,
         )
         if not self.pool.can_ever_fit(request):
             self._give_up(generation.id, "it does not fit the K/V memory of the plan that runs now")

@@ -115,6 +115,11 @@ class Generation:
     account: Account = ANYONE
     arrival_ns: int | None = None
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt is scored; once output is encoded again, the scores have been reported."""
+        return self.sampling.prompt_logprobs is not None and not self.num_resumed
+
     def resumed(self, generated: Sequence[int]) -> Generation:
         """Return the request as it goes on after these tokens of its output, which are encoded with its prompt."""
         if not generated:

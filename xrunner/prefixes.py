@@ -29,8 +29,7 @@ class Prefixes:
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
         """Return the keys of a prompt's full blocks; none if the prompt is scored, as all its tokens are computed."""
-        is_scored = generation.sampling.prompt_logprobs is not None
-        return () if is_scored else self.extend((), generation.prompt, block_size, generation.account)
+        return () if generation.is_scored else self.extend((), generation.prompt, block_size, generation.account)
 
     def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
         """Return the keys of the full blocks that a request leaves after those of its prompt."""

@@ -23,9 +23,9 @@ class PromptScores:
         """Most probable tokens to report for each prompt token, by request."""
 
     def start(self, generation: Generation) -> None:
-        """Score the request's prompt if it asks for that; output that is encoded again has been reported already."""
+        """Score the request's prompt if it asks for that."""
         num_top = generation.sampling.prompt_logprobs
-        if num_top is not None and not generation.num_resumed:
+        if num_top is not None and generation.is_scored:
             self._scores[generation.id], self._num_top[generation.id] = [], num_top
 
     def forget(self, id_: int) -> None:

@@ -65,6 +65,7 @@ class Recorder:
                 request.promised_output,
                 request.account,
                 request.chain,
+                request.is_scored,
             )
         )
 

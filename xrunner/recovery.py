@@ -52,7 +52,8 @@ class Ledger:
                 once more, as they depend on the request alone.
         """
         generation = self.resumed(request)
-        again = replace(request, input_length=len(generation.prompt), max_output=generation.max_output)
+        size = len(generation.prompt), generation.max_output
+        again = replace(request, input_length=size[0], max_output=size[1], is_scored=generation.is_scored)
         again.encoded = again.generated = again.cached = again.blocks = 0
         again.table = again.prompt_table = again.batch = None
         if can_resume(again):

@@ -17,7 +17,7 @@ from xgpt.core.schema import ANYONE, Account, AdmissionOrder, KvPromise
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.engine import Engine
 from xrunner.executor import Use
-from xrunner.generation import NO_TOKEN, Generation, Logprobs
+from xrunner.generation import NO_TOKEN, Generation, Logprobs, SamplingParams
 from xsimulator.events import replay
 
 BLOCK_SIZE = 4
@@ -290,6 +290,27 @@ def test_what_a_failed_request_leaves_is_not_shared(kind: str) -> None:
     first = {id_: min(c[1] for r in log for c in r.encode if c[0] == id_) for id_ in range(5)}
     assert [first[id_] > 0 for id_ in range(5)] == [False, True, True, False, True]
     assert [id_ for record in log for id_ in record.failed] == [2]
+    assert steps(replay(schedule_for(LANES[kind], "reserve", 1000), log)) == steps(log)
+
+
+@pytest.mark.parametrize("kind", LANES)
+def test_few_rows_are_scored_in_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a row of logits: eight prompts of 400 tokens once held up a stream for half a second."""
+    monkeypatch.setattr("xgpt.core.policies.pool.MOST_SCORED", 12)
+    rng, log = np.random.default_rng(0), []
+    engine = Engine(schedule_for(LANES[kind], "reserve", 1000), Executor(rng), on_step=log.append)
+    scored = {id_ for id_ in range(40) if rng.random() < 0.6}
+    for id_ in range(40):
+        sampling = SamplingParams(logprobs=1, prompt_logprobs=1) if id_ in scored else SamplingParams()
+        engine.submit(replace(random_generation(id_, rng), sampling=sampling))
+    while engine.step() is not None:
+        pass
+    cuts = getattr(LANES[kind], "mix", False)
+    for record in log:
+        lengths = [length for id_, _, length in record.encode if id_ in scored]
+        assert sum(lengths) <= 12 or (len(lengths) == 1 and not cuts)
+    assert sorted(id_ for record in log for id_ in record.finished) == list(range(40))
+    assert any(len({id_ for id_, *_ in record.encode} & scored) > 1 for record in log) or kind == "rra"
     assert steps(replay(schedule_for(LANES[kind], "reserve", 1000), log)) == steps(log)
 
 

@@ -17,6 +17,10 @@ from xgpt.core.policies.slack import LaneForecast
 from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain
 
+MOST_SCORED = 512
+"""Prompt tokens that a step scores at most, since each takes a row of logits: prompts beyond wait for the next step. A
+longer prompt is cut where steps mix prompts and decodes, and otherwise the only one that its step scores."""
+
 
 class Pool(Running):
     """Requests with their state, and K/V memory in blocks.
@@ -110,6 +114,11 @@ class Pool(Running):
         """Whether a running request's tokens are no longer wanted: it has finished, or was cancelled."""
         return id_ in self.under_way.leaving or id_ in self._batch_of(id_).held
 
+    @property
+    def scored_room(self) -> int:
+        """Number of prompt tokens that the step being decided may still score."""
+        return max(0, MOST_SCORED - self.num_scored)
+
     def can_ever_fit(self, request: Request) -> bool:
         return self.memory.can_ever_fit(request)
 
@@ -143,6 +152,8 @@ class Pool(Running):
         request = self.waiting.head()
         if request is None or self.num_running == self.max_running:
             return False
+        if self.num_scored and request.num_scored > self.scored_room:
+            return False
         running, under_way = self.running, self.under_way
         overdrawn = (running[id_].table for id_ in self._overdrawn if not under_way.touches(id_))
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
@@ -152,6 +163,7 @@ class Pool(Running):
         if not self.can_admit():
             return None
         request = self.waiting.pop()
+        self.num_scored += request.num_scored
         self._promises_whole &= request.promised == request.longest
         self.memory.open(request)
         while self.memory.lacks(request):

@@ -26,6 +26,8 @@ class Request:
     account: Account = ANYONE
     chain: Chain = ()
     """Keys of the full blocks of its prompt; empty: nothing is shared."""
+    is_scored: bool = False
+    """Whether log probabilities of its prompt's tokens are computed with its first token."""
     encoded: int = 0
     """Number of tokens encoded so far."""
     cached: int = 0
@@ -60,6 +62,11 @@ class Request:
     def context(self) -> int:
         """Prompt and output tokens so far: encoding must cover them, and the next decode attends to them."""
         return self.input_length + self.generated
+
+    @property
+    def num_scored(self) -> int:
+        """Number of tokens that are scored while it is encoded."""
+        return self.input_length if self.is_scored and not self.generated else 0
 
     @property
     def longest(self) -> int:

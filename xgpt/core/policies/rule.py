@@ -191,7 +191,13 @@ class OneLaneRule:
             if not room.is_open:
                 return
             if not (self.settings.ahead and request.id in pool.under_way.leaving):
-                chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, request.context)))
+                end = request.context
+                if request.num_scored:
+                    end = min(end, request.encoded + pool.scored_room)
+                    if end <= request.encoded:
+                        continue
+                chunks.append(Chunk(request.id, request.encoded, room.take(request.encoded, end)))
+                pool.num_scored += chunks[-1].length if request.num_scored else 0
 
     def _admit(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
@@ -202,10 +208,14 @@ class OneLaneRule:
                 return
             if self.settings.whole_prompts and not self._holds_next(room, pool):
                 return
+            scored_room = pool.scored_room
             admitted = pool.admit(batch)
             if admitted is None:
                 return
-            chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, admitted.context)))
+            end = admitted.context
+            if admitted.num_scored:
+                end = min(end, admitted.encoded + scored_room)
+            chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
         """Return whether the next prompt fits the room left, uncut unless it is longer than any step."""

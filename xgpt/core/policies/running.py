@@ -65,6 +65,7 @@ class Running:
         batches: all micro-batches.
         under_way: steps that have begun and have not been settled.
         num_preemptions: preemptions so far.
+        num_scored: prompt tokens that are scored in the step that is being decided.
     """
 
     def __init__(self, memory: KvMemory, waiting: Queue) -> None:
@@ -72,7 +73,7 @@ class Running:
         self.waiting = waiting
         self.encode_emits = True
         self.runs_ahead = False
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_scored = 0
         self.running: dict[int, Request] = {}
         self.batches: list[MicroBatch] = []
         self.under_way = StepsUnderWay()
@@ -197,6 +198,7 @@ class Running:
     def begin(self, step: Step, batch: MicroBatch) -> None:
         """Note that the step is under way, until it is settled."""
         batch.steps_under_way += 1
+        self.num_scored = 0
         self.under_way.begin(step)
 
     def end(self, step: Step, batch: MicroBatch) -> None:

@@ -47,6 +47,7 @@ class Arrival(NamedTuple):
     Attributes:
         promised_output: output tokens that K/V memory is set aside for as it enters; None: for `max_output`.
         chain: keys of the prompt's blocks; empty where nothing is reused.
+        is_scored: whether log probabilities of the prompt's tokens are computed.
     """
 
     id: int
@@ -57,6 +58,7 @@ class Arrival(NamedTuple):
     promised_output: int | None = None
     account: Account = ANYONE
     chain: Chain = ()
+    is_scored: bool = False
 
 
 class StepRecord(NamedTuple):
