@@ -29,9 +29,8 @@ SOON_S = 10.0
 
 @pytest.fixture(scope="module")
 def target(one_server: Target) -> Iterator[Target]:
-    before = one_server.probe()
-    yield one_server
-    assert one_server.probe() == before
+    with one_server.left_as_it_was(memory=False):
+        yield one_server
     assert not [line for line in one_server.served.lines if '"traceback"' in line]
 
 

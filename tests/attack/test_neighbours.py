@@ -210,14 +210,12 @@ def test_names_of_others_stay_names(target: Target) -> None:
 @pytest.mark.long
 def test_hang_ups_without_end(target: Target) -> None:
     """300 in a second, during requests; each reads the keys anew."""
-    before = target.probe()
     with target.felt() as felt:
         for _ in range(300):
             target.served.process.send_signal(signal.SIGHUP)
             time.sleep(0.002)
         time.sleep(0.5)
     assert felt.failures == []
-    assert target.probe() == before
 
 
 def test_clients_that_go_at_once(target: Target) -> None:

@@ -21,9 +21,8 @@ END = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def target(one_server: Target) -> Iterator[Target]:
-    before = one_server.probe()
-    yield one_server
-    assert one_server.probe() == before
+    with one_server.left_as_it_was(memory=False):
+        yield one_server
     assert not [line for line in one_server.served.lines if '"traceback"' in line]
 
 
