@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,21 @@ def one_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """A server on one device, for all files whose attacks leave it as it was."""
     with roomy("one", checkpoint, tmp_path_factory.mktemp("one")) as target:
         yield target
+
+
+@pytest.fixture(scope="module")
+def target(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Target]:
+    """A server of the flavour that a file is parametrised with, for all attacks of the file."""
+    with ExitStack() as opened:
+        if request.param == "one":
+            running: Target = request.getfixturevalue("one_server")
+        else:
+            running = opened.enter_context(roomy(request.param, checkpoint, tmp_path_factory.mktemp("target")))
+        opened.enter_context(running.left_as_it_was(memory=False))
+        yield running
+        assert not [line for line in running.served.lines if '"traceback"' in line]
 
 
 @pytest.fixture(autouse=True)

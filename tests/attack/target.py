@@ -66,6 +66,8 @@ EVERYWHERE = [
     REAL_VLLM,
 ]
 """All flavours, as parameters of a test of which one device is the short form."""
+OURS = EVERYWHERE[:-1]
+"""The same without vLLM itself: for requests that never reach an engine, or that it answers in its own way."""
 
 
 @dataclass

@@ -8,18 +8,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.attack.client import ADMIN_KEY, connect, read_all, request
-from tests.attack.target import PROBE, Target
-from tests.heap import set_heap_aside
-from xrunner.server.access.keys import ApiKeys
-from xrunner.server.api.call_formats import HERMES
-from xrunner.server.api.call_reader import Calls
+from tests.attack.target import OURS, PROBE, Target
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 Body = dict[str, Any]
@@ -27,11 +22,7 @@ SOON_S = 10.0
 """Seconds, on a machine with much else to do, for an answer to something that costs next to nothing."""
 
 
-@pytest.fixture(scope="module")
-def target(one_server: Target) -> Iterator[Target]:
-    with one_server.left_as_it_was(memory=False):
-        yield one_server
-    assert not [line for line in one_server.served.lines if '"traceback"' in line]
+pytestmark = pytest.mark.parametrize("target", OURS, indirect=True, scope="module")
 
 
 def chat(content: Any = "x", **fields: Any) -> Body:
@@ -346,30 +337,6 @@ def test_what_clients_name_makes_no_series_of_metrics(target: Target) -> None:
         target.ask("GET", f"/path/{number}", headers=headers)
         target.ask("POST", COMPLETIONS, {"model": f"model-{number}", **PROBE, "user": f"user-{number}"})
     assert len(target.ask("GET", "/metrics")[1].splitlines()) <= before + 10
-
-
-@pytest.mark.point(28)
-def test_keys_are_looked_up_by_their_digests() -> None:
-    """CVE-2025-59425 (vLLM): characters were compared one by one, and the clock told how many were right."""
-    keys = ApiKeys.parse(ADMIN_KEY)
-    assert keys.find(f"Bearer {ADMIN_KEY}".encode()) is not None
-    assert ADMIN_KEY not in repr(vars(keys))
-
-
-@pytest.mark.point(28)
-def test_reading_calls_takes_time_in_proportion(target: Target) -> None:
-    """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time."""
-
-    def took_s(count: int) -> float:
-        calls, begin_s = Calls("auto", None, HERMES), time.thread_time()
-        for piece in ['<tool_call>{"name": "f", "arguments": {', *['"a": [[' * 3, "}}]]", '\\"<tool_call>'] * count]:
-            calls.push(piece)
-        calls.end()
-        return time.thread_time() - begin_s
-
-    took_s(100)
-    set_heap_aside()
-    assert took_s(8000) < 40 * max(took_s(1000), 0.002)
 
 
 @pytest.mark.point(28)

@@ -274,11 +274,12 @@ def test_a_front_that_is_killed_takes_all_with_it_and_the_next_one_answers(
 
 @pytest.mark.point(27)
 @pytest.mark.long
-def test_a_front_that_was_stopped_goes_on_where_it_was(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flavour", ["one", *SEVERAL])
+def test_a_front_that_was_stopped_goes_on_where_it_was(flavour: str, checkpoint: Path, tmp_path: Path) -> None:
     """It takes nobody for lost because it did not run itself."""
     fields = {"prompt": [3, 50, 61], "max_tokens": 450, "temperature": 0, "ignore_eos": True}
     with (
-        attacked("tp", checkpoint, tmp_path) as target,
+        attacked(flavour, checkpoint, tmp_path) as target,
         target.left_as_it_was(memory=False),
         ThreadPoolExecutor(8) as pool,
     ):

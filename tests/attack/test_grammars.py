@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.attack.client import connect, elsewhere, request, statuses
-from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, Unharmed, attacked
+from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, Unharmed
 from tests.fakes import eventually
 
 PATH = "/v1/chat/completions"
-pytestmark = [pytest.mark.long, pytest.mark.point(13)]
-
-
-@pytest.fixture(scope="module", params=list(FLAVOURS))
-def target(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
-    with attacked(request.param, checkpoint, tmp_path_factory.mktemp("grammars")) as target:
-        yield target
-        assert not [line for line in target.served.lines if '"traceback"' in line]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.point(13),
+    pytest.mark.parametrize("target", FLAVOURS, indirect=True, scope="module"),
+]
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -6,10 +6,9 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,19 +28,10 @@ from tests.attack.client import (
     statuses,
     tiny_chunks,
 )
-from tests.attack.target import EVERYWHERE, FAKE_VLLM, VLLM, Target, Unharmed, roomy
+from tests.attack.target import EVERYWHERE, FAKE_VLLM, VLLM, Target, Unharmed
 from tests.fakes import eventually
 
-
-@pytest.fixture(scope="module", params=EVERYWHERE)
-def target(
-    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Target]:
-    if request.param == "one":
-        yield request.getfixturevalue("one_server")
-        return
-    with roomy(request.param, checkpoint, tmp_path_factory.mktemp("http")) as target:
-        yield target
+pytestmark = pytest.mark.parametrize("target", EVERYWHERE, indirect=True, scope="module")
 
 
 @pytest.mark.point(1, 17)

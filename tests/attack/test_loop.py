@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.attack.client import elsewhere, request, send_unfinished, statuses, tiny_chunks
+from tests.attack.client import ADMIN_KEY, elsewhere, request, send_unfinished, statuses, tiny_chunks
 from tests.fakes import CHAT_TEMPLATE, FakeExecutor, byte_tokenizer, fake_app, fake_engine, running
 from tests.heap import set_heap_aside
 from tests.rings import few
 from xrunner.server import ChatTemplate, TextCodec
+from xrunner.server.access.keys import ApiKeys
+from xrunner.server.api.call_formats import HERMES
+from xrunner.server.api.call_reader import Calls
 
 LONGEST_S = 0.05
 """Of one callback: whatever a client sends."""
@@ -190,3 +193,27 @@ def test_long_bodies_take_turns(address: tuple[str, int]) -> None:
 @pytest.mark.point(5)
 def test_unfinished_bodies(address: tuple[str, int]) -> None:
     elsewhere(send_unfinished, address, 30)
+
+
+@pytest.mark.point(28)
+def test_keys_are_looked_up_by_their_digests() -> None:
+    """CVE-2025-59425 (vLLM): characters were compared one by one, and the clock told how many were right."""
+    keys = ApiKeys.parse(ADMIN_KEY)
+    assert keys.find(f"Bearer {ADMIN_KEY}".encode()) is not None
+    assert ADMIN_KEY not in repr(vars(keys))
+
+
+@pytest.mark.point(28)
+def test_reading_calls_takes_time_in_proportion() -> None:
+    """CVE-2025-48887 (vLLM): an expression that looked for calls in an output took exponential time."""
+
+    def took_s(count: int) -> float:
+        calls, begin_s = Calls("auto", None, HERMES), time.thread_time()
+        for piece in ['<tool_call>{"name": "f", "arguments": {', *['"a": [[' * 3, "}}]]", '\\"<tool_call>'] * count]:
+            calls.push(piece)
+        calls.end()
+        return time.thread_time() - begin_s
+
+    took_s(100)
+    set_heap_aside()
+    assert took_s(8000) < 40 * max(took_s(1000), 0.002)

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.lib.served_plans import left_over, one_lane, plan
 from tests import fake_vllm
 from tests.attack.client import connect, read_all, request
-from tests.attack.target import EVERYWHERE, FAKE_VLLM, FLAVOURS, PROBE, Target, attacked
+from tests.attack.target import FAKE_VLLM, FLAVOURS, OURS, PROBE, Target, attacked
 from tests.fakes import eventually
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.io import dump_json
@@ -154,7 +154,7 @@ def test_sigterm_while_workers_are_deployed_anew(seed: int, checkpoint: Path, tm
         process.stderr.close()
 
 
-@pytest.fixture(scope="module", params=EVERYWHERE[:-1])
+@pytest.fixture(scope="module", params=OURS)
 def target(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Target:  # type: ignore[misc]
     """Of a model whose name is markup, with keys of all characters that a name may have."""
     directory = tmp_path_factory.mktemp("names")

@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.attack.client import ADMIN_KEY, connect, read_all, request
-from tests.attack.target import Target
+from tests.attack.target import OURS, Target
 
 GOOD = {"prompt": [3, 4], "max_tokens": 2}
 HEAD = f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY}\r\n"
 END = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
-@pytest.fixture(scope="module")
-def target(one_server: Target) -> Iterator[Target]:
-    with one_server.left_as_it_was(memory=False):
-        yield one_server
-    assert not [line for line in one_server.served.lines if '"traceback"' in line]
+pytestmark = pytest.mark.parametrize("target", OURS, indirect=True, scope="module")
 
 
 def statuses(answer: bytes) -> list[int]:
