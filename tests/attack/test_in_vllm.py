@@ -57,6 +57,7 @@ def target(kind: str, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
     """One server for the cases that leave it as it was."""
     options = ("--max-waiting", "20", "--allowed-host", "llm.example")
     with attacked("one", checkpoint, tmp_path_factory.mktemp("served"), *ENGINE, *options) as running:
+        running.flavour = attack.VLLM if kind == "vllm" else attack.FAKE_VLLM
         yield running
 
 
