@@ -54,7 +54,8 @@ def target(
             running = opened.enter_context(roomy(request.param, checkpoint, tmp_path_factory.mktemp("target")))
         opened.enter_context(running.left_as_it_was(memory=False))
         yield running
-        assert not [line for line in running.served.lines if '"traceback"' in line]
+        lines = [line for line in running.served.lines if '"traceback"' in line]
+        assert not [line for line in lines if "socket.accept() out of system resource" not in line]
 
 
 @pytest.fixture(autouse=True)
