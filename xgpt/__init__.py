@@ -3,9 +3,9 @@
     import xgpt
     plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8)
 
-`xgpt` is the shell around four rooms: `xprofiler` measures step times, `xsimulator` predicts what a schedule
-does with them, `xscheduler` finds the best schedule under a bound, `xrunner` executes it. `xgpt.api` documents the
-functions below; they are loaded at their first use.
+`xgpt` connects four packages: `xprofiler` measures step times, `xsimulator` predicts a schedule from them, `xscheduler`
+finds the best schedule under a bound, and `xrunner` executes it. `xgpt.api` documents the functions below; they are
+loaded when first used.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Read by GNU's OpenMP when torch loads it: how often a thread that waits for the engine's others looks before it
-# sleeps. Its own 300,000 times are some ten milliseconds, in which it keeps a core from a thread that another process
-# has put off its own. With a core wanted elsewhere for a third of the time, one step in a hundred took 14 to 17 times
-# as long as on quiet cores, and 3 to 4 times with this. On quiet cores both are equally fast; sleeping at once costs a
+# Read by GNU OpenMP when torch loads it: how often a waiting thread polls before it sleeps. The default of 300,000
+# polls is about ten milliseconds, in which it occupies a core that another thread may need. With a core wanted
+# elsewhere for a third of the time, one step in a hundred took 14 to 17 times as long as on quiet cores with the
+# default, and 3 to 4 times as long with this value. On quiet cores both are equally fast; sleeping at once costs a
 # third.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 

@@ -94,7 +94,7 @@ def test_a_foreign_file_is_kept(xgpt: Xgpt, command: str) -> None:
     written = next(option for option in options_of(command) if option.name in WRITTEN)
     Path("mine.json").write_text("the only copy")
     said = xgpt.fails(2, command, *NEEDED[command], *words(written, "mine.json"))
-    assert "was not written by xgpt, or was changed since; give another file, or --force to overwrite it" in said
+    assert "xgpt did not write it or it was changed since; give another file, or --force to overwrite it" in said
     assert Path("mine.json").read_text() == "the only copy"
 
 
@@ -158,7 +158,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file = OutputFile(tmp_path / "late.json")
     file.check()
     file.path.write_text("the only copy")
-    with pytest.raises(InputError, match="was not written by xgpt"):
+    with pytest.raises(InputError, match="xgpt did not write it"):
         file.write("text")
     mine = OutputFile(tmp_path / "a.json")
     mine.write("text")
@@ -167,5 +167,5 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not list(tmp_path.glob(".*"))
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     OutputFile(tmp_path / "c.json").write("text")
-    with pytest.raises(InputError, match="was not written by xgpt"):
+    with pytest.raises(InputError, match="xgpt did not write it"):
         OutputFile(tmp_path / "c.json").write("other")

@@ -100,7 +100,7 @@ def test_what_cannot_be_kept_is_refused(checkpoint):
     plan = planned(problem_in(directory, 1), "static")
     with pytest.raises(InputError, match=r"plan\.kv_dtype.*take flat"):
         build_engine(plan, batching="rows")
-    with pytest.raises(InputError, match=r"plan\.kv_dtype: 'int8' .* float32 or bfloat16: take flat, or plan with"):
+    with pytest.raises(InputError, match=r"plan\.kv_dtype: 'int8' .* float32 or bfloat16: use flat, or plan with"):
         ServeRequest(batching="slots").check_batching(plan)
     with pytest.raises(InputError, match="on cpu keys and values are kept in"):
         build_worker(WorkerSettings(spec=plan.model, dtype="float32", kv_dtype="float8", num_blocks=2))

@@ -14,11 +14,11 @@ from xgpt.core.workload import Floats, gamma_arrivals
 
 
 class RateStage(NamedTuple):
-    """A stretch of time in which requests arrive at one rate.
+    """A period in which requests arrive at one rate.
 
     Attributes:
-        rate_per_s: requests a second in the mean.
-        seconds: how long it lasts; None: for good.
+        rate_per_s: mean requests a second.
+        seconds: its length; None: it never ends.
     """
 
     rate_per_s: float
@@ -27,7 +27,7 @@ class RateStage(NamedTuple):
 
 @dataclass(frozen=True)
 class ArrivalProcess:
-    """When requests arrive: at one rate, or at several in turn.
+    """A random process of arrivals at one rate, or at several in turn.
 
     Attributes:
         stages: at least one; the last one's rate continues for ever.
@@ -51,7 +51,9 @@ class ArrivalProcess:
                 if value is not None and not (value > 0 and math.isfinite(value)):
                     raise InputError("arrival_rate_per_s", value, "it must be a positive number")
         if not stages or any(stage.seconds is None for stage in stages[:-1]):
-            raise InputError("arrival_rate_per_s", rate, "each stage but the last takes seconds: RATE:SECONDS,RATE")
+            raise InputError(
+                "arrival_rate_per_s", rate, "each stage except the last needs its seconds: RATE:SECONDS,RATE"
+            )
         return cls(stages, burstiness)
 
     @property
@@ -61,7 +63,7 @@ class ArrivalProcess:
         return max(1, round(total)) if math.isfinite(total) else None
 
     def mean_rate(self, n: int) -> float:
-        """Return the rate at which the first n requests arrive, in the mean."""
+        """Return the mean rate at which the first n requests arrive."""
         seconds = 0.0
         left = float(n)
         for stage in self.stages:
@@ -70,7 +72,8 @@ class ArrivalProcess:
         return n / (seconds + left / self.stages[-1].rate_per_s)
 
     def times(self, n: int, rng: np.random.Generator, share: float = 1.0) -> Floats:
-        """Return when the first n requests arrive, s, where a share of all comes. # [n]
+        """Return the times, in s, at which the first n requests arrive if only a share of all requests comes here. #
+        [n]
 
         Raises:
             InputError: the variation is not positive.

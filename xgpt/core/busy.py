@@ -10,12 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from xgpt.core.errors import MachineError
 
 TOLD_WITHIN_S = 1.2
-"""Time within which all workers have reported: they report twice a second."""
+"""Seconds within which all workers have reported; they report twice a second."""
 TIMEOUT_S = 10.0
 
 
 def busy_of_workers(url: str) -> dict[str, float]:
-    """Return the seconds that each worker has executed steps since it was ready, after it has reported its last step.
+    """Return the seconds for which each worker has executed steps since it was ready, once it has reported its last
+    step.
 
     Raises:
         MachineError: the server does not answer.

@@ -1,7 +1,7 @@
-"""Where numba keeps what it compiles: a directory of the user's cache for each state of the sources.
+"""Choose where numba keeps compiled code: one directory of the user's cache for each state of the sources.
 
-Kept with its source, as numba does by default, a compiled function stays in use although a function that it calls in
-another file has changed: numba checks only the function's own file.
+By default numba keeps compiled code next to its source. There a compiled function would stay in use although a function
+that it calls in another file has changed, since numba checks only the function's own file.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from pathlib import Path
 from xgpt.core.io import cache_dir
 
 ROOMS = ("xrunner/cpu", "xsimulator/counts", "xsimulator/costs")
-"""Where functions are compiled."""
+"""Folders whose functions are compiled."""
 KEPT_S = 30 * 86400.0
-"""For which directories of other states of the sources are kept."""
+"""Seconds for which directories of other states of the sources are kept."""
 
 
 LOCATORS = "xgpt.core.compiled_files.Locator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"
-"""Where numba looks for code, in this order; see `compiled_files`."""
+"""Where numba searches for compiled code, in this order; see `compiled_files`."""
 NOWHERE = os.devnull + "/compiled"
-"""A directory that nobody can make: code that is looked for here is compiled each time."""
+"""A directory that nobody can create, so that code is compiled each time."""
 
 logger = logging.getLogger(__name__)
 
 
 def set_directory() -> None:
-    """Set where numba keeps code, unless the user has; before it is imported, or for what it compiles from now on."""
+    """Set where numba keeps compiled code, unless the user has done so; call it before numba is imported or
+    compiles."""
     _set("CACHE_LOCATOR_CLASSES", LOCATORS)
     try:
         _set("CACHE_DIR", str(_directory()))
@@ -49,7 +50,7 @@ def _set(name: str, value: str) -> None:
 
 
 def sources() -> str:
-    """A hash of all files that functions are compiled from."""
+    """Return a hash of all files whose functions are compiled."""
     root, found = Path(__file__).parents[2], sha256()
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):
@@ -58,9 +59,9 @@ def sources() -> str:
 
 
 def _directory() -> Path:
-    """Return the directory of this state of the sources, which only its owner can write to.
+    """Return the directory for this state of the sources, which only its owner can write to.
 
-    What is in it is run. Where another user owns it, or a directory above it that is ours to make, `NOWHERE`.
+    Code in it is executed, so the result is `NOWHERE` if another user owns it or its parent directories in the cache.
     """
     directory = cache_dir() / "compiled" / sources()[:16]
     for folder in (directory.parents[1], directory.parents[0], directory):

@@ -1,7 +1,7 @@
-"""Compiled code on disk, for numba: another user's files are not run, and unreadable files are replaced.
+"""Load compiled code from disk for numba, but never another user's files; replace unreadable files.
 
-numba unpickles what it finds, and unpickling runs code. It imports this module by the name that
-`compiled_code.set_directory` gives it, the first time that it looks for code.
+numba unpickles the files that it finds, and unpickling runs code. It imports this module, whose name
+`compiled_code.set_directory` sets, when it first searches for code.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def _tell(path: str, reason: str) -> None:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file or directory belongs to this user, or to root; one that does not exist does.
+    """Return whether a file or directory belongs to this user or to root, or does not exist.
 
     Raises:
-        OSError: its owner cannot be told.
+        OSError: its owner cannot be determined.
     """
     try:
         return os.stat(path).st_uid in (os.geteuid(), 0)
@@ -36,10 +36,10 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 
 
 class Locator(caching.UserProvidedCacheLocator):
-    """Keeps code in the directory that is set, and none where that cannot be written."""
+    """Keeps code in the configured directory if that can be written."""
 
     def ensure_cache_path(self) -> None:
-        """Make the directory, if that is possible."""
+        """Create the directory if possible."""
         try:
             super().ensure_cache_path()
         except OSError as error:
@@ -49,7 +49,7 @@ class Locator(caching.UserProvidedCacheLocator):
 
 
 class Files(caching.IndexDataCacheFile):
-    """The files of one function."""
+    """The files with one function's compiled code."""
 
     def _load_index(self) -> dict[Any, str]:
         found: dict[Any, str] | None = self._read(self._index_path, super()._load_index)
@@ -59,13 +59,13 @@ class Files(caching.IndexDataCacheFile):
         return self._read(self._data_path(name), lambda: super(Files, self)._load_data(name))
 
     def _read(self, path: str, read: Any) -> Any:
-        """Return what `read` does; None if the file is another user's, or broken."""
+        """Return the result of `read`; None if the file is another user's or unreadable."""
         try:
             if is_ours(self._cache_path) and is_ours(path):
                 return read()
             _tell(path, "it belongs to another user")
-        except Exception as error:  # a pickle that was cut short fails in any way
-            _tell(path, f"it is broken ({type(error).__name__}) and made anew")
+        except Exception as error:  # a truncated pickle may raise anything
+            _tell(path, f"it is damaged ({type(error).__name__}) and is compiled again")
         return None
 
     def save(self, key: Any, data: Any) -> None:

@@ -1,6 +1,6 @@
 """The exception tree. Each class carries the exit code that the command line returns for it.
 
-XgptError (4: a defect of ours)
+XgptError (4: a defect of this program)
 ├── InfeasibleError (1: nothing meets the bound)
 ├── InputError      (2: the user's input: field, value, what is accepted)
 └── MachineError    (3: this machine cannot do it: devices, memory, port)
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MAX_SHOWN = 200
-"""Characters of a stranger's text that an error or a line of log shows at most."""
+"""Most characters of foreign text that an error or a log line shows."""
 
 
 class XgptError(Exception):
-    """Base of every error that this product raises on purpose."""
+    """Base of every error that this program raises on purpose."""
 
     exit_code = 4
 
@@ -31,7 +31,7 @@ class InfeasibleError(XgptError):
         binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
 
     Attributes:
-        warnings: what makes the refusal doubtful, one sentence each.
+        warnings: reasons to doubt the refusal, one sentence each.
     """
 
     exit_code = 1
@@ -44,7 +44,7 @@ class InfeasibleError(XgptError):
 
 
 class InputError(XgptError):
-    """A value that a user gave is not accepted, or missing (None). The message names field, value and way out."""
+    """A user's value is not accepted or is missing (None). The message names the field, the value and what to do."""
 
     exit_code = 2
 
@@ -62,17 +62,17 @@ class InputError(XgptError):
 
 
 class MachineError(XgptError):
-    """The machine at hand lacks what the plan needs."""
+    """This machine lacks what the plan needs."""
 
     exit_code = 3
 
 
 RUNS_MODELS = {"torch", "safetensors", "tokenizers", "llguidance", "zmq"}
-"""Modules that the optional dependencies `serve` install: planning does without them."""
+"""Modules that the optional dependencies `serve` install; planning does not need them."""
 
 
 def not_installed(error: ModuleNotFoundError) -> MachineError | None:
-    """Return the error that names the packages to install if a module of the optional ones is missing."""
+    """Return an error that says what to install if the missing module is an optional one; None otherwise."""
     module = (error.name or "").partition(".")[0]
     if module not in RUNS_MODELS:
         return None
@@ -80,7 +80,7 @@ def not_installed(error: ModuleNotFoundError) -> MachineError | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ ": did you mean X?" where one of the known names is near, or nothing: the end of an error message."""
+    """Return ": did you mean X?" for the end of an error message, or "" if no known name is similar."""
     found = get_close_matches(name, list(known), n=1)
     return f": did you mean {found[0]}?" if found else ""
 
@@ -91,12 +91,12 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
 
 
 def cut(text: str, most: int = MAX_SHOWN) -> str:
-    """Return a text's first `most` characters, the last ones dots if there are more."""
+    """Return a text cut to `most` characters, with dots at the end if it was longer."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def printable(text: str) -> str:
-    """Return a text without the characters that command a terminal; lines and tabs stay."""
+    """Return a text with control characters escaped; newlines and tabs stay."""
     return "".join(
         character if character in "\n\t" or unicodedata.category(character)[0] != "C" else repr(character)[1:-1]
         for character in text

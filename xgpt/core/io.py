@@ -46,14 +46,14 @@ def config_names(kind: ConfigKind) -> list[str]:
 
 
 FILES = (".yaml", ".yml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt", ".prom", ".gz")
-"""Endings that only names of files have."""
+"""Endings that only file names have."""
 
 
 def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
-    """Return the file behind a name on the command line: a shipped config, or a path.
+    """Return the file for a name on the command line: a shipped config, or a path.
 
     Args:
-        field: where the name was given; None: in the argument named like the kind.
+        field: the argument with the name, for errors; None: the one named like the kind.
 
     Raises:
         InputError: neither exists; the message lists what does.
@@ -72,10 +72,10 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:
-    """Validate `data`; `field` names it in the error.
+    """Return `data` validated as a type; `field` names it in errors.
 
     Raises:
-        InputError: the first thing that is wrong, in one line.
+        InputError: the first mistake, in one line.
     """
     try:
         return type_.model_validate(data)
@@ -84,10 +84,10 @@ def parse(data: Any, type_: type[T], field: str) -> T:
 
 
 def parse_arguments(given: dict[str, Any], type_: type[T]) -> T:
-    """Validate a function's keyword arguments; the error names the argument.
+    """Return a function's keyword arguments validated as a type; the error names the argument.
 
     Raises:
-        InputError: the first one that is not accepted or not known, in one line.
+        InputError: the first argument that is not accepted or not known, in one line.
     """
     try:
         return type_.model_validate(given)
@@ -130,7 +130,7 @@ def load_yaml(path: Path, field: str) -> Any:
 
 
 def load_json(path: Path, type_: type[T], field: str) -> T:
-    """Read one of our JSON files, checking its schema version before anything else.
+    """Return the content of one of our JSON files; its schema version is checked first.
 
     Raises:
         InputError: missing, not JSON, of another schema version, or invalid.
@@ -139,7 +139,7 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
     def number(text: str) -> float:
         value = float(text) if set(text) & set(".eE") else int(text)
         if abs(value) > LARGEST:
-            raise InputError(field, text, f"no number in such a file is beyond {LARGEST:.0e}")
+            raise InputError(field, text, f"numbers in this file may be at most {LARGEST:.0e}")
         return value
 
     try:
@@ -153,13 +153,13 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         raise InputError(
             f"{field}.schema_version",
             data.get("schema_version"),
-            f"a {field} of this version has {expected}; give one, or make it again",
+            f"this version of xgpt reads version {expected}; give such a file, or make it again",
         )
     return parse(data, type_, field)
 
 
 def dump_json(value: BaseModel) -> str:
-    """Return the text of one of our files. It is read back first, so that every written file can be read.
+    """Return the text of one of our files, after checking that it can be read back.
 
     Raises:
         XgptError: the value is not valid (`model_copy` does not check); the message names the field.
@@ -174,12 +174,12 @@ def dump_json(value: BaseModel) -> str:
 
 
 def sha256(value: BaseModel) -> str:
-    """Hash of what a value says, independent of how its file is formatted."""
+    """Return a hash of a value's content, independent of the formatting of its file."""
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str | None:
-    """Return `sha256` of the value that a JSON file was written from, by any version; None if it cannot be read.
+    """Return the `sha256` of the value in a JSON file written by any version; None if it cannot be read.
 
     A later version may give the value more fields, and so another hash.
     """
@@ -211,12 +211,12 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class StepLogWriter:
-    """Writes the engine's steps, one JSON line each. Source of `xsimulator.measures` and of replays.
+    """Writes the engine's steps, one JSON line each, for `xsimulator.measures` and for replays.
 
-    Where a line cannot be written, on a full disk for instance, the log ends there; the engine goes on.
+    If a line cannot be written, for example on a full disk, the log ends there; the engine goes on.
 
     Attributes:
-        num_lost: steps that have not been written.
+        num_lost: number of steps that were not written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +239,7 @@ class StepLogWriter:
             self._end(error)
 
     def flush(self) -> None:
-        """Let readers see what has been written so far."""
+        """Flush the steps written so far to the file."""
         if not self.num_lost:
             try:
                 self._file.flush()
@@ -248,7 +248,7 @@ class StepLogWriter:
 
     def close(self) -> None:
         self.flush()
-        with suppress(OSError):  # what is left over after an error cannot be written now, either
+        with suppress(OSError):  # data that remained after an error cannot be written now either
             self._file.close()
 
     def _end(self, error: OSError) -> None:
@@ -257,7 +257,7 @@ class StepLogWriter:
 
 
 def read_step_log(path: Path) -> list[StepRecord]:
-    """Return the steps of a log; a last line that is cut short (the engine was killed) is left out."""
+    """Return the steps of a log without an incomplete last line, which a killed engine leaves."""
     decode = msgspec.json.Decoder(StepRecord).decode
     lines = path.read_bytes().split(b"\n")
     return [decode(line) for line in lines[:-1]]

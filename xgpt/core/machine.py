@@ -14,19 +14,18 @@ from xgpt.core.io import config_names, configs_dir, load_cluster_yaml, parse
 from xgpt.core.schema import ClusterSpec, DeviceKind, Link
 
 LOOPBACK = Link(bandwidth_bytes_per_s=2e9, latency_s=50e-6)
-"""Between processes of one machine over Gloo: the order of magnitude, for want of a datasheet."""
+"""Link between processes of one machine over Gloo: an order of magnitude, since there is no datasheet."""
 
 CPU_USABLE_MEMORY = 0.5
-"""Share of a CPU's memory that a plan may fill: the system and other programs live in it too."""
+"""Share of a CPU's memory that a plan may fill; the system and other programs need the rest."""
 
 
 def detect(num_devices: int | None = None, *, root: Path = Path("/")) -> ClusterSpec:
-    """Return the GPUs that nvidia-smi lists, or else the CPU as one device.
-
-    With `num_devices`, that number of the GPUs, or of CPU devices with equal shares of cores and memory.
+    """Return this machine as a cluster: the GPUs that nvidia-smi lists, or else the CPU as one device.
 
     Args:
-        root: where proc and sys are found.
+        num_devices: use this number of GPUs, or of CPU devices with equal shares of cores and memory; None: all.
+        root: folder that holds proc and sys.
 
     Raises:
         MachineError: the machine has fewer GPUs, or fewer cores, than `num_devices`.
@@ -90,7 +89,7 @@ def _detect_gpus(num_devices: int | None) -> ClusterSpec | None:
 
 
 def _shipped_cluster_of(device: str) -> ClusterSpec | None:
-    """Return the largest shipped cluster of such devices, for their datasheet's rates and links."""
+    """Return the largest shipped cluster of such devices, for its datasheet's rates and links."""
     documents = [load_cluster_yaml(configs_dir() / "clusters" / f"{n}.yaml") for n in config_names("clusters")]
     clusters = [parse(d, ClusterSpec, d["name"]) for d in documents if "detect" not in d]
     same = [cluster for cluster in clusters if cluster.device.name == device]
@@ -98,13 +97,13 @@ def _shipped_cluster_of(device: str) -> ClusterSpec | None:
 
 
 def slug(name: str) -> str:
-    """Return a product's name as configs write it: "NVIDIA A100-SXM4-80GB" is a100-sxm4-80gb."""
+    """Return a product's name as in configs: "NVIDIA A100-SXM4-80GB" becomes a100-sxm4-80gb."""
     plain = re.sub(r"\((r|tm)\)|\b(nvidia|tesla|cpu|processor)\b|@.*", " ", name.lower())
     return re.sub(r"[^a-z0-9]+", "-", plain).strip("-") or "cpu"
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use: its affinity, limited by its cgroup's share of time."""
+    """Return the cores that this process may use: its affinity, limited by its cgroup's share of time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for directory in _cgroup_dirs(root, "cpu"):
         written = _read(directory / "cpu.max") or " ".join(
@@ -117,7 +116,7 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def _memory_bytes(root: Path) -> int:
-    """Physical memory, limited by the cgroup.
+    """Return the bytes of physical memory, limited by the cgroup.
 
     Raises:
         MachineError: the machine does not say how much it has.
@@ -143,7 +142,7 @@ def _cpu_model(root: Path) -> str:
 
 
 def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
-    """Directories that may hold the limits of this process: its cgroup and all above it, versions 1 and 2."""
+    """Return the directories that may hold the limits of this process: its cgroup and all parents, versions 1 and 2."""
     mount = root / "sys/fs/cgroup"
     directories = [mount, mount / controller]
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -157,7 +156,7 @@ def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file of the kernel's, empty where this system has none."""
+    """Return the text of a kernel's file; empty if this system does not have it."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

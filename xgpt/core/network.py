@@ -29,7 +29,7 @@ def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str
     """Return this machine's address on the route to another.
 
     Args:
-        named_within_s: seconds for which `host` may not resolve yet, as the name of a starting pod.
+        named_within_s: seconds for which to retry if `host` does not resolve yet, such as the name of a starting pod.
 
     Raises:
         MachineError: there is no route.

@@ -1,8 +1,8 @@
-"""Write a command's files: each whole or not at all, and never over a file of the user's.
+"""Write a command's files: each completely or not at all, and never over a user's file.
 
 A command may replace a file only if xgpt wrote it and nothing has changed it since. The cache directory has a record of
-each written file: its path, and the SHA-256 of its bytes. A file without a record, or with other bytes, is the user's.
-If the cache is lost, every existing file is, so that commands refuse to replace it.
+each written file: its path and the SHA-256 of its bytes. A file without a record or with other bytes counts as the
+user's. If the cache is lost, every existing file does, and commands refuse to replace it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OutputFile:
     Args:
         path: its place; a symbolic link stands for the file that it points to.
         field: the option or argument that names the file, for errors.
-        force: overwrite any file, even one that is read.
+        force: overwrite any file, even one that the command reads.
         inputs: paths that the command reads; those that are not files are ignored.
     """
 
@@ -36,14 +36,14 @@ class OutputFile:
         self._field, self._force, self._inputs = field, force, tuple(inputs)
 
     def check(self, text: str | None = None) -> None:
-        """Refuse a place that cannot be written, or holds a file of the user's; call it before long work.
+        """Raise an error if the file cannot be written, or is the user's; call it before long work.
 
         Args:
-            text: what will be written, if it is known: a file that holds exactly that loses nothing.
+            text: the text to write, if it is known: a file that already holds exactly that may be replaced.
 
         Raises:
-            InputError: the file is read by the same command, or is not known to be xgpt's.
-            MachineError: the place cannot be written.
+            InputError: the same command reads the file, or xgpt did not write it.
+            MachineError: the file cannot be written.
         """
         check_writable(self.path)
         if self._force or not self.path.is_file():
@@ -54,14 +54,14 @@ class OutputFile:
         if any(_is_same(self.path, Path(given)) for given in self._inputs):
             raise InputError(self._field, str(self.path), f"this command reads that file; {way_out}")
         if not is_recorded(self.path):
-            reason = "that file exists, and was not written by xgpt, or was changed since"
+            reason = "that file exists, and xgpt did not write it or it was changed since"
             raise InputError(self._field, str(self.path), f"{reason}; {way_out}")
 
     def write(self, text: str) -> None:
         """Write all of `text` or nothing.
 
         Raises:
-            InputError: as `check` does; the file may have appeared since.
+            InputError: see `check`; the file may have appeared since.
             MachineError: the place cannot be written.
         """
         self.check(text)
@@ -79,7 +79,7 @@ class OutputFile:
         record(target)
 
     def _create(self, target: Path, text: str) -> None:
-        """Write a new file without replacing one that appears meanwhile, where the file system has hard links."""
+        """Write a new file; if the file system has hard links, never replace one that appears meanwhile."""
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as directory:
@@ -97,9 +97,9 @@ class OutputFile:
 
 
 def check_step_log(path: Path, *, force: bool = False) -> None:
-    """Refuse to write a step log over anything but an earlier step log, which its first line shows.
+    """Raise InputError if a step log would replace a file that is not an earlier step log, as its first line shows.
 
-    A log grows until its server ends, perhaps by a signal: it cannot be recorded by its bytes.
+    A log grows until its server ends, perhaps by a signal, so it cannot be recorded by its bytes.
 
     Raises:
         InputError: the file holds something else.
@@ -121,7 +121,7 @@ def check_step_log(path: Path, *, force: bool = False) -> None:
 
 
 def record(path: Path) -> None:
-    """Note that xgpt wrote the file as it is now; if the cache cannot be written, the file counts as the user's."""
+    """Record that xgpt wrote the file as it is now; if the cache cannot be written, the file counts as the user's."""
     with suppress(OSError, MachineError):
         write_atomic(_record_of(path), _digest(path) + "\n")
 
@@ -135,11 +135,7 @@ def is_recorded(path: Path) -> bool:
 
 
 def check_writable(path: Path) -> None:
-    """Look before the work whose result goes there, which may take minutes.
-
-    Raises:
-        MachineError: the place cannot be written.
-    """
+    """Raise MachineError if a file cannot be written; called before work that may take minutes."""
     place = next((parent for parent in path.absolute().parents if parent.exists()), Path("/"))
     if path.is_dir():
         reason = "it is a directory"

@@ -1,8 +1,8 @@
-"""The ids of blocks that requests of a trace have in common, in Mooncake's format.
+"""Read the blocks that requests of a trace share, in Mooncake's format.
 
-A line names its request's blocks of `block_size` tokens in `hash_ids`; equal ids mean equal tokens up to the end of
-the block. `output_hash_ids`, which is ours, goes on where the prompt's whole blocks end, over the rest of the prompt
-and the output: it is what the next turn of a conversation finds. Source: Qin et al., Mooncake, FAST 2025 (traces).
+A line lists the ids of its request's blocks of `block_size` tokens in `hash_ids`; equal ids mean equal tokens up to the
+end of the block. `output_hash_ids`, our extension, continues after the prompt's full blocks with the rest of the prompt
+and the output, which the next turn of a conversation finds. Source: Qin et al., Mooncake, FAST 2025 (traces).
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema.step_log import Chain
 
 MOONCAKE_BLOCK = 512
-"""Tokens of a block where a trace does not say."""
+"""Tokens of a block if a trace does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracePrefixes:
-    """Blocks of a trace's requests, in the order of its requests.
+    """The blocks of a trace's requests, in the order of its requests.
 
     Attributes:
         block_size: tokens of a block; the last of a request may hold fewer.
         prompts: ids of each prompt's blocks.
-        outputs: ids of the blocks from the first on that the prompt does not fill; empty: no request goes on from them.
+        outputs: ids of the blocks that begin with the first one that the prompt does not fill; empty: no request
+            continues them.
     """
 
     block_size: int
@@ -37,16 +38,15 @@ class TracePrefixes:
     def chain(self, request: int, input_length: int, block_size: int) -> Chain:
         """Return the keys of a prompt's full K/V blocks.
 
-        A K/V block is known by the trace's block that holds its last token: where those are longer, less is shared
-        than could be.
+        A K/V block is identified by the trace's block that holds its last token; if the trace's blocks are longer, less
+        is shared than would be possible.
         """
         return self._keys(self.prompts[request], 0, 0, input_length // block_size, block_size)
 
     def output_chain(self, request: int, input_length: int, output_length: int, block_size: int) -> Chain:
-        """Return the keys of the K/V blocks behind those, which it leaves: the last token is never fed.
+        """Return the keys of the K/V blocks after the prompt's, without the last token, which is never fed.
 
-        Where no request goes on from them their keys are its own: an engine keeps them all the same, as it does not
-        know.
+        If no request continues them, their keys are unique: an engine caches them anyway, since it does not know that.
         """
         ids, first = self.outputs[request], input_length // self.block_size
         begin, end = input_length // block_size, (input_length + output_length - 1) // block_size
@@ -56,7 +56,8 @@ class TracePrefixes:
         return tuple((of_request | block).to_bytes(8, "big", signed=True) + b"own" for block in range(begin, end))
 
     def _keys(self, ids: tuple[int, ...], offset: int, begin: int, end: int, block_size: int) -> Chain:
-        """Keys of the K/V blocks [begin, end), of which `ids` names the trace's blocks from `offset` on."""
+        """Return the keys of the K/V blocks [begin, end); `ids` are the trace's blocks beginning with number
+        `offset`."""
         keys = []
         for block in range(begin, end):
             id_ = ids[((block + 1) * block_size - 1) // self.block_size - offset]
@@ -75,7 +76,7 @@ def read_ids(where: str, row: Mapping[str, object], input_length: int, output_le
     """Return a line's `hash_ids`.
 
     Raises:
-        InputError: they are no whole numbers, or not as many as the prompt has blocks.
+        InputError: they are not whole numbers, or not as many as the prompt has blocks.
     """
     size = block_size_of(where, row)
     return _ids(f"{where}, hash_ids", row.get("hash_ids"), -(-input_length // size))
@@ -85,7 +86,7 @@ def read_output_ids(where: str, row: Mapping[str, object], input_length: int, ou
     """Return a line's `output_hash_ids`, if it has any.
 
     Raises:
-        InputError: as `read_ids`.
+        InputError: see `read_ids`.
     """
     if "output_hash_ids" not in row:
         return ()

@@ -1,4 +1,4 @@
-"""Start processes that end with the process that started them, see whether one hangs or works, and stop on signals."""
+"""End processes with their parent, find out whether a process hangs, and stop on signals."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from threading import Event, current_thread, main_thread
 
 PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-"""Looked up here: between fork and exec no lock may be taken that another thread might have held."""
+"""Looked up here, because between fork and exec no lock may be taken that another thread might hold."""
 
 
 def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIGKILL) -> None:
-    """On Linux, have the kernel end this process when the thread that started it ends.
+    """On Linux, make the kernel end this process when the thread that started it ends.
 
     Args:
-        parent: the number of the process that started it; if it has ended already, this process ends at once.
-        sent: the signal that this process then gets.
+        parent: id of the parent process; if it has already ended, this process ends at once.
+        sent: the signal that the kernel sends.
     """
     if _prctl is not None:
         _prctl(PR_SET_PDEATHSIG, sent, 0, 0, 0)
@@ -29,9 +29,9 @@ def end_with_parent(parent: int | None = None, sent: signal.Signals = signal.SIG
 
 
 def is_at_work(process: int) -> bool:
-    """Return whether a thread of a process runs, waits for a processor, or waits for a disk. Linux only; else False.
+    """Return whether a thread of a process runs, waits for a processor or waits for a disk; False except on Linux.
 
-    Such a process may be unable to report that it is alive: it is short of processors, or one of its threads keeps the
+    Such a process may be unable to report that it is alive, because processors are busy or one of its threads holds the
     interpreter's lock. A process that was stopped (SIGSTOP), or whose threads all wait for something, is not at work.
     """
     return bool(_states(process) & {"R", "D"})
@@ -59,7 +59,7 @@ def children_of(process: int) -> list[int]:
 
 @contextmanager
 def stops_on_signal(stop: Event) -> Iterator[None]:
-    """Set the event on SIGTERM or SIGINT while the block lasts; outside of the main thread signals stay as they are."""
+    """Set the event on SIGTERM or SIGINT within the block; outside of the main thread, do nothing."""
     if current_thread() is not main_thread():
         yield
         return

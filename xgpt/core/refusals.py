@@ -1,4 +1,4 @@
-"""Say in one line, in the words of the file, what pydantic found wrong in it."""
+"""Turn pydantic's validation errors into one line with the names of the user's file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _MUST_BE = {
     "tuple": "it must be a list",
     "dict": "it must hold names and values",
 }
-"""By the first word of the type of pydantic's error."""
+"""Messages by the first word of the type of pydantic's error."""
 
 
 def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: str = "") -> InputError:
-    """Return the first error as one of ours.
+    """Return the first validation error as an InputError.
 
     Args:
-        type_: what `data` should have been.
-        field: its name; nothing where the names in `data` are known to the user by themselves.
+        type_: the expected type of `data`.
+        field: name of `data`; empty if the user knows the names in it by themselves.
     """
     first = error.errors()[0]
     kind, value, context = first["type"], first["input"], first.get("ctx", {})
@@ -39,7 +39,7 @@ def refusal(error: ValidationError, type_: type[BaseModel], data: Any, field: st
             if kind != "extra_forbidden" or part != loc[-1]:
                 types = [model for known in types for model in _models(known.model_fields.get(str(part)))]
         else:
-            continue  # a member of a union: no name in the file
+            continue  # a member of a union, which has no name in the file
         names.append(str(part))
     accepted = (
         first["msg"]

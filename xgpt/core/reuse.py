@@ -1,9 +1,8 @@
-"""Compute how much of a trace's prompts a cache of any size finds, from reuse distances in one pass.
+"""Compute which part of a trace's prompts is found in a cache of any size, from reuse distances in one pass.
 
-A block that a request has left is found by a later one if fewer other blocks have been used in between than the cache
-holds (LRU). Distances are counted for all blocks at once: of the uses between two of a block those count that are the
-first in between, so it is a count of inversions. Source: Mattson et al., Evaluation techniques for storage hierarchies,
-1970.
+A request finds a block of an earlier request if fewer other blocks have been used in between than the cache holds
+(LRU). Distances are counted for all blocks at once: each other block counts once, at its first use in between, so this
+is a count of inversions. Source: Mattson et al., Evaluation techniques for storage hierarchies, 1970.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ Ints = npt.NDArray[np.int64]
 
 
 class ReuseCurve:
-    """Tokens of each prompt that a cache finds, whatever its size. A request finds blocks from its first one on.
+    """The tokens of each prompt that are found in a cache of any size; a request finds only a prefix of its blocks.
 
     Args:
-        trace: with prefixes.
-        block_size: tokens of a K/V block, whole ones of which are found.
-        inside: requests that run at once, and so have not left their answers when the next one enters.
+        trace: a trace with prefixes.
+        block_size: tokens of a K/V block; only whole blocks are found.
+        inside: number of requests that run at once, whose answers are not cached yet when the next one enters.
     """
 
     def __init__(self, trace: TraceLengths, block_size: int, inside: float = 0.0) -> None:
@@ -46,27 +45,27 @@ class ReuseCurve:
         self._request, self._needed = request, _worst_so_far(request, distance)
 
     def cached(self, tokens: float) -> Ints:
-        """Return the tokens that each request finds in a cache of that many. # [requests]"""
+        """Return the tokens that each request finds in a cache of `tokens` tokens. # [requests]"""
         found = np.bincount(self._request[self._needed * self._size < tokens], minlength=len(self.inputs))
         most = (self.inputs - 1) // self._block_size * self._block_size  # the last token is always executed
         return np.minimum(found * self._size // self._block_size * self._block_size, most)
 
     def share(self, tokens: float, begin: int = 0) -> float:
-        """Return the share of prompt tokens that a cache of that many tokens finds, of the requests from one on."""
+        """Return the share of prompt tokens found in a cache of `tokens` tokens, for requests from `begin` on."""
         return float(self.cached(tokens)[begin:].sum() / self.inputs[begin:].sum())
 
     @property
     def most(self) -> float:
-        """The share that a cache finds that forgets nothing."""
+        """The share found in a cache of unlimited size."""
         return self.share(np.inf)
 
     def distances(self, quantiles: Sequence[float]) -> list[tuple[float, float]]:
-        """Return pairs (quantile, tokens used between two uses of a block), of the blocks that are found at all."""
+        """Return pairs (quantile, tokens used between two uses of a block), for the blocks that are reused at all."""
         needed = self._needed[np.isfinite(self._needed)]
         return [(q, float(np.quantile(needed, q) * self._size)) for q in quantiles if len(needed)]
 
     def sizes(self, count: int) -> Array:
-        """Return cache sizes in tokens at which the share grows by equal parts, the last of which finds the most."""
+        """Return cache sizes in tokens between which the share grows equally; the last one gives the largest share."""
         needed = np.sort(self._needed[np.isfinite(self._needed)])
         if not len(needed):
             return np.zeros(1)
@@ -75,9 +74,9 @@ class ReuseCurve:
 
 
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
-    """Return how many of a trace's blocks of `size` tokens are behind each prompt's whole ones when the request ends.
+    """Return how many of a trace's blocks of `size` tokens follow each prompt's full ones when the request ends.
 
-    Those that hold `block_size` tokens each are kept: where they are smaller than a trace's, the count is rounded.
+    K/V blocks of `block_size` tokens are cached; if these are smaller than the trace's blocks, the count is rounded.
     """
     kept = (trace.input + trace.output - 1) // block_size * block_size - trace.input // size * size
     return np.maximum(0, (kept + (size - 1) // 2) // size)
@@ -86,10 +85,11 @@ def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
 def _distances(
     prompts: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int | None, ...]], inside: float = 0.0
 ) -> tuple[Ints, Array]:
-    """Return for each block of a prompt its request, and the other blocks used since its last use (infinite: none).
+    """Return the request of each prompt block, and the number of other blocks used since its last use (infinite: no
+    use).
 
-    A request uses all its blocks as it leaves, the last of the sequence first. One of the `inside` before it has not
-    left its answer yet. Blocks without an id are used once, and take room until they are given up.
+    A request uses all its blocks when it ends, the last of the sequence first. The answers of the `inside` requests
+    before it are not cached yet. Blocks without an id are used only once, and occupy memory until they are evicted.
     """
     used = [id_ for prompt, output in zip(prompts, outputs, strict=True) for id_ in (prompt + output)[::-1]]
     ids = np.fromiter((0 if id_ is None else id_ for id_ in used), dtype=np.int64, count=len(used))
@@ -108,13 +108,13 @@ def _distances(
     is_prompt = np.arange(len(ids)) - begin >= of_output[request]
     is_answer = (previous >= 0) & ~is_prompt[previous]
     distance[is_answer & (request - request[previous] <= inside)] = np.inf
-    # Back into the order of the sequence.
+    # Restore the order of the sequence.
     turned = np.lexsort((-np.flatnonzero(is_prompt), request[is_prompt]))
     return request[is_prompt][turned], distance[is_prompt][turned]
 
 
 def _greater_before(values: Ints) -> Ints:
-    """Count for each value those before it that are greater. # [n]"""
+    """Return, for each value, the number of earlier values that are greater. # [n]"""
     count = 1 << max(1, (len(values) - 1).bit_length())
     padded = np.full(count, -1, dtype=np.int64)
     padded[: len(values)] = values
@@ -132,10 +132,10 @@ def _greater_before(values: Ints) -> Ints:
 
 
 def _worst_so_far(request: Ints, distance: Array) -> Array:
-    """Return the greatest distance from a request's first block on: a block is found only with all before it."""
+    """Return the greatest distance among a request's blocks so far, since a block is found only with all before it."""
     if not len(distance):
         return distance
-    # Requests follow each other: one whose numbers are all above the last one's lets one running maximum serve all.
+    # Requests follow each other; adding an offset for each request lets one running maximum serve all of them.
     ranks = np.unique(distance, return_inverse=True)
     span = len(ranks[0]) + 1
     highest = np.maximum.accumulate(ranks[1] + request * span)

@@ -59,5 +59,5 @@ def test_the_profile_of_a_plan_is_never_measured_anew(monkeypatch: pytest.Monkey
     by_datasheet = ProfileRef(source="analytic", sha256="0" * 64, num_threads=1)
     served_plan = plan(one_lane([1])).model_copy(update={"profile": by_datasheet})
     assert served_plan.cluster.is_local
-    with pytest.raises(InputError, match="is not among those kept"):
+    with pytest.raises(InputError, match="profile is not in"):
         store.profile_of(served_plan)

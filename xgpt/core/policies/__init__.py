@@ -1,7 +1,7 @@
-"""The scheduling rules, pure Python: requests in, steps out.
+"""The scheduling rules in pure Python: they take requests and return steps.
 
-Both engines drive these same objects, one on a simulated clock and one on a real one. No torch, no clock, no
-global state. May be imported by xsimulator, xscheduler, xrunner and xgpt.
+Both engines use these same objects, one on a simulated clock and one on a real clock. There is no torch, no clock and
+no global state here. xsimulator, xscheduler, xrunner and xgpt may import this package.
 """
 
 from xgpt.core.policies.blocks import Blocks, BlockTable

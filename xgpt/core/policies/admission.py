@@ -33,10 +33,10 @@ class Queue:
     """The waiting requests.
 
     A preempted request waits before the others of its account if it had kept within its promise of memory
-    (`push_front`), otherwise behind them (`push_back`).
+    (`push_front`), otherwise after them (`push_back`).
 
-    So that logs replay exactly, `head` and `ahead` change nothing, since how often an engine calls them depends on its
-    clock, and the order of arrivals and removals between two entries does not matter, since logs do not record it.
+    Logs must replay exactly. So `head` and `ahead` change nothing, since how often an engine calls them depends on its
+    clock; and the order of arrivals and removals between two admissions does not matter, since logs do not record it.
 
     Args:
         make_order: returns an empty order, for a new account.
@@ -47,9 +47,9 @@ class Queue:
         self.patience_ns = patience_ns
         self._make_order = make_order
         self._waiting: OrderedDict[int, Request] = OrderedDict()
-        """New requests, which have never run, by id, in the order of arrival."""
+        """New requests, which have never run, by id, in order of arrival."""
         self._numbers: dict[int, int] = {}
-        """Numbers of new requests in the order of arrival, by id."""
+        """The number of each new request in order of arrival, by id."""
         self._returned: dict[int, Request] = {}
         """Preempted requests, by id."""
         self._accounts: dict[str, _Account] = {}
@@ -58,9 +58,9 @@ class Queue:
         self._deadlines: list[Entry] = []
         self._number = 0
         self._taken: dict[int, int] = {}
-        """Numbers, in the order of arrival, of requests that `fill_row` has taken."""
+        """The number, in order of arrival, of each request that `fill_row` has taken."""
         self.longest_by_utility = 0
-        """Of the row that was filled last: the longest prompt that was chosen by utility only; 0: none was."""
+        """The longest prompt in the last filled row that was chosen only by utility; 0: none was."""
         self.now_ns = 0
         """Time of the last `expire`."""
         self.has_accounts = False
@@ -93,9 +93,9 @@ class Queue:
         account.add(request, self._number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Under order in-time, decide which requests give way to others; return those of them that are begun.
+        """Under order in-time, decide which requests give way to others; return those whose prompts are begun.
 
-        Each account is planned by itself, together with the begun requests.
+        Each account is planned separately, together with the begun requests.
 
         Args:
             begun: requests whose prompts are partly encoded.
@@ -105,7 +105,7 @@ class Queue:
         return set().union(*(order.plan(begun, pace) for order in orders if isinstance(order, InTimeOrder)))
 
     def head_gives_way(self) -> bool:
-        """Return whether the head gives way to requests that can be in time; the queue must not be empty."""
+        """Return whether the head gives way to requests that can still be in time; the queue must not be empty."""
         chosen = self._choose()
         order = chosen.account.order
         return chosen.place == "order" and isinstance(order, InTimeOrder) and order.gives_way(chosen.request)
@@ -116,7 +116,7 @@ class Queue:
         self._account(request).front.appendleft(request)
 
     def push_back(self, request: Request) -> None:
-        """Add a preempted request behind the others of its account, until it becomes overdue again."""
+        """Add a preempted request after the others of its account; it stays there until it becomes overdue again."""
         self._returned[request.id] = request
         self._account(request).back.append((self.now_ns, request))
 
@@ -125,7 +125,7 @@ class Queue:
         return self._choose().request if len(self) else None
 
     def pop(self) -> Request:
-        """Remove and return the head: it enters."""
+        """Remove and return the head, which enters."""
         chosen = self._choose()
         self._take(chosen)
         self._forget(chosen.request)
@@ -139,7 +139,7 @@ class Queue:
                 self._accounts[request.account.name].charge(request, 1)
 
     def ahead(self, count: int) -> list[Request]:
-        """Return the next `count` requests (or all), in the order in which they enter if no other arrives."""
+        """Return the next `count` requests, or all, in the order in which they would enter if no others arrived."""
         accounts = self._accounts
         if len(accounts) == 1 and not self._returned and all(account.order.is_fifo for account in accounts.values()):
             return list(islice(self._waiting.values(), count))
@@ -187,7 +187,7 @@ class Queue:
         """Remove and return, in order, the next requests whose prompts together fit a row of `row_tokens` tokens.
 
         Args:
-            goes_on: the row is a further one of a batch, whose requests `put_back` may return.
+            goes_on: whether the row continues a batch; `put_back` may then return requests of all its rows.
         """
         if not goes_on:
             self._taken.clear()
@@ -268,7 +268,7 @@ class Queue:
 
 
 class _NextRequest(NamedTuple):
-    """The request that enters next. `since_ns`: with place "back", since when it has waited."""
+    """The request that enters next; `since_ns` is the time since which it has waited, only with place "back"."""
 
     account: _Account
     request: Request
@@ -283,14 +283,14 @@ class _Account:
         self.order = order
         self.front: deque[Request] = deque()
         self.back: deque[tuple[int, Request]] = deque()
-        """Pairs: since when a request has waited, and the request."""
+        """Pairs (time since which a request has waited, request)."""
         self.priority = 0
         self.served = 0.0
         """Tokens charged to the account, divided by its share."""
         self._arrived: list[Entry] = []
         """The requests of `order`, in the order of arrival."""
         self._may_be_overdue = True
-        """Whether the next request to enter may be an overdue one: true for every second one."""
+        """Whether the next request to enter may be an overdue one; true for every second request."""
 
     def has_any(self) -> bool:
         return bool(self.order.numbers or self.front or self.back)
@@ -312,7 +312,8 @@ class _Account:
         self.served += num_tokens / request.account.share
 
     def overdue(self, due_ns: int | None) -> tuple[Request, QueuePlace, int] | None:
-        """Return the longest-waiting request, its place and since when it waits; None if it is not overdue."""
+        """Return the longest-waiting request, its place and the time since which it waits; None if it is not
+        overdue."""
         if due_ns is None:
             return None
         oldest: tuple[Request, QueuePlace, int] | None = None
@@ -324,7 +325,8 @@ class _Account:
         return None if oldest is None or oldest[2] >= due_ns else oldest
 
     def choose(self, due_ns: int | None) -> tuple[Request, QueuePlace, int]:
-        """Return the request that enters next, where it waits, and (with place "back") since when."""
+        """Return the request that enters next, its place, and (only with place "back") the time since which it
+        waits."""
         if self.front:
             return self.front[0], "front", 0
         if self._may_be_overdue and (found := self.overdue(due_ns)) is not None:
@@ -406,6 +408,6 @@ def make_queue(
     Args:
         row_tokens: prompt tokens of a row (das).
         first_tokens: when first tokens are due, and how long prompts take (in-time).
-        eta: share of a row that is chosen by utility alone (das).
+        eta: share of a row that is chosen only by utility (das).
     """
     return Queue(partial(make_order, order, row_tokens, first_tokens, eta), patience_ns)

@@ -1,11 +1,11 @@
-"""Keep count of K/V blocks: free, in use by one or several requests, or kept for requests to come.
+"""Manage K/V blocks: free, in use by one or several requests, or cached for later requests.
 
-A block that is filled by the beginning of a prompt (or of a prompt and its output) has a key, a hash of its tokens and
-of all tokens before them. A request whose chain of keys begins with the keys of such blocks shares them instead of
-computing them again. A block that no request uses any more is kept until memory is needed: the least recently used one
-is given up first, and of blocks released together the last of the sequence, which is useless without those before it.
+A full block of a prompt (or of a prompt and its output) has a key, a hash of its tokens and of all tokens before them.
+A request whose chain of keys begins with the keys of such blocks shares them instead of computing them again. A block
+that no request uses any more stays cached until memory is needed. Then the least recently used block is evicted first;
+of blocks released together, the last of the sequence, which is useless without those before it.
 
-Source: vLLM (hash chains, a queue in the order of last use).
+Source: vLLM (hash chains, a queue in order of last use).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xgpt.core.schema.step_log import Chain
 
 NO_CHAINS: Mapping[int, Chain] = MappingProxyType({})
-"""Of no request."""
+"""The chains of no requests."""
 
 
 class BlockTable:
@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
     Attributes:
         blocks: the blocks that hold its beginning.
-        num_used: number of them that some request uses: sharing these takes no memory.
+        num_used: number of them that some request uses; sharing these takes no further memory.
     """
 
     chain: Chain
@@ -57,7 +57,7 @@ NOTHING = Found((), 0, (), 0)
 class Blocks:
     """The K/V blocks of one lane; all its stages use the same numbers.
 
-    Every block is free, in use, or kept. A request gets a free block, or else the one kept for longest.
+    Every block is free, in use or cached. A request gets a free block, or else the one cached for longest.
     """
 
     def __init__(self, count: int) -> None:
@@ -69,12 +69,12 @@ class Blocks:
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
         self._uses: dict[int, int] = {}
-        """Number of requests that use each block which has or had a key; other blocks belong to one request."""
+        """Number of requests that use each block with a present or former key; other blocks belong to one request."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Blocks with a key that no request uses; the one released first comes first."""
+        """Blocks with a key that no request uses, the one released first comes first."""
         self._found: dict[int, Found] = {}
-        """Results of `find` since keys or uses last changed, by the identity of the chain: waiting requests are looked
-        up at every step."""
+        """Results of `find` since keys or uses last changed, by the identity of the chain, since waiting requests are
+        looked up at every step."""
 
     @property
     def num_used(self) -> int:
@@ -83,11 +83,11 @@ class Blocks:
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that no request uses and a later request may share."""
+        """Number of blocks that no request uses and that later requests may share."""
         return len(self._kept)
 
     def find(self, chain: Chain, most: int) -> Found:
-        """Return the blocks that hold the beginning of a sequence, at most `most`. Changes nothing."""
+        """Return the blocks, at most `most`, that hold the beginning of a sequence; this changes nothing."""
         known = self._found.get(id(chain))
         if known is not None and known.chain is chain and known.most == most:
             return known
@@ -109,7 +109,7 @@ class Blocks:
         return sum(uses.get(block, 1) == 1 and block not in shared for block in table.blocks)
 
     def share(self, found: Sequence[int]) -> BlockTable:
-        """Return a new table of blocks that `find` has just found, which are then in use."""
+        """Return a new table of blocks that `find` has just returned; they are then in use."""
         uses = self._uses
         for block in found:
             if not uses[block]:
@@ -119,14 +119,14 @@ class Blocks:
         return BlockTable(found)
 
     def grow(self, table: BlockTable) -> int:
-        """Give a request one more block, and return its number; the pool has made sure of room."""
+        """Give a request one more block and return its number; the caller must have made sure that there is one."""
         if self._free:
             block = self._free.pop()
         elif self._num_touched < self.count:
             block = self._num_touched
             self._num_touched += 1
         else:
-            assert self._kept, "a block is asked for, none is free or kept"
+            assert self._kept, "a block is requested, but none is free or cached"
             block, _ = self._kept.popitem(last=False)
             del self._by_key[self._key.pop(block)], self._uses[block]
             self._found.clear()
@@ -138,7 +138,7 @@ class Blocks:
         last = min(count, len(chain))
         for index in range(table.named, last):
             key = chain[index]
-            if key not in self._by_key:  # else another request has computed the same, and its block is used
+            if key not in self._by_key:  # otherwise another request has computed the same, and its block is used
                 block = table.blocks[index]
                 self._by_key[key] = block
                 self._key[block] = key
@@ -159,7 +159,7 @@ class Blocks:
                 self._free.append(block)
 
     def release(self, table: BlockTable) -> None:
-        """Release a request's blocks; those with a key are kept once no request uses them."""
+        """Release a request's blocks; those with a key stay cached once no request uses them."""
         uses = self._uses
         for block in reversed(table.blocks):
             if block not in uses:

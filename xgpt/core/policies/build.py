@@ -1,4 +1,4 @@
-"""Build the schedule of a plan, from which both engines start."""
+"""Build the schedule of a plan, with which both engines start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build(plan: Plan) -> Schedule:
     """Return the schedule of one replica of a plan, without requests.
 
     Raises:
-        InputError: the plan's stages do not go with its policy.
+        InputError: the plan's stages do not match its policy.
     """
     lanes = {stage.lane for stage in plan.stages}
     wanted = set(plan.policy.lanes)
@@ -48,7 +48,7 @@ def build(plan: Plan) -> Schedule:
 
 
 def build_rows(plan: Plan, batching: Batching) -> OneLane:
-    """Return the schedule of a plan of whole batches in rows, without requests.
+    """Return the schedule of a plan that runs whole batches in rows, without requests.
 
     Raises:
         InputError: the plan does not run whole batches on one device, or rows do not support the model's attention or
@@ -59,13 +59,13 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
     count = plan.num_devices
     if settings is None or not settings.refill_when_empty or count > 1 or settings.microbatches > 1:
         found = f"{policy.kind} on {count} device{'s' if count > 1 else ''}"
-        accepted = f"the plan is {found}; rows take a plan of whole batches (--policy static) for one device"
+        accepted = f"the plan is {found}; rows need a plan of whole batches (--policy static) for one device"
         raise InputError("batching", batching, accepted)
     if (field := plan.model.special_attention) is not None:
         accepted = f"{plan.model.name} has model.{field}, which rows cannot run: use flat"
         raise InputError("batching", batching, accepted)
     if plan.precision.kv == "int8":
-        accepted = "rows keep keys and values in float32 or bfloat16: take flat, or plan with one of these"
+        accepted = "rows keep keys and values in float32 or bfloat16: use flat, or plan with one of these"
         raise InputError("plan.kv_dtype", plan.kv_dtype, accepted)
     if batching == "slots":
         settings = replace(settings, microbatches=_held(plan, "row_batches", 1))
@@ -81,17 +81,17 @@ def build_rows(plan: Plan, batching: Batching) -> OneLane:
 
 
 def row_tokens(plan: Plan) -> int:
-    """Return the prompt tokens of a row (TCB's L): those that the plan holds, or the longest prompt of its workload."""
+    """Return the prompt tokens of a row (TCB's L): the plan's fixed value, or the longest prompt of its workload."""
     return _held(plan, "row_tokens", plan.workload.input.lengths[-1])
 
 
 def _held(plan: Plan, name: str, other: int) -> int:
-    """Return the value at which the user held a variable; `other` if it is free."""
+    """Return the value at which the user fixed a variable; `other` if it is free."""
     return other if plan.pinned is None else plan.pinned.fixed.get(name, other)
 
 
 def settings_of(plan: Plan, policy: SingleLaneSettings) -> LaneSettings:
-    """Return the rule's settings of a plan, whose policy that is."""
+    """Return the rule's settings for a plan with this policy."""
     estimate = plan.estimate
     settings = lane_settings(policy, estimate.encode_tokens, estimate.decode_batch, decoding_share(plan.workload))
     return replace(
@@ -113,7 +113,8 @@ def _slack(plan: Plan, policy: SingleLaneSettings) -> Slack | None:
 
 
 def first_tokens(plan: Plan) -> FirstTokens | None:
-    """When first tokens are due by the plan's bound, and how long prompts take; None if the order does not use them."""
+    """Return when first tokens are due by the plan's bound, and how long prompts take; None if the order does not use
+    them."""
     if plan.admission.order != "in-time":
         return None
     times, ttft_ns = plan.estimate.step_times, plan.ttft_ns
@@ -141,5 +142,5 @@ def queue_of(plan: Plan) -> Queue:
 
 
 def _fewest_blocks(stages: Iterable[Stage]) -> int:
-    """Return the fewest blocks of any stage: every stage holds its layers' K/V of every request."""
+    """Return the fewest blocks of any stage, since every stage holds its layers' K/V of every request."""
     return min(stage.kv_blocks for stage in stages)

@@ -1,7 +1,7 @@
-"""The order in time: as many requests as possible have their first token by the bound, the others give way.
+"""Implement order in-time: as many requests as possible have their first token by the bound; the others give way.
 
 If not all waiting prompts can be encoded in time, as few as possible give way, the longest ones (Moore and Hodgson's
-algorithm, with prompts that are begun already among them).
+algorithm; prompts that are already begun are included).
 
 Source: J. M. Moore, Management Science 15(1), 1968, pp. 102-109.
 """
@@ -27,8 +27,8 @@ class Pace(NamedTuple):
     """How fast prompts are encoded next to the requests that decode now.
 
     Attributes:
-        token_ns: nanoseconds a token of one prompt, without its attention.
-        at_once: prompts that are encoded at the same time, each at that pace: a pipeline's micro-batches.
+        token_ns: nanoseconds per prompt token, without attention.
+        at_once: number of prompts that are encoded at the same time, each at that pace, in a pipeline's micro-batches.
     """
 
     token_ns: float
@@ -36,7 +36,7 @@ class Pace(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What is left to encode of a prompt: `tokens`, and nanoseconds of their attention, due at `due_ns`."""
+    """The rest of a prompt to encode: `tokens` and the nanoseconds of their attention, due at `due_ns`."""
 
     due_ns: int
     number: int
@@ -49,8 +49,8 @@ class FirstTokens(NamedTuple):
     """When first tokens are due, and how long prompts take.
 
     Attributes:
-        ttft_ns: from a request's arrival to its first token, for accounts without a bound of their own.
-        at_once: as of `Pace`.
+        ttft_ns: bound from a request's arrival to its first token, for accounts without their own bound.
+        at_once: see `Pace`.
     """
 
     clock: StepClock
@@ -62,20 +62,21 @@ class FirstTokens(NamedTuple):
         return request.arrival_ns + (self.ttft_ns if own_ns is None else own_ns)
 
     def latest_ns(self, request: Request) -> int:
-        """The latest time at which a request can begin, if its prompt had the engine to itself."""
+        """Return the latest time at which a request can begin, if its prompt had the engine to itself."""
         return self.due_ns(request) - self.clock.prompt_ns(request.input_length)
 
     def job(self, request: Request, number: int = -1) -> Job:
-        """What is left of a request's prompt; `number`: in the order of arrival, those that are begun before others."""
+        """Return the rest of a request's prompt as a job; `number` is its place in order of arrival, -1 for begun
+        prompts."""
         attention_ns = 1e9 * self.clock.piece(request.encoded, request.context)
         return Job(self.due_ns(request), number, request.id, request.context - request.encoded, attention_ns)
 
     def pace(self, decodes: int, context: int, budget: int | None, slack: Slack | None) -> Pace:
-        """Return the pace in steps that decode this many requests.
+        """Return the pace of prompts in steps that decode this many requests.
 
         Args:
-            context: tokens that these attend to.
-            budget: tokens of a step at most; None: any number. With `slack` it does not count.
+            context: tokens to which these attend.
+            budget: most tokens of a step; None: any number. It is ignored with `slack`.
         """
         others_s = self.clock.decodes(decodes, context)
         tokens = (UNCUT_TOKENS + decodes if budget is None else budget) - decodes
@@ -87,10 +88,10 @@ class FirstTokens(NamedTuple):
 
 
 def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
-    """Return the ids of the requests that give way, so that as many of the others as possible are in time.
+    """Return the ids of the requests that give way so that as many as possible are in time.
 
     Args:
-        jobs: the first that is due first.
+        jobs: rests of prompts, the earliest due first.
     """
     token_ns, at_once = pace
     late: set[int] = set()
@@ -112,10 +113,10 @@ def that_give_way(jobs: Iterable[Job], now_ns: int, pace: Pace) -> set[int]:
 
 
 class InTimeOrder(Order):
-    """The first that is due enters next, of those that do not give way; then the others in the order of arrival.
+    """Of the requests that do not give way, the earliest due enters next; then the others in order of arrival.
 
-    Which give way is asked with each decision (`plan`); between two, none does that has arrived since. Those that could
-    not be in time were they alone give way for good.
+    `plan` decides which requests give way, before each step; requests that have arrived since then do not. Requests
+    that could not be in time even by themselves give way for good.
     """
 
     def __init__(self, first_tokens: FirstTokens) -> None:
@@ -123,7 +124,7 @@ class InTimeOrder(Order):
         self.first_tokens = first_tokens
         self._now_ns = 0
         self._jobs: list[Job] = []
-        """Of requests that could be in time, the first that is due first."""
+        """Jobs of requests that could be in time, the earliest due first."""
         self._of: dict[int, tuple[Job, Request]] = {}
         self._late = SortedOrder()
         self._by_latest: list[Entry] = []
@@ -138,8 +139,8 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way, and return those of them that are begun, together with begun requests that
-        are due later than a waiting one that does not give way."""
+        """Decide which requests give way; return the begun ones among them, and begun requests that are due later than
+        a waiting one that does not give way."""
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
         if not begun:
@@ -157,7 +158,7 @@ class InTimeOrder(Order):
         return min(late, key=lambda request: self.numbers[request.id])
 
     def gives_way(self, request: Request) -> bool:
-        """Whether a waiting request lets those go first that can be in time."""
+        """Return whether a waiting request gives way to requests that can be in time."""
         return request.id in self._giving_way or request.id in self._late.numbers
 
     def _add(self, request: Request, number: int) -> None:

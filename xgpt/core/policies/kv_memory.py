@@ -1,4 +1,4 @@
-"""The K/V memory of an engine's lanes: the blocks that requests have, and those that they have been promised."""
+"""Manage the K/V memory of an engine's lanes: the blocks of requests, and the blocks promised to them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from xgpt.core.schema.step_log import Chain
 
 
 class KvMemory:
-    """Blocks that requests share, by the rule by which memory is promised.
+    """The K/V blocks of the lanes, with the rule for promising memory to requests.
 
     Args:
         num_blocks: blocks of the lane that decodes.
-        block_size: tokens a block.
-        kv: how memory is promised (`Pool`).
-        encoder: whether an encoder reads prompts. Memory then also holds the token with which the decoder starts.
-        is_whole: whether requests are always promised their maximum, whatever promise they bring.
+        block_size: tokens of a block.
+        kv: how memory is promised (see `Pool`).
+        encoder: whether an encoder reads prompts; memory then also holds the decoder's start token.
+        is_whole: whether requests are always promised their maximum, whatever their own promise.
 
     Attributes:
         decodes: blocks of the lane that decodes.
-        prompts: blocks of the lane that encodes: the same, unless prompts are encoded in a lane of their own.
+        prompts: blocks of the lane that encodes; the same object unless a separate lane encodes.
         num_promised: blocks that requests have been promised and do not have yet.
     """
 
@@ -56,7 +56,7 @@ class KvMemory:
         return whole <= self.decodes.count and prompt <= self.prompts.count
 
     def to_encode(self, request: Request) -> int:
-        """Return the number of tokens that a waiting request would encode if it entered now: at least its last one."""
+        """Return the number of tokens that a waiting request would have to encode if it entered now, at least one."""
         return request.context - len(self._find(self.prompts, request).blocks) * self.block_size
 
     def prompt_blocks_to_enter(self, request: Request) -> int:
@@ -64,7 +64,7 @@ class KvMemory:
         return self.blocks_for(request.context) - self._find(self.prompts, request).num_used
 
     def num_missing(self, request: Request, overdrawn: Iterable[BlockTable]) -> int:
-        """Return the number of blocks that a waiting request lacks to enter; 0 or less: it fits.
+        """Return the number of blocks that are missing for a waiting request to enter; 0 or less: it fits.
 
         Args:
             overdrawn: tables of requests that would be preempted for it.
@@ -72,25 +72,25 @@ class KvMemory:
         found = self._find(self.decodes, request)
         missing = self.num_reserved + self._blocks_to_enter(request) - found.num_used - self.decodes.count
         if missing > 0 and not request.generated:
-            # Requests beyond their promise have what others leave.
+            # Requests beyond their promise only use memory that others leave free.
             missing -= sum(self.decodes.count_own(table, found.blocks) for table in overdrawn)
         return missing
 
     def open(self, request: Request) -> None:
-        """Give a request that enters its table, with the cached blocks of its beginning."""
+        """Give an entering request its block table, with the cached blocks of its beginning."""
         request.blocks = self._blocks_to_enter(request)
         request.table = self.decodes.share(self._find(self.decodes, request).blocks)
 
     def lacks(self, request: Request) -> bool:
-        """Return whether the blocks promised to a request that has just been opened do not fit yet."""
+        """Return whether the blocks promised to a request that `open` was called for do not fit yet."""
         assert request.table is not None
         return self.num_reserved + request.blocks - request.table.found > self.decodes.count
 
     def fill(self, request: Request) -> None:
-        """Give an opened request the blocks of its prompt and its next token, and promise it the others."""
+        """After `open`, give a request the blocks of its prompt and its next token, and promise it the others."""
         table = request.table
         assert table is not None
-        # One block early, where it is promised: a worker may then run a step ahead.
+        # A promised block is given one token early, so that a worker may run a step ahead.
         for _ in range(min(request.blocks, self.blocks_for(self.num_cached(request) + 1)) - table.found):
             self.decodes.grow(table)
         self.num_promised += request.blocks - len(table.blocks)
@@ -101,7 +101,7 @@ class KvMemory:
         request.encoded = request.cached = table.found * self.block_size
 
     def take_promised(self, request: Request) -> bool:
-        """Return whether a request has a promised block that it has not taken yet, and take it from the promise."""
+        """Take one block from a request's promise; return whether there was one."""
         assert request.table is not None
         is_promised = len(request.table.blocks) < request.blocks
         self.num_promised -= is_promised
@@ -113,17 +113,17 @@ class KvMemory:
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return how many tokens a request's blocks hold beyond those of its next decode step; below 0: too few."""
+        """Return how many more tokens than those of its next decode step a request's blocks hold; below 0: too few."""
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 
     def num_cached(self, request: Request) -> int:
-        """Return the number of tokens with K/V after the next decode step, or after the first step that follows its
-        prompt."""
+        """Return the number of a request's tokens with K/V after its next decode step, or after the first step that
+        follows its prompt."""
         return request.context + self.encoder
 
     def leave(self, request: Request) -> None:
-        """Release all blocks of a request, and what it was promised."""
+        """Release all blocks of a request, and its promise."""
         assert request.table is not None
         self.num_promised -= request.blocks - len(request.table.blocks)
         self.decodes.release(request.table)
@@ -133,12 +133,13 @@ class KvMemory:
         request.blocks = 0
 
     def tokens_to_move(self, request: Request) -> int:
-        """Return the number of prompt tokens of a running request that the decode lane lacked when it entered."""
+        """Return the number of a running request's prompt tokens that the decode lane did not have cached when it
+        entered."""
         assert request.table is not None
         return request.input_length - request.table.found * self.block_size
 
     def forget_prompt(self, request: Request) -> None:
-        """Release a request's prompt in the lane that has encoded it: the decode lane now has all of it."""
+        """Release a request's prompt in the lane that encoded it, since the decode lane now has all of it."""
         if request.table is not None:
             self.decodes.name(request.table, request.chain, request.encoded // self.block_size)
         if request.prompt_table is not None:
@@ -146,7 +147,7 @@ class KvMemory:
             request.prompt_table = None
 
     def name_prompt(self, request: Request) -> None:
-        """Let later requests find the computed blocks of a prompt."""
+        """Give keys to the computed blocks of a prompt, so that later requests find them."""
         if not request.chain:
             return
         count = request.encoded // self.block_size
@@ -156,13 +157,13 @@ class KvMemory:
             self.decodes.name(request.table, request.chain, count)
 
     def name_output(self, request: Request, output: Chain) -> None:
-        """Let later requests find the blocks of a request that has ended, as far as their K/V has been computed."""
+        """Give keys to the blocks of a request that has ended, as far as their K/V has been computed."""
         if request.prompt_table is None and request.table is not None:  # else its prompt is not decoded yet
             count = (request.context - 1) // self.block_size  # the last token's K/V has not been computed
             self.decodes.name(request.table, request.chain + output, count)
 
     def forget_blocks(self, request: Request) -> None:
-        """Let no request find a block of this prompt, in either lane, including blocks that it found itself."""
+        """Remove the keys of a prompt's blocks in both lanes, including blocks that it found itself."""
         self.decodes.forget(request.chain)
         if self.prompts is not self.decodes:
             self.prompts.forget(request.chain)
@@ -170,11 +171,12 @@ class KvMemory:
     def _blocks_to_enter(self, request: Request) -> int:
         if self.kv == "quantile":
             return self.blocks_for(self.num_cached(request))
-        # Another plan's promise to a request does not count here: a batch that holds requests is never preempted.
+        # Another plan's promise to a request does not count here, since requests of a whole batch are never preempted.
         return self.blocks_for(request.longest if self.is_whole else request.promised)
 
     def _find(self, blocks: Blocks, request: Request) -> Found:
-        """Return the cached blocks of a waiting request's beginning; its last token is always computed."""
+        """Return the cached blocks of a waiting request's beginning, never including its last token, which must be
+        computed."""
         if not request.chain:
             return NOTHING
         return blocks.find(request.chain, (request.context - 1) // self.block_size)

@@ -1,4 +1,4 @@
-"""The settings of the one-lane rule, and what each policy makes of them: rra, orca, chunked, static."""
+"""Define the settings of the one-lane rule, and derive them for each policy: rra, orca, chunked, static."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ class LaneSettings:
     """The settings that distinguish one single-lane policy from another.
 
     Attributes:
-        mix: a step may both encode and decode.
+        mix: whether a step may both encode and decode.
         encode_every: decode iterations between two steps that encode (only without `mix`).
         encode_tokens: mean number of prompt tokens in a step that encodes; None: no such target.
         carried_batch: mean number of requests in decode when a phase begins; used with `encode_tokens`.
         decode_batch: mean number of requests in decode after the phase's encoding; used with `encode_tokens`.
         token_budget: largest number of tokens in a step; prompts are cut to fit. None: whole prompts.
         max_batch: largest number of requests in the lane.
-        refill_when_empty: no request enters before the whole batch has finished.
-        microbatches: number of micro-batches, each with a rule of its own.
-        reuse_is_planned: `encode_tokens` counts tokens left to encode; otherwise whole prompts, so that a plan that
-            expects no reuse takes as many requests at a time as it says.
-        encode_parts: steps in which a micro-batch of a whole batch is encoded (only with `refill_when_empty`).
-        ahead: a step is decided while the one before it is under way, as if all its requests went on (only with `mix`
+        refill_when_empty: whether no request enters before the whole batch has finished.
+        microbatches: number of micro-batches, each with its own rule.
+        reuse_is_planned: whether `encode_tokens` counts only uncached tokens; otherwise it counts whole prompts, so
+            that a plan that expects no reuse takes as many requests at a time as planned.
+        encode_parts: number of steps in which a micro-batch of a whole batch is encoded (only with
+            `refill_when_empty`).
+        ahead: whether a step is scheduled while the previous one runs, as if all its requests went on (only with `mix`
             and one micro-batch).
-        prompts_first: steps that encode decode nothing, and go before those that decode (only with `mix`).
-        whole_prompts: a prompt waits for a step with room for all of it, or an empty one (only with `mix`).
-        batch_wait_steps: steps in which prompts wait for others while requests decode (only with `mix`).
-        batch_wait_tokens: tokens of a step, those prompts included, from which on they wait no longer.
+        prompts_first: whether prompts are encoded in separate steps that precede decode steps (only with `mix`).
+        whole_prompts: whether a prompt waits for a step with room for all of it, or an empty one (only with `mix`).
+        batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
+            `mix`).
+        batch_wait_tokens: prompts stop waiting once the step would have this many tokens.
         slack: prompts fill a step as far as running requests have time, instead of `token_budget` (only with `mix`).
-        first_tokens: when they are due, where prompts that cannot be in time give way.
+        first_tokens: times at which first tokens are due, if prompts that cannot be in time give way; None: they do
+            not.
     """
 
     mix: bool
@@ -93,10 +96,10 @@ def lane_settings(
 
 
 def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int = 1) -> LaneSettings:
-    """Return the settings with the engine's own habits for steps that both encode and decode; None: any engine.
+    """Return the settings adapted to how an engine runs steps that both encode and decode; None: any engine.
 
-    What it does a step ahead, it does where one step at a time is under way: phases and static batches are decided by
-    what has ended, and a pipeline is kept busy by its micro-batches.
+    An engine schedules ahead only if one step runs at a time: phases and static batches depend on which requests have
+    ended, and a pipeline is kept busy by its micro-batches.
     """
     if engine is None or not settings.mix:
         return settings

@@ -1,8 +1,8 @@
-"""The orders of admission: which of an account's waiting requests enters next.
+"""Implement the orders of admission, which decide which of an account's waiting requests enters next.
 
 First come, first served (fcfs), shortest prompt first (sjf), longest output first (lpt), earliest deadline first (edf),
-and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All keep requests sorted as they come, so the cost
-of a step depends on the requests that enter, not on those that wait.
+and TCB's deadline-aware scheduling (das); in-time is in `in_time`. All insert requests in sorted order as they arrive,
+so the cost of a step depends on the requests that enter, not on those that wait.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from xgpt.core.policies.request import Request
 
 Entry = tuple[float, int, Request]
-"""(key, number in the order of arrival, request): numbers differ, so requests are never compared."""
+"""(key, number in order of arrival, request); numbers differ, so requests are never compared."""
 
 
 def utility(request: Request) -> float:
-    """Return what serving a request in time is worth. Source: TCB sec. 5.1."""
+    """Return the utility of serving a request in time. Source: TCB sec. 5.1."""
     return 1 / request.input_length
 
 
@@ -31,11 +31,11 @@ def deadline(request: Request) -> float:
 
 
 class Order(ABC):
-    """Requests that have never run, and which of them enters next. Looking (`first`) changes nothing.
+    """A queue of requests that have never run, with the order in which they enter. `first` changes nothing.
 
     Attributes:
-        is_fifo: whether they enter in the order of arrival.
-        num_dominant: number of first requests of the row that were chosen by utility alone.
+        is_fifo: whether they enter in order of arrival.
+        num_dominant: number of the row's first requests, which were chosen only by utility.
     """
 
     is_fifo = False
@@ -43,7 +43,7 @@ class Order(ABC):
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
-        """The number of each request in the order of arrival."""
+        """The number of each request in order of arrival."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -64,11 +64,11 @@ class Order(ABC):
         return request
 
     def open_row(self, row_tokens: int) -> None:
-        """Begin a row of `row_tokens` prompt tokens, whatever room is left in the last one."""
+        """Begin a row of `row_tokens` prompt tokens, even if the previous one has room."""
         return
 
     def fits_row(self, request: Request) -> bool:
-        """Return whether a request that has never run fits the room left in the row that was opened last."""
+        """Return whether a request that has never run fits in the rest of the current row."""
         return True
 
     def at(self, now_ns: int) -> None:
@@ -76,28 +76,28 @@ class Order(ABC):
         return
 
     def state(self) -> Any:
-        """Return the order's memory of requests that have entered."""
+        """Return the order's state that depends on requests that have entered."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Set the order's memory to an earlier `state`."""
+        """Set the order's state to an earlier one."""
         assert state is None
 
     @abstractmethod
     def first(self) -> Request:
-        """Return the request that enters next, of an order that is not empty."""
+        """Return the request that enters next; the order must not be empty."""
 
     @abstractmethod
     def _add(self, request: Request, number: int) -> None:
-        """Sort a new request in."""
+        """Insert a new request."""
 
     @abstractmethod
     def _drop(self, request: Request) -> None:
-        """Forget a request that has just been taken out of `numbers`."""
+        """Forget a request that has just been removed from `numbers`."""
 
 
 class SortedOrder(Order):
-    """The request with the smallest key enters next; of equal keys, or without a key, the first to arrive."""
+    """The request with the smallest key enters next; with equal keys or without a key, the first to arrive."""
 
     def __init__(self, key: Callable[[Request], float] | None = None) -> None:
         super().__init__()
@@ -116,19 +116,19 @@ class SortedOrder(Order):
 
 
 ETA = 0.5
-"""Share of a row that das fills by utility alone."""
+"""Share of a row that das fills only by utility."""
 
 
 class DasOrder(Order):
-    """Deadline-aware scheduling: TCB Algorithm 1, and the same while requests go on arriving.
+    """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
-    A row holds `row_tokens` prompt tokens. With s the number of the shortest requests that would fill it, the first
-    ceil(eta s) that enter are the shortest; then, of those worth at least q = 1 - eta of these on average, the one with
-    the earliest deadline; then again the shortest. A request that does not fit the room left in the row is skipped; if
-    none fits, the next row begins. Over a fixed set of requests this reaches eta q / (eta q + 1) of the
-    best schedule's utility (Theorem 5.1).
+    A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
+    ceil(eta s) shortest requests enter. Then, of the requests whose utility is at least q = 1 - eta of the mean of
+    these, those with the earliest deadlines; then again the shortest. A request that does not fit in the rest of the
+    row is skipped; if none fits, the next row begins. For a fixed set of requests this reaches eta q / (eta q + 1) of
+    the best schedule's utility (Theorem 5.1).
 
-    A request longer than a row fits none: it enters once no other request waits.
+    A request longer than a row fits in none: it enters once no other request waits.
     """
 
     def __init__(self, row_tokens: int, eta: float = ETA) -> None:
@@ -139,16 +139,16 @@ class DasOrder(Order):
         self._heaps: dict[int, list[Entry]] = {}
         """Waiting requests by length, each list by deadline."""
         self._count: dict[int, int] = {}
-        """Number of waiting requests by length; heaps also hold requests that have left."""
+        """Number of waiting requests by length; the heaps also hold requests that have left."""
         self._lengths: list[int] = []
         """Lengths of waiting requests, in ascending order."""
         self._earliest = EarliestUpTo()
         self._changed: set[int] = set()
-        """Lengths whose earliest deadline must be updated before the next look."""
+        """Lengths whose earliest deadline must be updated before the next query."""
         self._room = 0
         """Tokens left in the row."""
         self._dominant = 0
-        """Number of further requests of the row to choose by utility alone."""
+        """Number of further requests of the row to choose only by utility."""
         self.num_dominant = 0
         self._worth = 0.0
         """Sum of their utility."""
@@ -163,7 +163,7 @@ class DasOrder(Order):
             self.num_dominant += 1
             self._worth += utility(request)
         if not self.numbers:
-            self._room = 0  # the next request begins a row: a choice needs several waiting requests
+            self._room = 0  # the next request begins a row
         return request
 
     def open_row(self, row_tokens: int) -> None:
@@ -192,9 +192,9 @@ class DasOrder(Order):
         self._room, self._dominant, self.num_dominant, self._worth = state
 
     def first(self) -> Request:
-        length = self._lengths[0]  # the first of a row, too
+        length = self._lengths[0]  # also correct for the first of a row
         if length <= self._room and not self._dominant and self.num_dominant:
-            # Worth at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
+            # Utility of at least q times their mean; the tolerance keeps 1 / (1 / n) from becoming less than n.
             longest = math.floor((1 + 1e-9) * self.num_dominant / ((1 - self._eta) * self._worth))
             length = self._most_urgent(min(longest, self._room)) or length
         return self._heaps[length][0][2]
@@ -230,9 +230,9 @@ class DasOrder(Order):
 
 
 class EarliestUpTo:
-    """The length with the earliest deadline among all lengths up to a limit: a tree of minima.
+    """Finds the length with the earliest deadline among all lengths up to a limit: a tree of minima.
 
-    Node i has the children 2i and 2i + 1; the leaves, one a length, are the last half.
+    Node i has the children 2i and 2i + 1; the last half are the leaves, one for each length.
     """
 
     def __init__(self) -> None:
@@ -263,7 +263,7 @@ class EarliestUpTo:
         return None if best is None else best[2]
 
     def _grow(self) -> None:
-        """Twice the lengths: each level becomes the left half of the next."""
+        """Double the number of lengths: each level becomes the left half of the next."""
         tree, size = [None, self._tree[1]], 1
         while size < len(self._tree):
             tree += self._tree[size : 2 * size] + [None] * size

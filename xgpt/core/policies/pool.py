@@ -1,7 +1,7 @@
-"""The requests of one engine: which are waiting, and which run in which micro-batch.
+"""Manage the requests of one engine: waiting, or running in a micro-batch.
 
 Both engines, simulated and real, keep their requests in a `Pool` and change it only through a schedule's methods, so
-that the schedule depends on nothing but the order of submissions, steps, endings and cancellations.
+the schedule depends only on the order of submissions, steps, endings and cancellations.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ longer prompt is cut where steps mix prompts and decodes, and otherwise the only
 class Pool(Running):
     """Requests with their state, and K/V memory in blocks.
 
-    Under "reserve", the blocks of a request's prompt and promised output are set aside when it enters (ORCA Algorithm
-    1); if the promise is its maximum, it never waits for memory again. A request beyond its promise takes more blocks
-    as it grows, until a request within its promise needs them: then requests beyond theirs are preempted, the last to
-    enter first. A preempted request loses its K/V, waits behind the others of its account, and is encoded again with
-    its generated tokens and a promise for as many again. Under "quantile", a request enters with the blocks of its
-    prompt and takes more as it grows; when blocks run out, the request that entered last is preempted, and waits in
-    front. A request with a step under way is never preempted: some stage may be reading its K/V.
+    Under "reserve", the blocks of a request's prompt and promised output are reserved when it enters (ORCA Algorithm
+    1); if its maximum is promised, it never waits for memory again. A request beyond its promise takes more blocks as
+    it grows, until a request within its promise needs them: then requests beyond theirs are preempted, the last to
+    enter first. A preempted request loses its K/V, waits after the others of its account, and is encoded again with its
+    generated tokens and a promise for as many again. Under "quantile", a request enters with the blocks of its prompt
+    and takes more as it grows; when blocks run out, the request that entered last is preempted and waits first. A
+    request in a running step is never preempted, since a stage may be reading its K/V.
 
     Args:
-        kv_blocks: blocks that requests share.
-        block_size: tokens a block.
+        kv_blocks: number of blocks for all requests.
+        block_size: tokens of a block.
         kv: how memory is promised.
         max_running: largest number of running requests; under "quantile", as many as fit with the plan's probability.
-        hold_finished: finished requests keep their slot until the whole batch has finished (static batching). Memory
-            for such a batch is set aside whole, so this needs "reserve".
+        hold_finished: whether finished requests keep their slots until the whole batch has finished (static batching);
+            it needs "reserve".
         waiting: the empty queue of waiting requests; None: the earliest arrival enters next.
-        encoder: whether an encoder reads prompts. A preempted request then generates its tokens anew, since no encoder
-            reads them.
+        encoder: whether an encoder reads prompts; a preempted request then generates its tokens again, since the
+            encoder cannot read them.
 
     Attributes:
-        forecast: forecast of the steps under way, if the rule decides by times.
+        forecast: forecast of the running steps, if the rule decides by times.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Pool(Running):
         self.forecast = LaneForecast()
 
     def fresh(self) -> Pool:
-        """Return another pool with the same arguments, without requests."""
+        """Return a pool with the same arguments, without requests."""
         return Pool(
             self.kv_blocks,
             self.block_size,
@@ -83,12 +83,12 @@ class Pool(Running):
         )
 
     def follow(self, other: Pool) -> None:
-        """Adopt another plan's rules of admission, from a pool of the same shape."""
+        """Adopt the admission settings of another plan's pool of the same shape."""
         self.max_running = other.max_running
         self.waiting.patience_ns = other.waiting.patience_ns
 
     def is_shaped_like(self, other: Pool) -> bool:
-        """Return whether requests could move to another pool as they are: same memory, promised in the same way."""
+        """Return whether requests could move to another pool unchanged: equal memory, promised in the same way."""
         names = ("kv_blocks", "block_size", "kv", "hold_finished", "encode_emits", "prompt_blocks")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -99,7 +99,7 @@ class Pool(Running):
 
     @property
     def kept_blocks(self) -> int:
-        """Number of blocks kept for later requests in the lane that encodes."""
+        """Number of cached blocks in the lane that encodes."""
         return self.memory.prompts.num_kept
 
     @property
@@ -111,7 +111,7 @@ class Pool(Running):
         return not (self.waiting or self.running)
 
     def is_silent(self, id_: int) -> bool:
-        """Whether a running request's tokens are no longer wanted: it has finished, or was cancelled."""
+        """Return whether a running request's tokens are no longer needed because it has finished or was cancelled."""
         return id_ in self.under_way.leaving or id_ in self._batch_of(id_).held
 
     @property
@@ -130,12 +130,12 @@ class Pool(Running):
         return [request.id for request in self.waiting.expire(now_ns)]
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a waiting or running request; one that has finished, or is not known, is ignored.
+        """Remove a waiting or running request; one that has finished or is unknown is ignored.
 
-        A request with a step under way stays until that step is settled.
+        A request in a running step stays until that step is settled.
 
         Returns:
-            The requests whose slot and K/V are free again: this one, and those that it held back.
+            The requests whose slot and K/V become free: this one, and those that waited for it to end.
         """
         if id_ in self.running:
             if id_ in self._batch_of(id_).held:
@@ -159,7 +159,7 @@ class Pool(Running):
         return self.memory.num_missing(request, (table for table in overdrawn if table is not None)) <= 0
 
     def admit(self, batch: MicroBatch) -> Request | None:
-        """Let the first waiting request enter, and return it; None: there is none, or its K/V does not fit."""
+        """Admit the first waiting request and return it; None: there is none, or its K/V does not fit."""
         if not self.can_admit():
             return None
         request = self.waiting.pop()
@@ -180,14 +180,14 @@ class Pool(Running):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Account for an executed step's tokens; `finished` names the requests that ended in it.
+        """Account for an executed step's tokens; `finished` are the requests that ended in it.
 
         Args:
-            outputs: for requests that ended, the keys of the blocks behind those of the prompt.
-            failed: requests among them that ended in an error: their blocks are not shared any more.
+            outputs: for requests that ended, the keys of the blocks after those of the prompt.
+            failed: requests among them that ended in an error; their blocks are no longer shared.
 
         Returns:
-            The requests whose slot and K/V are free again.
+            The requests whose slot and K/V become free.
         """
         if batch.assumed is step:
             batch.assumed = None
@@ -213,7 +213,7 @@ class Pool(Running):
         return freed
 
     def _settle_leaving(self, step: Step) -> list[int]:
-        """Remove the requests that were cancelled while this step was under way."""
+        """Remove the requests that were cancelled while this step ran."""
         gone = self.under_way.take_leaving(step)
         left = [id_ for id_ in gone if id_ in self.running and id_ not in self._batch_of(id_).held]
         for id_ in left:

@@ -1,4 +1,4 @@
-"""The types that engines and rules exchange: requests in, steps out."""
+"""Define the types that engines and rules exchange: requests and steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xgpt.core.schema.step_log import Chain
 
 @dataclass(slots=True)
 class Request:
-    """A request as the rule sees it: its maximum, never its true output length."""
+    """A request as the rule sees it: with its maximum output, never its true output length."""
 
     id: int
     input_length: int
@@ -22,10 +22,10 @@ class Request:
     deadline_ns: int | None = None
     """Latest time at which it may enter, on the clock of `arrival_ns`; None: any time."""
     promised_output: int | None = None
-    """Output tokens for which K/V memory is set aside when it enters; None: for all that may come."""
+    """Output tokens for which K/V memory is reserved when it enters; None: its maximum."""
     account: Account = ANYONE
     chain: Chain = ()
-    """Keys of the full blocks of its prompt; empty: nothing is shared."""
+    """Keys of the full blocks of its prompt; empty: it shares none."""
     is_scored: bool = False
     """Whether log probabilities of its prompt's tokens are computed with its first token."""
     encoded: int = 0
@@ -33,15 +33,16 @@ class Request:
     cached: int = 0
     """Number of tokens that were cached when it last entered."""
     first_ns: int | None = None
-    """Time at which its first decode step was scheduled, if the rule decides by times: then it had its first token."""
+    """Time at which its first decode step was scheduled, when it had its first token; only if the rule decides by
+    times."""
     blocks: int = 0
-    """Number of K/V blocks set aside for it now, including blocks that it shares."""
+    """Number of K/V blocks reserved for it now, including blocks that it shares."""
     table: BlockTable | None = field(default=None, repr=False, compare=False)
-    """Its blocks in the lane that decodes; None: it waits."""
+    """Its blocks in the lane that decodes; None: it is waiting."""
     prompt_table: BlockTable | None = field(default=None, repr=False, compare=False)
     """Its prompt's blocks in the encode lane of WAA; None: that lane does not hold it."""
     batch: MicroBatch | None = field(default=None, repr=False, compare=False)
-    """The micro-batch in which it runs; None: it waits."""
+    """The micro-batch in which it runs; None: it is waiting."""
     place: int = field(default=0, repr=False, compare=False)
     """Its place among all that have begun to decode in that micro-batch."""
     base: int = field(default=0, repr=False)
@@ -51,7 +52,7 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Number of output tokens computed; the step that ends the encoding computes one."""
+        """Number of output tokens computed so far; the step that ends the encoding computes one."""
         return self.base if self.counter is None else self.base + self.counter.iterations
 
     @generated.setter
@@ -60,12 +61,13 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Prompt and output tokens so far: encoding must cover them, and the next decode attends to them."""
+        """Number of prompt and output tokens so far; encoding must cover them, and the next decode step attends to
+        them."""
         return self.input_length + self.generated
 
     @property
     def num_scored(self) -> int:
-        """Number of tokens that are scored while it is encoded."""
+        """Number of prompt tokens that are scored while it is encoded."""
         return self.input_length if self.is_scored and not self.generated else 0
 
     @property
@@ -75,7 +77,7 @@ class Request:
 
     @property
     def promised(self) -> int:
-        """Prompt and output tokens for which memory is set aside if it enters now."""
+        """Prompt and output tokens for which memory is reserved if it enters now."""
         if self.promised_output is None:
             return self.longest
         return min(self.longest, self.context + self.promised_output)
@@ -95,8 +97,8 @@ class Step(NamedTuple):
     Attributes:
         encode: the pieces of prompts to encode.
         decode: the requests to decode by one token.
-        preempted: the requests preempted for this step; they had no step under way.
-        transfer: the requests whose K/V moves from the encode to the decode lane ("transfer" steps alone).
+        preempted: the requests preempted for this step; they were in no running step.
+        transfer: the requests whose K/V moves from the encode to the decode lane (only in "transfer" steps).
         lane: the worker group that executes it.
         microbatch: the micro-batch within the lane, from 0.
         grown: (request, block) pairs given since the lane's last step, in order.
@@ -119,20 +121,20 @@ class Step(NamedTuple):
 
 
 class MicroBatch:
-    """Requests that run together, and how many of their steps are under way.
+    """Requests that run together, and the number of their running steps.
 
     All requests that decode get a token in every decode step. So tokens are counted once for all of them, by
-    `iterations`, and what happens to a single request after a number of tokens is found by the iteration.
+    `iterations`, and events of a single request after some number of tokens are stored by the iteration.
 
     Args:
-        decodes: whether it has decode steps. Without, requests only pass through it.
+        decodes: whether it has decode steps; otherwise requests only pass through it.
 
     Attributes:
-        encoding: requests whose prompts are not encoded yet, by id, in the order of admission.
+        encoding: requests whose prompts are not encoded yet, by id, in order of admission.
         decoding: requests that decode, in the order in which they began to.
         held: finished requests that keep their slot until their whole batch has finished.
         stopped: requests among those decoding or held that get no further token.
-        assumed: a step under way whose tokens are assumed to exist, so that the next step can be decided.
+        assumed: a running step whose tokens are assumed to exist, so that the next step can be scheduled.
         iterations: decode steps so far.
         context: prompt and output tokens of all requests that get a token in the next decode step.
         input_tokens: prompt tokens among them.
@@ -191,7 +193,7 @@ class MicroBatch:
         return ids
 
     def join(self, request: Request, num_spare: int) -> None:
-        """Let a request decode from now on.
+        """Let a request begin to decode.
 
         Args:
             num_spare: see `recall`.
@@ -218,7 +220,7 @@ class MicroBatch:
             self._due.clear()
 
     def hold(self, request: Request) -> None:
-        """Keep the slot of a request that has finished; it decodes on, up to its maximum."""
+        """Keep the slot of a finished request, which goes on decoding up to its maximum."""
         self.held[request.id] = self.decoding.pop(request.id)
         if request.generated >= request.max_output:
             self.stop(request)
@@ -226,28 +228,28 @@ class MicroBatch:
             self.recall(request, request.max_output - request.generated)
 
     def stop(self, request: Request) -> None:
-        """Stop generating tokens for a request; it keeps its place."""
+        """Stop generating tokens for a request, which keeps its place."""
         self._stop_counting(request)
         self.stopped.add(request.id)
 
     def advance(self) -> None:
-        """Account for a decode step: a further token of every request that has not been stopped."""
+        """Account for a decode step: one more token of every request that has not been stopped."""
         self.iterations += 1
         self.context += self.num_decoding
         self.joining_tokens = 0
         self.joined.clear()
 
     def recall(self, request: Request, num_tokens: int) -> None:
-        """Let `due` return a request after this many further tokens, or now if that is none."""
+        """Make `due` return a request after this many more tokens."""
         self._due.setdefault(self.iterations + max(num_tokens, 0), []).append((request.place, request))
 
     def due(self) -> list[Request]:
-        """Return the requests to be looked at in this iteration, in the order in which they began to decode."""
+        """Return the requests to check in this iteration, in the order in which they began to decode."""
         entries = self._due.pop(self.iterations, ())
         return [request for place, request in sorted(entries, key=_place) if self.counts(request, place)]
 
     def counts(self, request: Request, place: int) -> bool:
-        """Return whether a request that began to decode here in this place still does."""
+        """Return whether a request that began to decode here at this place still does."""
         return request.counter is self and request.place == place
 
     def _stop_counting(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 """Choose a replica for a request: the one that holds the beginning of its prompt, unless that one is much busier.
 
-The same code routes the requests of a server and those of a trace that is planned or simulated for several replicas.
+The same code routes a server's requests and those of a trace that is planned or simulated for several replicas.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from xgpt.core.schema.step_log import Chain
 from xgpt.core.workload import TraceLengths
 
 BLOCKS_A_KEY = 4
-"""K/V blocks that one key stands for: common beginnings are compared coarsely, at a quarter of the cost."""
+"""K/V blocks per key: common prefixes are compared coarsely, at a quarter of the cost."""
 MOST_KEYS = 131_072
 SLACK = 0.5
-"""Share of a replica's running requests by which it may exceed another replica and still get a request whose whole
-prompt it holds. If it holds a part of the prompt, the square of that part counts: less is saved, and the requests that
-are waited for have as much to encode themselves (benchmarks.many_replicas)."""
+"""A replica that holds a request's whole prompt gets the request unless it exceeds another replica by this share of a
+replica's running requests. If it holds only a part of the prompt, the share is multiplied by the square of that part:
+less is saved, and the requests before it have as much to encode (benchmarks.many_replicas)."""
 
 
 class ReplicaRouter:
-    """The number of requests of each replica, and where the beginnings of prompts were last sent.
+    """Routes requests by the number of requests of each replica and by where each prompt prefix was last sent.
 
     Args:
         count: number of replicas.
-        slack: number of requests by which a replica may exceed another one.
+        slack: number of requests by which a replica may exceed another one to get a prompt that it holds.
     """
 
     def __init__(self, count: int, slack: float) -> None:
@@ -61,10 +61,10 @@ class ReplicaRouter:
 
 
 def share_of_replica(trace: TraceLengths, plan: Plan) -> TraceLengths:
-    """Return the requests of a trace that come to the first of a plan's replicas.
+    """Return the requests of a trace that are routed to the first of a plan's replicas.
 
-    The number of requests under way is that of the plan's running requests: the oldest one ends when another arrives.
-    Where the trace does not say what prompts have in common, replicas take turns.
+    As many requests run at once as in the plan: the oldest one ends when another arrives. If the trace has no prefixes,
+    replicas take turns.
     """
     prefixes = trace.prefixes
     if plan.replicas == 1:

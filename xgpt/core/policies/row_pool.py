@@ -1,10 +1,10 @@
-"""The requests of an engine that runs whole batches in rows (TCB), and the K/V memory that rows take.
+"""Manage the requests of an engine that runs whole batches in rows (TCB), and the rows' K/V memory.
 
-A batch enters whole and is laid out at once (`tcb.lay_out`). Its memory is that of its slots: every slot has room for
-the longest one's prompts and for as many answers, each as long as the longest, as the fullest slot has requests. A
-slot's memory is one piece, so a request that ends frees none of it: padded and concatenated rows keep theirs until the
-batch has ended. Slots that have ended leave before that (early memory cleaning, TCB sec. 4.2.2), and the next batch
-enters where they were, while the last slots of its predecessor still run.
+A batch enters as a whole and is laid out at once (`tcb.lay_out`). Its memory is that of its slots: every slot has room
+for the prompts of the longest slot, and for one answer of the longest length for each request of the fullest slot. A
+slot's memory is one piece, so a request that ends frees none of it: padded and concatenated rows keep their memory
+until the batch has ended. Slots that have ended leave before that (early memory cleaning, TCB sec. 4.2.2), and the next
+batch enters in their place while the last slots of its predecessor still run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xgpt.core.schema import Batching, LaneName
 
 @dataclass(slots=True)
 class _RowBatch:
-    """A batch that is inside.
+    """A running batch.
 
     Attributes:
         present: the requests that have not left.
@@ -63,9 +63,9 @@ class RowPool(Pool):
         self.batching = batching
         self.layout_tokens = row_tokens
         self._rows: dict[int, _RowBatch] = {}
-        """Of each micro-batch with requests, by its number."""
+        """The batch of each micro-batch with requests, by its number."""
         self._number: dict[int, int] = {}
-        """The micro-batch of each request inside."""
+        """The micro-batch of each running request."""
 
     def fresh(self) -> RowPool:
         return RowPool(
@@ -88,7 +88,7 @@ class RowPool(Pool):
 
     @property
     def takes_batch(self) -> bool:
-        """Whether a batch may enter: none is inside, or only one whose slots have begun to leave."""
+        """Whether a batch may enter: none runs, or only one whose slots have begun to leave."""
         return all(rows.has_left_slots for rows in self._rows.values())
 
     @property
@@ -96,7 +96,7 @@ class RowPool(Pool):
         return self.kv_blocks - sum(rows.blocks for rows in self._rows.values())
 
     def enter(self, number: int, most: int | None) -> None:
-        """Let a whole batch of at most `most` requests enter a micro-batch that is empty, as far as memory holds it."""
+        """Admit a whole batch of at most `most` requests to an empty micro-batch, as far as memory suffices."""
         if self.max_running is not None:
             room = self.max_running - self.num_running
             most = room if most is None else min(most, room)
@@ -125,10 +125,10 @@ class RowPool(Pool):
         return members
 
     def _by_algorithm_2(self, most: int | None) -> list[Request]:
-        """Remove and return the next batch in slots, as TCB's Algorithm 2 decides.
+        """Remove and return the next batch in slots, by TCB's Algorithm 2.
 
-        A slot is as long as the longest request that das chooses by utility alone; longer ones go on waiting. Other
-        orders choose none so: a slot is then as long as the longest request.
+        A slot is as long as the longest request that das chooses only by utility; longer requests go on waiting. Other
+        orders choose none by utility, so a slot is as long as the longest request.
         """
         chosen: list[Request] = []
         longest = 0
@@ -150,13 +150,13 @@ class RowPool(Pool):
         return members
 
     def make_room(self, batch: MicroBatch) -> None:
-        """Stop requests that have all tokens that they may have; slots have room for every answer."""
+        """Stop requests that have reached their maximum; slots have room for every answer."""
         for request in batch.due():
             if request.id in batch.held and request.generated >= request.max_output:
                 batch.stop(request)
 
     def _end_batch(self) -> list[int]:
-        """Free held requests: under slots those whose slot has ended, else all once their batch has."""
+        """Free held requests: with slots, those whose slot has ended; otherwise all once their batch has ended."""
         freed: list[int] = []
         for number, rows in list(self._rows.items()):
             batch = self.batches[number]
@@ -194,7 +194,7 @@ class RowPool(Pool):
 
 
 class RowSchedule(OneLane):
-    """Static batches in rows on one device, which runs a step at a time: each micro-batch is a whole batch."""
+    """Static batches in rows on one device, which runs one step at a time; each micro-batch is a whole batch."""
 
     def fresh(self) -> RowSchedule:
         return RowSchedule(self.settings, self.pool.fresh(), self.stages)

@@ -1,8 +1,8 @@
-"""The single-lane rule: rra, orca, chunked and static are settings of it.
+"""Implement the single-lane rule, of which rra, orca, chunked and static are settings.
 
-From the requests of a micro-batch and the waiting ones, it decides what the next step encodes and decodes. The rule
-reads no clock and draws no random numbers: the same submissions, steps and endings give the same schedule on the
-simulated clock and on the real one.
+From the requests of a micro-batch and the waiting ones, it decides what the next step encodes and decodes. It reads no
+clock and draws no random numbers, so the same submissions, steps and endings give the same schedule on the simulated
+clock and on the real one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from xgpt.core.policies.request import Chunk, MicroBatch, Request, Step
 from xgpt.core.policies.slack import PromptRoom, Slack, TimeRoom, TokenRoom
 
 ADJUSTMENT = 0.1
-"""Relative deviation of the decode batch beyond which the encode batch is adjusted, and by how much.
+"""Relative deviation of the decode batch beyond which the encode batch is adjusted, and the size of the adjustment.
 
 Source: ExeGPT sec. 5.2, which names the threshold but no figure.
 """
 
 
 class PromptBudget:
-    """The prompt tokens that a phase may encode: a target, corrected by what earlier phases took too few or too many.
+    """The prompt tokens that a phase may encode: a target, corrected by the excess or deficit of earlier phases.
 
-    A prompt is taken only if at least half of it is covered, which keeps every phase within half a prompt of the target
-    and the mean on it, so that uneven inputs neither cost throughput nor stall the decode batch.
+    A prompt is taken only if at least half of it is covered. This keeps every phase within half a prompt of the target,
+    and the mean at the target, so that prompts of different lengths neither cost throughput nor stall the decode batch.
 
     Source: ExeGPT sec. 5.2.
     """
@@ -37,10 +37,10 @@ class PromptBudget:
         self._adjustment = adjustment
         self._most_excess = adjustment * decode_batch
         self._credit = 0.0
-        """Tokens that earlier phases took too few (or, if negative, too many)."""
+        """Number of tokens by which earlier phases fell short of the target; negative: exceeded it."""
 
     def open(self, excess: float = 0.0) -> None:
-        """Begin the next phase; `excess`: requests in decode beyond their expected number."""
+        """Begin the next phase; `excess` is the number of requests in decode above the expected number."""
         target = self._target
         if abs(excess) > self._most_excess:
             target *= 1 - self._adjustment if excess > 0 else 1 + self._adjustment
@@ -54,12 +54,13 @@ class PromptBudget:
         self._credit -= length
 
     def close(self) -> None:
-        """End a phase's encoding early, for want of requests or memory; unused tokens are dropped, to avoid a burst."""
+        """End a phase's encoding early because requests or memory are lacking; unused tokens are dropped to avoid a
+        burst."""
         self._credit = min(self._credit, 0.0)
 
 
 class OneLaneRule:
-    """Decides each step of one micro-batch; its state is the phase and the budget's credit."""
+    """Decides the steps of one micro-batch; its state is the phase and the budget's credit."""
 
     def __init__(self, settings: LaneSettings, number: int = 0) -> None:
         self.settings = settings
@@ -68,23 +69,23 @@ class OneLaneRule:
         """Decode iterations since the last step that encoded."""
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
         self.phase = 0
-        """Number of phases begun, if decode iterations separate steps that encode."""
+        """Number of phases begun, for policies with phases."""
         self._waited = 0
-        """Steps for which prompts have waited for others."""
+        """Number of steps for which prompts have waited for more prompts."""
 
     def apply(self, settings: LaneSettings) -> None:
-        """Adopt other settings; the phase goes on, and the budget starts anew."""
+        """Adopt other settings; the phase goes on, and the budget is reset."""
         self.settings = settings
         self._budget = PromptBudget(settings.encode_tokens or 0.0, settings.decode_batch)
 
     def is_phase_over(self, batch: MicroBatch) -> bool:
-        """Return whether a phase's iterations are done, or no request is left to decode."""
+        """Return whether the current phase's iterations are done, or no request is left."""
         return not batch.num_running or self._iterations >= self.settings.encode_every
 
     def next_step(self, pool: Pool, batch: MicroBatch, *, may_encode: bool = True) -> Step | None:
-        """Return the next step, or None if nothing can run; admit the requests that the step begins to encode.
+        """Return the next step, or None if nothing can run; admit the requests whose prompts it begins.
 
-        A call that returns None changes nothing, since how often an engine asks depends on its clock.
+        A call that returns None changes nothing, since how often an engine calls depends on its clock.
 
         Args:
             may_encode: whether a phase may begin now.
@@ -119,14 +120,15 @@ class OneLaneRule:
         return Step(encode, decode, preempted, microbatch=self._number, grown=pool.take_grown())
 
     def _decodable(self, pool: Pool, batch: MicroBatch) -> tuple[int, ...]:
-        """The requests that decode: all, but for those whose last token is under way already, or that are to leave."""
+        """Return the requests to decode: all except those whose last token is in the running step or that were
+        cancelled."""
         if self.settings.ahead and pool.under_way.leaving:
             for id_ in pool.under_way.leaving.intersection(batch.decoding) - batch.stopped:
                 batch.stop(batch.decoding[id_])
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether prompts wait for more of them in this step, and count it."""
+        """Return whether prompts wait for more prompts in this step, and count such steps."""
         settings = self.settings
         if not settings.batch_wait_steps:
             return False
@@ -139,15 +141,15 @@ class OneLaneRule:
         return waits
 
     def _give_way(self, first_tokens: FirstTokens, pool: Pool, batch: MicroBatch) -> Collection[int]:
-        """Decide which prompts let those go first that can be in time; returns those of them that are begun."""
+        """Decide which prompts give way to those that can be in time; return the begun ones among them."""
         settings = self.settings
-        # Those that have been preempted have had their first token.
+        # Preempted requests already had their first token.
         begun = [first_tokens.job(r) for each in pool.batches for r in each.encoding.values() if not r.generated]
         pace = first_tokens.pace(batch.num_decoding, batch.context, settings.token_budget, settings.slack)
         return pool.waiting.plan(begun, pace)
 
     def _fill(self, pool: Pool, batch: MicroBatch, giving_way: Collection[int]) -> tuple[Chunk, ...]:
-        """Prompts as far as the step has room, up to the largest batch."""
+        """Return pieces of prompts that fill the step's room, up to the largest batch."""
         if self.settings.slack is not None:
             return self._fill_in_time(self.settings.slack, pool, batch, giving_way)
         budget = self.settings.token_budget
@@ -157,7 +159,7 @@ class OneLaneRule:
     def _fill_in_time(
         self, slack: Slack, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Return pieces of prompts, as far as running requests can spare time."""
+        """Return pieces of prompts that fill the time that running requests can spare."""
         forecast, now_ns = pool.forecast, pool.now_ns
         num_decodes = len(self._decodable(pool, batch))
         free_ns = forecast.free_ns(now_ns, len(pool.under_way))
@@ -173,7 +175,7 @@ class OneLaneRule:
     def _fill_room(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, giving_way: Collection[int]
     ) -> tuple[Chunk, ...]:
-        """Fill the step with prompts, up to the largest batch: begun ones first, then others; in both groups, those
+        """Return pieces of prompts that fill the step, up to the largest batch: begun ones first, then others; those
         that give way come last."""
         chunks: list[Chunk] = []
         begun = list(batch.encoding.values())
@@ -186,7 +188,7 @@ class OneLaneRule:
         return tuple(chunks)
 
     def _go_on(self, room: PromptRoom, pool: Pool, begun: Iterable[Request], chunks: list[Chunk]) -> None:
-        """Take more of prompts that are begun."""
+        """Add further pieces of begun prompts."""
         for request in begun:
             if not room.is_open:
                 return
@@ -202,7 +204,7 @@ class OneLaneRule:
     def _admit(
         self, room: PromptRoom, pool: Pool, batch: MicroBatch, chunks: list[Chunk], *, in_time: bool = False
     ) -> None:
-        """Take prompts that wait; `in_time`: as long as the next one gives way to none."""
+        """Admit waiting prompts and add pieces of them; with `in_time`, stop at the first that gives way."""
         while room.is_open and self._has_slot(batch):
             if in_time and pool.num_waiting and pool.waiting.head_gives_way():
                 return
@@ -218,7 +220,7 @@ class OneLaneRule:
             chunks.append(Chunk(admitted.id, admitted.encoded, room.take(admitted.encoded, end)))
 
     def _holds_next(self, room: PromptRoom, pool: Pool) -> bool:
-        """Return whether the next prompt fits the room left, uncut unless it is longer than any step."""
+        """Return whether the next prompt fits in the rest of the step, uncut unless it is longer than any step."""
         budget = self.settings.token_budget
         return all(
             room.holds(request.input_length if budget is None else min(request.input_length, budget))
@@ -229,17 +231,17 @@ class OneLaneRule:
         return self.settings.max_batch is None or batch.num_running < self.settings.max_batch
 
     def _part(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return the next part of a batch that entered whole; several parts may be under way."""
+        """Return the next part of a batch that entered as a whole; several parts may run at once."""
         missing = [batch.encoding[id_] for id_ in pool.under_way.untouched(batch.encoding)]
         size = -(-batch.num_running // self.settings.encode_parts)
-        return tuple(next_chunk(request, None) for request in missing[:size])
+        return tuple(rest_of_prompt(request) for request in missing[:size])
 
     def _phase(self, pool: Pool, batch: MicroBatch) -> tuple[Chunk, ...]:
-        """Return whole prompts up to the phase's token target; the difference moves to the next phase."""
+        """Return whole prompts up to the phase's token target; the difference is carried to the next phase."""
         settings = self.settings
         self._budget.open(len(batch.decoding) - settings.carried_batch)
-        # Prompts that are encoded in part were begun under settings that cut them (see apply).
-        chunks = [next_chunk(request, None) for request in batch.encoding.values()]
+        # Partly encoded prompts were begun under settings that cut them (see apply).
+        chunks = [rest_of_prompt(request) for request in batch.encoding.values()]
         while (first := pool.waiting.head()) is not None:
             length = pool.memory.to_encode(first) if settings.reuse_is_planned else first.context
             must_start = not chunks and not batch.decoding
@@ -249,13 +251,12 @@ class OneLaneRule:
             admitted = pool.admit(batch)
             if admitted is None:
                 break
-            chunks.append(next_chunk(admitted, None))
+            chunks.append(rest_of_prompt(admitted))
             self._budget.spend(length)
         self._budget.close()
         return tuple(chunks)
 
 
-def next_chunk(request: Request, limit: int | None) -> Chunk:
-    """Return the next piece of a request's prompt, of at most `limit` tokens."""
-    missing = request.context - request.encoded
-    return Chunk(request.id, request.encoded, missing if limit is None else min(missing, limit))
+def rest_of_prompt(request: Request) -> Chunk:
+    """Return the part of a request's prompt that is not encoded yet."""
+    return Chunk(request.id, request.encoded, request.context - request.encoded)

@@ -1,4 +1,4 @@
-"""The requests that run: in which micro-batch, with which K/V blocks, and with which steps under way."""
+"""Manage running requests: their micro-batches, their K/V blocks, and the running steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xgpt.core.policies.request import MicroBatch, Request, Step
 
 
 class StepsUnderWay:
-    """The steps that have begun and have not been settled, and requests that leave once their steps are settled."""
+    """The steps that have begun but have not been settled, and requests that leave once these are settled."""
 
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self.leaving: set[int] = set()
-        """Requests cancelled while their step was under way: they leave when it is settled."""
+        """Requests cancelled while their step ran; they leave when it is settled."""
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -32,16 +32,16 @@ class StepsUnderWay:
         self._steps.remove(step)
 
     def touches(self, id_: int) -> bool:
-        """Whether a step that has begun touches this request."""
+        """Return whether a running step includes this request."""
         return any(id_ in step.ids for step in self._steps)
 
     def untouched(self, ids: Iterable[int]) -> list[int]:
-        """Return those of these requests that no step touches that has begun."""
+        """Return those of these requests that are in no running step."""
         touched = {id_ for step in self._steps for id_ in step.ids}
         return [id_ for id_ in ids if id_ not in touched]
 
     def take_leaving(self, step: Step) -> list[int]:
-        """Return the requests that a settled step touched and that leave now."""
+        """Return the requests of a settled step that leave now."""
         if not self.leaving:
             return []
         gone = [id_ for id_ in step.ids if id_ in self.leaving and not self.touches(id_)]
@@ -50,8 +50,9 @@ class StepsUnderWay:
 
 
 class Running:
-    """Running requests in their micro-batches. Their tokens and blocks grow with each step; when blocks run out, some
-    are preempted, and wait again.
+    """Running requests in their micro-batches.
+
+    Their tokens and blocks grow with each step; when blocks run out, some requests are preempted and wait again.
 
     Args:
         memory: K/V memory of the lanes.
@@ -59,13 +60,13 @@ class Running:
 
     Attributes:
         encode_emits: whether the step that ends a prompt also computes its first output token.
-        runs_ahead: whether steps are decided while others are under way. Requests then stop at their maximum, since
-            nobody knows yet that they have ended.
+        runs_ahead: whether steps are scheduled while others run. Requests then stop at their maximum, since it is not
+            known yet whether they have ended.
         running: running requests, in the order in which they entered.
         batches: all micro-batches.
-        under_way: steps that have begun and have not been settled.
-        num_preemptions: preemptions so far.
-        num_scored: prompt tokens that are scored in the step that is being decided.
+        under_way: steps that have begun but have not been settled.
+        num_preemptions: number of preemptions so far.
+        num_scored: number of prompt tokens to score in the step that is being scheduled.
     """
 
     def __init__(self, memory: KvMemory, waiting: Queue) -> None:
@@ -78,7 +79,7 @@ class Running:
         self.batches: list[MicroBatch] = []
         self.under_way = StepsUnderWay()
         self._overdrawn: set[int] = set()
-        """Requests that have taken more blocks than they were promised, under "reserve"."""
+        """Requests with more blocks than they were promised, under "reserve"."""
         self._promises_whole = memory.kv == "reserve"
         """Whether every request so far was promised its maximum."""
         self._preempted: list[int] = []
@@ -93,7 +94,7 @@ class Running:
         return added
 
     def in_turn(self, first: MicroBatch) -> list[MicroBatch]:
-        """Return all micro-batches in the order of their turns, from one on."""
+        """Return all micro-batches in the order of their turns, beginning with one."""
         number = self.batches.index(first)
         return self.batches[number:] + self.batches[:number]
 
@@ -108,7 +109,7 @@ class Running:
 
     @property
     def encoding(self) -> Iterator[int]:
-        """Yield the requests whose prompt is not encoded yet, or only in part."""
+        """Requests whose prompt is not, or only partly, encoded."""
         return (id_ for batch in self.batches for id_ in batch.encoding)
 
     @property
@@ -138,7 +139,7 @@ class Running:
     def make_room(self, batch: MicroBatch) -> None:
         """Give each decoding request the block of its next token, preempting requests when blocks run out.
 
-        A promised block is given a token early, so that a worker may run a step ahead.
+        A promised block is given one token early, so that a worker may run a step ahead.
         """
         for request in batch.due():
             if request.batch is not batch:
@@ -154,8 +155,8 @@ class Running:
                 batch.recall(request, max(1, min(num_spare, num_left)))
 
     def _grow(self, request: Request, num_spare: int) -> int:
-        """Give a request another block if it was promised one or cannot do without, and return the tokens that its
-        blocks can hold then, beyond those of its next step.
+        """Give a request another block if it was promised one or cannot go on without; return how many more tokens than
+        those of its next step its blocks then hold.
         """
         memory = self.memory
         if not memory.take_promised(request):
@@ -172,7 +173,7 @@ class Running:
         return num_spare + self.memory.block_size
 
     def has_room(self, batch: MicroBatch) -> bool:
-        """Return whether every decoding request has a block for its next token, or a free one, without preemption."""
+        """Return whether every decoding request can get a block for its next token without preemption."""
         if self._promises_whole:
             return True
         size, num_cached = self.memory.block_size, self.memory.num_cached
@@ -196,7 +197,7 @@ class Running:
         return preempted
 
     def begin(self, step: Step, batch: MicroBatch) -> None:
-        """Note that the step is under way, until it is settled."""
+        """Note that a step has begun."""
         batch.steps_under_way += 1
         self.num_scored = 0
         self.under_way.begin(step)
@@ -207,13 +208,13 @@ class Running:
         self.under_way.end(step)
 
     def assume(self, batch: MicroBatch) -> None:
-        """Assume that the micro-batch's step under way has its tokens, so that the next step can be decided."""
+        """Assume that the micro-batch's running step has its tokens, so that the next step can be scheduled."""
         if batch.assumed is None:
             batch.assumed = self.under_way.last
             self._advance(batch.assumed, batch)
 
     def _advance(self, step: Step, batch: MicroBatch) -> None:
-        """Account for a step's tokens; requests that have ended since it was decided get none."""
+        """Account for a step's tokens; requests that have ended since it was scheduled get none."""
         if step.decode:
             batch.advance()
         ended: list[Request] = []
@@ -232,7 +233,7 @@ class Running:
             self.waiting.charge([*emitted, *(request for request in decoding if request is not None)])
 
     def _preempt_last(self) -> None:
-        """Preempt the request that entered last, of those that may be preempted and have no step under way."""
+        """Preempt the request that entered last among those that may be preempted and are in no running step."""
         is_shared = self.memory.kv == "quantile"
         id_ = next(
             id_

@@ -1,16 +1,16 @@
-"""The schedule that both engines drive: lanes of micro-batches over one pool of requests.
+"""Define the schedule that both engines drive: lanes of micro-batches over one pool of requests.
 
 An engine submits requests, asks each lane for steps until it has none, and settles a step once it has been executed:
 
-    while step := schedule.next_step(lane):     # decides, admits, preempts; the step is under way from here
-        ...                                     # execute it: stage after stage, steps of one lane in their order
+    while step := schedule.next_step(lane):     # decides, admits, preempts; the step runs from here on
+        ...                                     # execute it: stage after stage, a lane's steps in order
     freed = schedule.settle(step, finished)     # its tokens exist; `finished` requests leave
 
 Steps of a lane overlap on its stages. A micro-batch's next step begins only after its previous one has been settled,
 and micro-batches take strict turns, so a pipeline of P stages needs P of them to be always busy. A schedule that runs
-ahead decides one more step while one is under way: like some engines, it assumes that every request of that step goes
-on, unless its maximum says otherwise, so a request that ends has a row in one more step.
-Source: ORCA Algorithm 1 and Figure 8a, ExeGPT Figure 4.
+ahead decides one more step while one runs: like some engines, it assumes that every request of that step goes on unless
+it reaches its maximum, so a request that ends still has a row in one more step. Source: ORCA Algorithm 1 and Figure 8a,
+ExeGPT Figure 4.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ class Schedule(ABC):
         """Return the same schedule without requests, for a restart of all workers."""
 
     def submit(self, request: Request) -> None:
-        """Put a new request in the queue. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        """Add a new request to the queue. Its id must be new, and `Pool.can_ever_fit` must be true for it."""
         self.pool.submit(request)
 
     def cancel(self, id_: int) -> list[int]:
-        """Remove a request: at once if none of its steps is under way, else when that step is settled.
+        """Remove a request: at once, or after its running step has been settled.
 
         Returns:
-            The requests whose slot and K/V are free again.
+            The requests whose slot and K/V become free.
         """
         return self.pool.cancel(id_)
 
     def expire(self, now_ns: int) -> list[int]:
-        """Drop the waiting requests whose deadline has passed; an engine does so before it asks for steps."""
+        """Remove and return the waiting requests whose deadline has passed; engines call it before they ask for
+        steps."""
         return self.pool.expire(now_ns)
 
     def apply(self, other: Schedule) -> bool:
@@ -71,7 +72,8 @@ class Schedule(ABC):
             other: that plan's schedule, without requests.
 
         Returns:
-            False, with nothing changed, if this needs an empty engine: other lanes, stages, micro-batches, memory.
+            False, with nothing changed, if the change needs an empty engine: other lanes, stages, micro-batches or
+                memory.
         """
         return False
 
@@ -80,7 +82,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def next_step(self, lane: LaneName) -> Step | None:
-        """The lane's next step, under way from now on; None, and nothing has changed, where the lane must wait."""
+        """Return the lane's next step, which then runs; None, with nothing changed, if the lane must wait."""
 
     @abstractmethod
     def settle(
@@ -90,16 +92,16 @@ class Schedule(ABC):
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> list[int]:
-        """Account for a step that has been executed; `finished` names the requests that ended in it.
+        """Account for a step that has been executed; `finished` are the requests that ended in it.
 
         Steps of one lane are settled in the order in which they began.
 
         Args:
-            outputs: for requests that ended, the keys of blocks behind those of the prompt (`Blocks`).
+            outputs: for requests that ended, the keys of the blocks after those of the prompt (see `Blocks`).
             failed: requests among them that ended in an error; no other request shares their K/V.
 
         Returns:
-            The requests whose slot and K/V are free again.
+            The requests whose slot and K/V become free.
         """
 
     @abstractmethod
@@ -117,11 +119,12 @@ class Schedule(ABC):
 
 
 class OneLane(Schedule):
-    """rra, orca, chunked, static: each micro-batch runs by its own rule, all share the queue and the K/V memory.
+    """The schedule of rra, orca, chunked and static: each micro-batch has its own rule; all share the queue and K/V
+    memory.
 
-    A micro-batch that has nothing to do is skipped. Phases of rra begin together: a micro-batch without requests waits
-    for the others, since a long encode step among short decode steps would hold up all of them. Static batches enter
-    whole and in equal parts, after all of the batch before has left.
+    A micro-batch without work is skipped. Phases of rra begin together: a micro-batch without requests waits for the
+    others, since a long encode step among short decode steps would delay all of them. Static batches enter as a whole,
+    in equal parts, after the previous batch has left completely.
     """
 
     lanes: tuple[LaneName, ...] = ("both",)
@@ -168,7 +171,7 @@ class OneLane(Schedule):
         return None
 
     def _can_run_ahead(self, batch: MicroBatch) -> bool:
-        """Return whether the step after the one under way can be decided now, assuming the latter's tokens."""
+        """Return whether the step after the running one can be scheduled now, assuming the latter's tokens."""
         if not self.settings.ahead or batch.steps_under_way > 1:
             return False
         self.pool.assume(batch)
@@ -197,7 +200,7 @@ class OneLane(Schedule):
         return all(rule.phase > phase or rule.is_phase_over(batch) for rule, batch in pairs)
 
     def _refill(self) -> None:
-        """Let a whole static batch enter once the last one has left, spread evenly over the micro-batches."""
+        """Admit a whole static batch once the previous one has left, spread evenly over the micro-batches."""
         if self.pool.running:
             return
         pool, count = self.pool, len(self._batches)
@@ -213,7 +216,7 @@ class OneLane(Schedule):
         self._turn = 0
 
     def _has_more_to_encode(self, batch: MicroBatch) -> bool:
-        """Return whether a static batch has further parts to encode, which do not wait for each other."""
+        """Return whether a static batch has further parts to encode; parts do not wait for each other."""
         if not self.settings.refill_when_empty:
             return False
         return bool(batch.encoding and self.pool.under_way.untouched(batch.encoding))

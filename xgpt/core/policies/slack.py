@@ -1,4 +1,5 @@
-"""How many prompt tokens a step takes: as many as a budget leaves, or as the running requests can spare time for."""
+"""Compute how many prompt tokens a step takes: up to a token budget, or up to the time that running requests can
+spare."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from xgpt.core.schema import SlackBudget, StepTimes
 
 
 class StepClock:
-    """Predicts steps by a plan's own times."""
+    """Predicts the times of steps from a plan's step times."""
 
     def __init__(self, times: StepTimes) -> None:
         self._tokens, self._tokens_s = times.tokens, times.tokens_s
@@ -22,11 +23,11 @@ class StepClock:
         self._decode_s, self._context_s = times.decode_s, times.context_s
 
     def tokens(self, count: int) -> float:
-        """Return the seconds that this many tokens take, without attention."""
+        """Return the seconds of this many tokens, without attention."""
         return _at(self._tokens, self._tokens_s, count)
 
     def most_tokens(self, seconds: float) -> int:
-        """Return how many tokens take no longer than this, without attention."""
+        """Return the largest number of tokens that takes at most this long, without attention."""
         counts, times = self._tokens, self._tokens_s
         i = min(bisect_right(times, seconds), len(times) - 1) - 1
         if i < 0:
@@ -35,7 +36,7 @@ class StepClock:
         return int(counts[i] + share * (counts[i + 1] - counts[i]))
 
     def decodes(self, count: int, context: int) -> float:
-        """Return the seconds that decodes take beyond their tokens."""
+        """Return the seconds of decodes besides their tokens."""
         return self._decode_s * count + self._context_s * context
 
     def piece(self, start: int, end: int) -> float:
@@ -53,12 +54,12 @@ def _at(points: Sequence[int], values: Sequence[float], x: int) -> float:
 
 
 class Slack(NamedTuple):
-    """A slack budget with what it is decided by.
+    """A slack budget with the plan's times and bounds.
 
     Attributes:
-        tpot_ns: time between a request's tokens by which it is due the next.
-        num_stages: of the lane.
-        num_microbatches: of the lane, in strict turns.
+        tpot_ns: planned time between a request's tokens.
+        num_stages: number of stages of the lane.
+        num_microbatches: number of micro-batches of the lane, which take strict turns.
     """
 
     budget: SlackBudget
@@ -68,7 +69,7 @@ class Slack(NamedTuple):
     num_microbatches: int = 1
 
     def due_ns(self, first_ns: int, generated: int, own_ns: int | None = None) -> int:
-        """When the next token is due of a request whose first token came then, and which has this many.
+        """Return when a request's next token is due, given the time of its first token and its number of tokens.
 
         Args:
             own_ns: bound on the time per token of its account; None: the plan's.
@@ -76,30 +77,31 @@ class Slack(NamedTuple):
         return first_ns + self.token_ns(own_ns) * (generated + self.budget.behind_tokens)
 
     def token_ns(self, own_ns: int | None = None) -> int:
-        """Return the time between tokens by which a request is due the next; `own_ns`: see `due_ns`."""
+        """Return the planned time between a request's tokens; `own_ns`: see `due_ns`."""
         return self.tpot_ns if own_ns is None else round(self.budget.share * own_ns)
 
     def of_microbatch(self, count: int) -> Slack:
-        """One micro-batch's share."""
+        """Return the budget of one micro-batch: its share of the tokens."""
         least, most = (max(1, n // count) for n in (self.budget.least_tokens, self.budget.most_tokens))
         budget = self.budget.model_copy(update={"least_tokens": least, "most_tokens": most})
         return self._replace(budget=budget, num_microbatches=count)
 
     @property
     def equal_ns(self) -> float:
-        """Nanoseconds of a step, through all stages, where all micro-batches have equal parts of a token's time."""
+        """Nanoseconds of a step, through all stages, if all micro-batches have equal parts of the time between
+        tokens."""
         return self.tpot_ns * self.num_stages / max(self.num_stages, self.num_microbatches)
 
     def step_s(self, own_ns: float, others_ns: Sequence[float]) -> float:
-        """Return the seconds that a step may take, through all stages.
+        """Return the seconds that a step may take through all stages.
 
-        Micro-batches take turns, each with a step of equal parts. Another's next step begins once this one has left the
-        first stage, and leaves the last one after it.
+        Micro-batches take turns with steps of equal length. Another micro-batch's next step begins once this one has
+        left the first stage, and leaves the last stage after it.
 
         Args:
-            own_ns: from when the first stage is free until the first of the micro-batch's requests is due its next
-                token; infinite where none decodes.
-            others_ns: the same of the other micro-batches' next steps, in the order of their turns.
+            own_ns: time from when the first stage is free until the first of the micro-batch's requests is due its next
+                token; infinite if none decodes.
+            others_ns: the same for the other micro-batches' next steps, in the order of their turns.
         """
         stages, equal_ns = self.num_stages, self.equal_ns
         left_ns = own_ns
@@ -109,9 +111,9 @@ class Slack(NamedTuple):
         return left_ns / 1e9
 
     def even_tokens(self, to_encode: Iterable[int]) -> int:
-        """Return the prompt tokens from which on a step leaves further prompts to other micro-batches' steps.
+        """Return the number of prompt tokens after which a step leaves further prompts to other micro-batches.
 
-        If one step took all of them, stages would idle during the others' turns.
+        If one step took all prompts, stages would idle during the others' turns.
 
         Args:
             to_encode: tokens of each prompt that waits or is begun.
@@ -128,22 +130,22 @@ class Slack(NamedTuple):
 
 
 class LaneForecast:
-    """When the steps under way in a lane will have passed its first stage, and when tokens are due.
+    """Predicts when a lane's running steps will have passed its first stage, and when tokens are due.
 
-    All stages are taken for equal.
+    All stages are assumed to be equal.
     """
 
     def __init__(self) -> None:
         self._begun: deque[tuple[int, int]] = deque()
-        """When steps were scheduled, and nanoseconds of each on a stage."""
+        """Pairs (time at which a step was scheduled, its nanoseconds on a stage)."""
         self._due: defaultdict[MicroBatch, dict[int, list[tuple[int, int, Request]]]] = defaultdict(dict)
-        """By micro-batch and bound on the time per token: when requests are due their next token, less what the
-        micro-batch's iterations add; each with its place. A heap, from which requests that have left go once they come
-        up."""
+        """By micro-batch and bound on the time per token: a heap of the times at which requests are due their next
+        token, less the part that grows with the micro-batch's iterations. Requests that have left are removed when they
+        reach the top."""
 
     def first_due_ns(self, batch: MicroBatch, now_ns: int, slack: Slack) -> float:
-        """Return when the first request of a micro-batch is due its next token, after those under way; infinite if
-        none decodes.
+        """Return when the first request of a micro-batch is due its next token, after those in the running step;
+        infinite if none decodes.
         """
         coming = batch.steps_under_way if batch.assumed is None else 0
         further = batch.iterations + coming + slack.budget.behind_tokens
@@ -161,7 +163,8 @@ class LaneForecast:
         return first_ns
 
     def begin_decode(self, batch: MicroBatch, now_ns: int, slack: Slack) -> None:
-        """Note that a micro-batch's decode step is scheduled now: requests that have joined had their first token."""
+        """Note that a micro-batch's decode step is scheduled now, when requests that have joined had their first
+        token."""
         for request in batch.joined:
             if request.first_ns is None:
                 request.first_ns = now_ns
@@ -171,7 +174,7 @@ class LaneForecast:
         batch.joined.clear()
 
     def restart(self, batch: MicroBatch) -> None:
-        """Compute the due times of a micro-batch anew, by other settings."""
+        """Compute the due times of a micro-batch again, after a change of settings."""
         self._due.pop(batch, None)
         batch.joined[:] = batch.decoding.values()
 
@@ -179,7 +182,7 @@ class LaneForecast:
         """Return when the first stage can begin a step that is scheduled now.
 
         Args:
-            num_under_way: of the steps that have begun, how many have not ended.
+            num_under_way: number of steps that have begun but have not ended.
         """
         while len(self._begun) > num_under_way:
             self._begun.popleft()
@@ -194,23 +197,23 @@ class LaneForecast:
 
 
 class PromptRoom(Protocol):
-    """What a step has left for prompts."""
+    """The room that a step has left for prompts."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is room for a further token."""
+        """Whether there is room for another token."""
 
     def holds(self, length: int) -> bool:
-        """Whether there is room for a whole prompt of that length."""
+        """Return whether there is room for a whole prompt of that length."""
 
     def take(self, start: int, end: int) -> int:
-        """Return how many tokens of a prompt from `start` on, up to `end`, the step takes, at least one: they are taken
-        from the room, which must be open.
+        """Take tokens [start, end) of a prompt or as many of them as fit, at least one; return how many. The room must
+        be open.
         """
 
 
 class TokenRoom:
-    """A number of tokens; None: any number."""
+    """Room for a number of tokens; None: for any number."""
 
     def __init__(self, left: int | None) -> None:
         self._left = left
@@ -231,12 +234,12 @@ class TokenRoom:
 
 
 class TimeRoom:
-    """As many tokens as the step can take and be over in time, within the budget's limits.
+    """Room for as many tokens as the step can process in time, within the budget's limits.
 
     Args:
-        spare_s: that the step may take.
-        decodes, context: requests that the step decodes, and tokens that they attend to.
-        even: prompt tokens from which on it takes no further prompt.
+        spare_s: seconds that the step may take.
+        decodes, context: number of requests that the step decodes, and tokens to which they attend.
+        even: number of prompt tokens after which it takes no further prompt.
     """
 
     def __init__(self, slack: Slack, spare_s: float, decodes: int, context: int, even: int) -> None:
@@ -258,7 +261,7 @@ class TimeRoom:
         length = min(end - start, self._most - self._used)
         least = min(max(self._least - self._used, 1), length)
         if length > least and not self._is_over_in_time(start, length):
-            low, high = least, length  # the longest piece with which it is
+            low, high = least, length  # find the longest piece that is in time
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if self._is_over_in_time(start, middle) else (low, middle)
@@ -269,7 +272,7 @@ class TimeRoom:
 
     @property
     def seconds(self) -> float:
-        """What the step takes with all that it has taken."""
+        """Seconds of the step with all tokens taken so far."""
         return self._clock.tokens(self._decodes + self._used) + self._others_s
 
     def _is_over_in_time(self, start: int, length: int) -> bool:

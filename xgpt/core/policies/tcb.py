@@ -1,8 +1,8 @@
 """Lay a batch out in rows (padded, concatenated, in slots), for models that run rows of equal length.
 
-Four layouts, of TCB and of what it is compared with: one request a row, padded to the longest (TNB); the same in
-batches of similar length (TTB, TurboTransformers); requests one behind the other in rows of fixed length (TCB); and
-these in slots, which are rows of their own within a row.
+The layouts are those of TCB and of its baselines: one request per row, padded to the longest (TNB); the same in batches
+of similar length (TTB, TurboTransformers); concatenated requests in rows of fixed length (TCB); and these in slots,
+which are separate parts of a row.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import Batching
 
 LEAVING_SHARE = 0.25
-"""Slots leave once that share of those left has ended: each leaving copies what the others hold."""
+"""Ended slots leave once they are this share of the slots, since each leaving copies the K/V of the others."""
 
 
 class Place(NamedTuple):
-    """Where a request's prompt lies: tokens [start, start + length) of a slot, counted over all rows."""
+    """The position of a request's prompt: tokens [start, start + length) of a slot; slots are counted over all rows."""
 
     id: int
     slot: int
@@ -31,9 +31,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """A batch of `num_slots` slots of `slot_tokens` tokens each, some number of which make a row.
+    """A batch of `num_slots` slots of `slot_tokens` tokens each; `slots_per_row` slots make a row.
 
-    Attention reaches from a request's tokens to its own alone, but is computed over whole slots. Places are in the
+    A request's tokens attend only to its own tokens, but attention is computed over whole slots. Places are in the
     order of slots.
     """
 
@@ -49,15 +49,15 @@ class RowBatch:
 
     @property
     def most_a_slot(self) -> int:
-        """Requests in the fullest slot."""
+        """Number of requests in the fullest slot."""
         return int(np.bincount([place.slot for place in self.places]).max())
 
 
 def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) -> RowBatch:
-    """Return the layout of a batch, the same for the same requests in the same order.
+    """Return the layout of a batch; equal requests in the same order give equal layouts.
 
-    Rows hold `row_tokens` prompt tokens, or the longest prompt; a slot holds the longest prompt, so that every request
-    fits one.
+    Rows hold `row_tokens` prompt tokens, or the longest prompt if that is longer; a slot holds the longest prompt, so
+    every request fits in one.
     """
     if batching == "padded":
         return padded_rows(requests)
@@ -71,7 +71,8 @@ def lay_out(batching: Batching, requests: Sequence[Request], row_tokens: int) ->
 
 
 def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Request]]:
-    """Return rows of at most `row_tokens` prompt tokens: each request, longest first, in the first that has room."""
+    """Return rows of at most `row_tokens` prompt tokens; each request, longest first, goes to the first row with
+    room."""
     rows: list[list[Request]] = []
     room: list[int] = []
     for one in sorted(requests, key=lambda one: -one.input_length):
@@ -85,21 +86,21 @@ def filled_rows(requests: Sequence[Request], row_tokens: int) -> list[list[Reque
 
 
 def padded_rows(requests: Sequence[Request]) -> RowBatch:
-    """One request a row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
+    """Return one request per row, padded to the longest. Source: TCB's TNB, Figure 1(a)."""
     places = tuple(Place(one.id, row, 0, one.input_length) for row, one in enumerate(requests))
     return RowBatch(len(requests), max(one.input_length for one in requests), 1, places)
 
 
 def concatenated_rows(rows: Sequence[Sequence[Request]]) -> RowBatch:
-    """Return the requests of each row one behind the other; rows as long as the fullest. Source: TCB sec. 4.1."""
+    """Return rows of concatenated requests, as long as the fullest row. Source: TCB sec. 4.1."""
     return RowBatch(len(rows), max(_tokens(row) for row in rows), 1, places_of(rows))
 
 
 def even_rows(rows: Sequence[Sequence[Request]], row_tokens: int) -> list[list[Request]]:
-    """Return the same requests dealt out, longest first and to and fro, so that all rows have about as many of them.
+    """Return the same requests distributed so that all rows have about equally many: longest first, back and forth.
 
-    A decode step attends in every row as if it had as many requests as the fullest, and DAS fills its first row with
-    the shortest. Rows that would not fit `row_tokens` then stay as they are.
+    A decode step attends in every row as if it had as many requests as the fullest one, and DAS fills its first row
+    with the shortest requests. If a row would then exceed `row_tokens`, the rows stay as they are.
     """
     ordered = sorted((one for row in rows for one in row), key=lambda one: -one.input_length)
     dealt: list[list[Request]] = [[] for _ in rows]

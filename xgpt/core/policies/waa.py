@@ -1,10 +1,10 @@
-"""The two-lane rule, WAA: one group of workers encodes and another decodes, asynchronously.
+"""Implement the two-lane rule, WAA: one group of workers encodes and another decodes, asynchronously.
 
-A request passes four places. The encode lane takes a batch of prompts when all of it fits under the cap; the batch
-leaves with its first tokens, waits for its keys and values to move ("transfer" steps, one at a time, each with all
-that has come meanwhile), and joins the micro-batch of the decode lane whose turn it is, no sooner than the buffer time
-after it began, which is counted in decode iterations: a rule reads no clock.
-Source: ExeGPT sec. 4.1, 5.2, Figure 4 (b) and (c).
+The encode lane takes a batch of prompts when all of it fits under the cap. The batch leaves with its first tokens and
+waits until its keys and values are moved ("transfer" steps, one at a time, each with everything encoded meanwhile).
+Then it joins the micro-batch of the decode lane whose turn it is, but not before the buffer time since its beginning
+has passed, which is counted in decode iterations because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4
+(b) and (c).
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from dataclasses import dataclass
 from xgpt.core.policies.blocks import NO_CHAINS, Blocks
 from xgpt.core.policies.pool import Pool
 from xgpt.core.policies.request import MicroBatch, Request, Step
-from xgpt.core.policies.rule import PromptBudget, next_chunk
+from xgpt.core.policies.rule import PromptBudget, rest_of_prompt
 from xgpt.core.policies.schedule import Schedule
 from xgpt.core.schema import LaneName, Stage
 from xgpt.core.schema.step_log import Chain
 
 FIXED = ("encode_stages", "encode_blocks", "decode_microbatches", "encoder_only")
-"""Settings that stay as they are while any request runs."""
+"""Settings that cannot change while any request runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoLaneSettings:
-    """A WAA plan's settings as the rule takes them.
+    """The rule's settings for a WAA plan.
 
     Attributes:
-        encode_tokens: prompt tokens of an encode batch on average.
-        encode_stages: stages of the encode lane: as many batches are under way there at once.
+        encode_tokens: mean prompt tokens of an encode batch.
+        encode_stages: number of stages of the encode lane, in which as many batches run at once.
         encode_blocks: K/V blocks of the encode lane, which hold prompts until they have been transferred.
-        max_decode_batch: requests in encode, in transfer and in decode at most.
-        decode_batch: requests in decode on average.
-        adjustment: share of these by which their number may differ before an encode batch takes as large a share of
-            its tokens more or fewer; 0: however many decode, encode batches stay as large.
-        decode_microbatches: what the decode lane's requests are divided into.
-        buffer_iterations: decode iterations from an encode batch's beginning until it joins, at least.
-        reuse_is_planned: `encode_tokens` are those that are left to encode, not whole prompts.
-        encoder_only: the encode lane runs an encoder, and the first token is the decode lane's.
+        max_decode_batch: largest number of requests in encode, transfer and decode together.
+        decode_batch: mean number of requests in decode.
+        adjustment: if the number of requests in decode differs by more than this share, an encode batch takes more or
+            fewer tokens by this share; 0: never.
+        decode_microbatches: number of micro-batches of the decode lane.
+        buffer_iterations: least number of decode iterations from an encode batch's beginning until it joins.
+        reuse_is_planned: whether `encode_tokens` counts only uncached tokens, not whole prompts.
+        encoder_only: whether the encode lane runs an encoder, so that the decode lane makes the first token.
     """
 
     encode_tokens: float
@@ -60,7 +60,8 @@ class TwoLaneSettings:
 
 
 class TwoLane(Schedule):
-    """WAA. The pool's memory is the decode lane's; a request has its share from the time it enters the encode lane."""
+    """The schedule of WAA. The pool's memory is the decode lane's; a request has memory there from when it enters the
+    encode lane."""
 
     lanes: tuple[LaneName, ...] = ("decode", "transfer", "encode")
 
@@ -71,14 +72,14 @@ class TwoLane(Schedule):
         self.settings = settings
         self._encode = pool.add_batches(settings.encode_stages, decodes=False)
         (self._moving,) = pool.add_batches(1, decodes=False)
-        """Encoded; their K/V is still in the encode lane."""
+        """Encoded requests whose K/V is still in the encode lane."""
         (self._arrived,) = pool.add_batches(1, decodes=False)
-        """In the decode lane, and in none of its micro-batches yet."""
+        """Requests in the decode lane that are in none of its micro-batches yet."""
         self._decode = pool.add_batches(settings.decode_microbatches)
         self._encode_turn = self._decode_turn = 0
         self._num_decode_steps = 0
         self._joins_at: dict[int, int] = {}
-        """Of requests that have not joined: the number of decode steps that must have begun before."""
+        """For requests that have not joined: the number of decode steps that must have begun before they join."""
         self._budget = settings.budget()
 
     def apply(self, other: Schedule) -> bool:
@@ -139,7 +140,7 @@ class TwoLane(Schedule):
         due = self._due()
         settings = self.settings
         pool = self.pool
-        # A batch waits until all of it fits: a few prompts at a time would use the encode lane badly.
+        # A batch waits until all of it fits, since few prompts at a time would use the encode lane badly.
         if pool.running and pool.num_running + due > settings.max_decode_batch:
             return None
         if self._encode_blocks_with(due) > settings.encode_blocks:
@@ -156,7 +157,7 @@ class TwoLane(Schedule):
         if first is None or self._budget.covers(self._length(first)):
             self._budget.close()
         step = Step(
-            tuple(next_chunk(request, None) for request in entered),
+            tuple(rest_of_prompt(request) for request in entered),
             (),
             pool.take_preempted(),
             lane="encode",
@@ -171,7 +172,7 @@ class TwoLane(Schedule):
         return step
 
     def _due(self) -> int:
-        """Prompts that wait and that the next encode batch takes: at least one."""
+        """Return the number of waiting prompts that the next encode batch takes, at least one."""
         settings = self.settings
         budget = copy(self._budget)
         budget.open(self._excess())
@@ -187,7 +188,7 @@ class TwoLane(Schedule):
         return count
 
     def _excess(self) -> float:
-        """Return the requests in decode beyond their mean number, if encode batches depend on them."""
+        """Return the number of requests in decode above the mean, if encode batches depend on it; else 0."""
         return self._num_decoding() - self.settings.decode_batch if self.settings.adjustment else 0.0
 
     def _length(self, request: Request) -> int:
@@ -195,7 +196,7 @@ class TwoLane(Schedule):
         return self.pool.memory.to_encode(request) if self.settings.reuse_is_planned else request.context
 
     def _encode_blocks_with(self, count: int) -> int:
-        """Blocks of the encode lane in use once `count` more prompts have entered."""
+        """Return the blocks of the encode lane in use once `count` more prompts have entered."""
         memory = self.pool.memory
         return memory.prompts.num_used + sum(map(memory.prompt_blocks_to_enter, self.pool.waiting.ahead(count)))
 
@@ -230,14 +231,15 @@ class TwoLane(Schedule):
         return None
 
     def _join(self, batch: MicroBatch) -> None:
-        """Let transferred requests join, until the micro-batch has its share of all."""
+        """Let transferred requests join until the micro-batch has its share of all requests."""
         share = -(-self._num_decoding() // len(self._decode))
         for request in self._ready()[: max(0, share - batch.num_running)]:
             self._joins_at.pop(request.id, None)
             self.pool.move(request, batch)
 
     def _ready(self) -> list[Request]:
-        """Transferred requests whose buffer time is over; where none decodes, no iteration will end it."""
+        """Return the transferred requests whose buffer time is over, or all if no request decodes, since no iteration
+        would end it."""
         arrived = list(self._arrived.decoding.values())
         if not self._joins_at or not any(batch.num_running for batch in self._decode):
             return arrived

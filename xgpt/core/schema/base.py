@@ -1,4 +1,4 @@
-"""The base of every type that reaches a file."""
+"""The base of every type that is stored in a file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Frozen(BaseModel):
-    """Immutable, refuses unknown fields, refuses NaN and infinities."""
+    """An immutable model that rejects unknown fields, NaN and infinities."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

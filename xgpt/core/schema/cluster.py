@@ -10,29 +10,29 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.model import DType
 
 MOST = 1024
-"""Largest number of nodes, and of devices in a node; a larger one is refused as a typing error."""
+"""Largest number of nodes, and of devices in a node; larger ones are rejected as typing errors."""
 
 
 class Efficiency(Frozen):
-    """The shares of a datasheet's rates that kernels reach: one set for a kind of device, for all models.
+    """The shares of a datasheet's rates that kernels achieve: one set for a kind of device, for all models.
 
-    Profiles computed from a datasheet rest on them. Fields without a unit are shares of a rate.
+    Profiles computed from a datasheet use them. Fields without a unit are shares of a rate.
     """
 
     matrix: float = Field(gt=0, le=1)
-    """Of FLOP/s, in large matrix products."""
+    """Share of FLOP/s in large matrix products."""
     attention: float = Field(gt=0, le=1)
-    """Of FLOP/s, in the attention of prompts."""
+    """Share of FLOP/s in the attention of prompts."""
     weights: float = Field(gt=0, le=1)
-    """Of memory bandwidth, reading weights in small matrix products."""
+    """Share of memory bandwidth for reading weights in small matrix products."""
     kv: float = Field(gt=0, le=1)
-    """Of memory bandwidth, reading K/V in the attention of decode."""
+    """Share of memory bandwidth for reading K/V in the attention of decode."""
     bus: float = Field(gt=0, le=1)
-    """Of a link's bandwidth, in all-reduces."""
+    """Share of a link's bandwidth in all-reduces."""
     links: float = Field(gt=0, le=1)
-    """Of a link's bandwidth, in copies from one device or host to another."""
+    """Share of a link's bandwidth in copies from one device or host to another."""
     attention_half_length: float = Field(default=0.0, ge=0)
-    """Prompt length, in tokens, at which attention reaches half of its rate."""
+    """Prompt length, in tokens, at which attention achieves half of its rate."""
     product_s: float = Field(default=0.0, ge=0)
     """Least seconds of a matrix product."""
     attention_s: float = Field(default=0.0, ge=0)
@@ -61,15 +61,15 @@ class DeviceKind(Frozen):
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
     """Datasheet's memory bandwidth."""
     efficiency: Efficiency | None = None
-    """Shares of these rates that kernels reach; None: the device can only be measured."""
+    """Shares of these rates that kernels achieve; None: those of an A40 are assumed."""
     efficiency_float8: Efficiency | None = None
-    """Shares that they reach in eight bits; None: the same."""
+    """Shares that they achieve in eight bits; None: the same."""
     usable_memory: float = Field(default=0.9, gt=0, le=1)
     """Largest share of the memory for weights, K/V and workspace together."""
 
 
 class Link(Frozen):
-    """A point-to-point connection, one direction."""
+    """A point-to-point connection, in one direction."""
 
     bandwidth_bytes_per_s: PositiveFloat
     """Bandwidth of one direction."""
@@ -78,7 +78,7 @@ class Link(Frozen):
 
 
 class ClusterSpec(Frozen):
-    """`num_nodes` equal machines of `devices_per_node` equal devices."""
+    """A cluster of `num_nodes` equal machines with `devices_per_node` equal devices each."""
 
     name: str
     """Name of the cluster."""
@@ -87,7 +87,7 @@ class ClusterSpec(Frozen):
     num_nodes: PositiveInt = Field(default=1, le=MOST)
     """Number of machines."""
     devices_per_node: PositiveInt = Field(default=1, le=MOST)
-    """Devices of each machine."""
+    """Number of devices of each machine."""
     intra_node: Link | None = None
     """Link between devices of a machine."""
     inter_node: Link | None = None

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.core.policies.admission import make_queue
-from xgpt.core.policies.rule import next_chunk
+from xgpt.core.policies.rule import rest_of_prompt
 from xgpt.core.schema import AdmissionOrder, KvPromise
 
 BLOCK_SIZE = 4
@@ -168,7 +168,7 @@ def test_a_micro_batch_keeps_nothing_of_requests_that_never_decode() -> None:
         pool.submit(Request(id_, 7, 9))
         request = pool.admit(batch)
         assert request is not None
-        step = Step((next_chunk(request, None),), ())
+        step = Step((rest_of_prompt(request),), ())
         pool.begin(step, batch)
         pool.end(step, batch)
         assert pool.settle(step, batch, [id_]) == [id_]
