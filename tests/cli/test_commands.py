@@ -53,7 +53,7 @@ def test_an_unknown_policy_lists_what_exists(xgpt: Xgpt) -> None:
         ("input,output\n10,20\n-5,20\n", "line 3, input: '-5'"),
         ("input,output\n10,many\n", "line 2, output: 'many'"),
         ("input,output\n10\n", "line 2"),
-        ("prompt,answer\n10,20\n", "no column of the header has a known name of the input"),
+        ("prompt,answer\n10,20\n", "no column has a known name of the input"),
         ("input,output\n100000,200000\n", "over the context"),
     ],
 )
@@ -197,7 +197,7 @@ def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
     ran = xgpt("simulate", "das.json", "--requests", "200", "--json")
     assert ran.code == 0, ran
     Path("das.json").write_text(json.dumps(das | {"admission": das["admission"] | {"order": "edf"}}))
-    assert "it belongs to 'das'" in xgpt.fails(2, "simulate", "das.json")
+    assert "only 'das' needs it" in xgpt.fails(2, "simulate", "das.json")
 
 
 def test_optuna_plans_for_an_objective_without_monotone_bounds(xgpt: Xgpt) -> None:

@@ -33,7 +33,7 @@ def test_every_kind_of_trace_is_planned_with_its_lengths(
     for part in SAID.get(name, []):
         assert caplog.text.count(part) == 1
     if name == "ShareGPT_V3.json":
-        assert "4 characters are taken for a token" in caplog.text
+        assert "4 characters are counted as one token" in caplog.text
 
 
 def test_a_page_of_metrics_is_planned_with_its_buckets(xgpt: Xgpt, caplog: pytest.LogCaptureFixture) -> None:

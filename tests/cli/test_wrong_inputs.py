@@ -102,7 +102,10 @@ def test_configs(xgpt: Xgpt, kind: str, name: str, old: str, new: str, says: str
     [
         (lambda plan: plan.update(foo=1), "plan.foo: 1 is not accepted; there is no such field; there are admission, "),
         (lambda plan: plan.pop("model"), "plan.model is missing; give a value"),
-        (lambda plan: plan.pop("schema_version"), "plan.schema_version is missing; this version of xgpt reads version 1"),
+        (
+            lambda plan: plan.pop("schema_version"),
+            "plan.schema_version is missing; this version of xgpt reads version 1",
+        ),
         (
             lambda plan: plan["policy"].update(kind="rraa"),
             "plan.policy.kind: 'rraa' is not accepted; give one of 'rra'",

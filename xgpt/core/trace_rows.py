@@ -1,6 +1,6 @@
-"""Read the rows of a trace, whatever tool wrote it: CSV, JSON, JSON lines, compressed or not.
+"""Read the rows of a trace in the formats of many tools: CSV, JSON or JSON lines, optionally compressed.
 
-One table (`NAMES`) has every name by which a length or a time is known; a format is read by the names in it.
+The table `NAMES` has all known names of lengths and times; they identify the format.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ NAMES: dict[Role, tuple[str, ...]] = {
         "created", "created_at", "time", "time_s", "time_ms", "datetime", "date",
     ),
 }  # fmt: skip
-"""Names of columns and fields, as `plain` writes them; the first that is there counts."""
+"""Names of columns and fields, as `plain` spells them; the first one that is present counts."""
 _ROLES: dict[str, tuple[Role, int]] = {name: (role, i) for role, all_ in NAMES.items() for i, name in enumerate(all_)}
 DELIMITERS = ",;\t|"
 CHARACTERS = 4
-"""Characters of a token, in the mean, in files that have text and no counts."""
+"""Mean number of characters of a token, for files that have text and no counts."""
 _METRIC = re.compile(r"^(# (HELP|TYPE) |[a-zA-Z_:][a-zA-Z0-9_:]*(\{[^}]*\})? [-+0-9])")
 
 
 class Row(NamedTuple):
-    """A request as its file says it.
+    """A request as it is in its file.
 
     Attributes:
         where: the place in the file.
-        timestamp: None: none.
-        fields: what else an object of JSON has.
+        timestamp: its time; None: it has none.
+        fields: all fields, if the row is a JSON object.
     """
 
     where: str
@@ -73,9 +73,9 @@ class TraceRows(NamedTuple):
     """The requests of a file.
 
     Attributes:
-        rows: one for each request, those without output included.
-        time_name: the name of the times; "": there are none.
-        notes: what was assumed to read the file.
+        rows: one for each request, including requests without output.
+        time_name: name of the column or field of times; "": there are none.
+        notes: assumptions made to read the file.
     """
 
     rows: Iterable[Row]
@@ -84,16 +84,16 @@ class TraceRows(NamedTuple):
 
 
 def plain(name: str) -> str:
-    """Return a name in the spelling of `NAMES`: "Request tokens" and "gen_ai.usage.input_tokens" with underscores."""
+    """Return a name in the spelling of `NAMES`, in which "Request tokens" is request_tokens."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip())
     return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
 
 
 def read_text(path: Path, field: str) -> str:
-    """Return the text of a file; one that ends in .gz is expanded.
+    """Return the text of a file; a file ending in .gz is decompressed.
 
     Raises:
-        InputError: it cannot be read, or is no text.
+        InputError: it cannot be read, or is not text.
     """
     try:
         content = path.read_bytes()
@@ -108,7 +108,7 @@ def read_rows(path: Path, field: str) -> TraceRows:
     """Return the requests of a trace in any of the formats.
 
     Raises:
-        InputError: it is in none of them; the message names the place.
+        InputError: it is in none of them; the message states the place.
     """
     text = read_text(path, field)
     if path.with_suffix("" if path.suffix == ".gz" else path.suffix).suffix in (".json", ".jsonl", ".ndjson") or (
@@ -117,10 +117,10 @@ def read_rows(path: Path, field: str) -> TraceRows:
         try:
             return _json_rows(path, text)
         except (KeyError, TypeError, AttributeError):
-            accepted = "it is in none of the known formats: give CSV with the header input,output"
+            accepted = "its format is not known: give CSV with the header input,output"
             raise InputError(field, str(path), accepted) from None
     if is_metrics(text):
-        accepted = "it has histograms and no requests: give it as --workload of `xgpt plan`"
+        accepted = "it has histograms, not requests: give it as --workload of `xgpt plan`"
         raise InputError(field, str(path), accepted)
     return _csv_rows(path, text)
 
@@ -149,7 +149,7 @@ def _csv_rows(path: Path, text: str) -> TraceRows:
     if missing := [role for role in needed if role not in columns]:
         known = [name for role in missing for name in NAMES[role]]
         hint = next((hint for cell in header if (hint := nearest(plain(cell), known))), "")
-        accepted = f"no column of the header has a known name of the {missing[0]}, such as {known[0]}, {known[3]}{hint}"
+        accepted = f"no column has a known name of the {missing[0]} length, such as {known[0]} or {known[3]}{hint}"
         raise InputError(f"{path}, line {reader.line_num}", delimiter.join(header), accepted)
     time = header[columns["timestamp"]].strip() if "timestamp" in columns else ""
     return TraceRows(_cells(path, reader, columns, len(header), delimiter), time)
@@ -198,18 +198,18 @@ def _json_rows(path: Path, text: str) -> TraceRows:
         rows.append(row)
         names |= {name} - {""}
     if len(names) > 1:
-        accepted = "times have one name in all rows"
+        accepted = "times must have the same name in all rows"
         raise InputError(str(path), " and ".join(sorted(names)), accepted)
     return TraceRows(rows, names.pop() if names else "")
 
 
 def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON documents of a file, each with its place: the whole file, or one a line."""
+    """Yield the JSON documents of a file, each with its place: the whole file, or one for each line."""
     try:
         yield f"{path}, line 1", json.loads(text)
         return
     except (ValueError, RecursionError):
-        pass  # lines, or broken: a line says where
+        pass  # one document a line, or invalid JSON: the loop below finds the line
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}, line {number}"
@@ -220,7 +220,7 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the requests of a document: itself, or those in it."""
+    """Yield the requests of a document: the document itself, or those in it."""
     if not isinstance(document, dict):
         raise InputError(where, str(document)[:80], "it must be a JSON object")
     lists = {name: entries for name, entries in document.items() if isinstance(entries, list)}
@@ -235,7 +235,7 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
         for i in range(len(lists["input_lens"])):
             yield f"{where}, request {i + 1}", {name: lists[name][i] for name in names}
     elif document.get("object") == "page" or "num_model_requests" in document:
-        accepted = "it has sums over many requests: give a log with one request a row"
+        accepted = "it has totals over many requests: give a log with one request in each row"
         raise InputError(where, "usage buckets", accepted)
     elif (inner := next((name for name in ("data", "requests", "records", "results") if name in lists), None)) and all(
         isinstance(each, dict) for each in lists[inner]
@@ -254,7 +254,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
         if known is None or (known[0] in found and found[known[0]][0] <= known[1]):
             continue
         if isinstance(value, dict | list) or (isinstance(value, str) and not _is_value(known[0], value)):
-            continue  # a text called "input" is no length
+            continue  # a text named "input" is not a length
         found[known[0]] = known[1], name, value
     has_failed = bool(entry.get("error")) or bool(entry.get("was_cancelled"))
     if "output" not in found and has_failed:
@@ -264,7 +264,7 @@ def _row(where: str, entry: Mapping[str, Any]) -> tuple[Row, str]:
             called = next((name for name in NAMES[role] if name in entry), None)
             if called is not None:
                 raise InputError(f"{where}, {role}", entry[called], "give a number of tokens")
-            raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing, by any of its names")
+            raise InputError(where, json.dumps(entry)[:80], f"{role}_length is missing under all its known names")
     time = found.get("timestamp")
     row = Row(where, found["input"][2], found["output"][2], None if time is None else time[2], entry)
     return row, "" if time is None else time[1]
@@ -275,7 +275,7 @@ def _is_value(role: Role, text: str) -> bool:
 
 
 def _fields(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values, those of the outer objects first; a value with a unit is its value."""
+    """Yield names and values, those of outer objects first, without the units of values."""
     level: list[Mapping[str, Any]] = [entry]
     while level:
         inner: list[Mapping[str, Any]] = []
@@ -303,12 +303,16 @@ def _spans(entries: list[tuple[str, Mapping[str, Any]]]) -> TraceRows:
             rows[str(span.get("spanId", where))] = _row(where, span)[0], str(span.get("parentSpanId", ""))
     chosen = [row for row, parent in rows.values() if parent not in rows]
     others = len(entries) - len(chosen)
-    notes = (f"{others} of {len(entries)} spans are no requests, or parts of one that is counted",) if others else ()
+    notes = (
+        (f"{others} of {len(entries)} spans are not requests, or are parts of requests that are counted",)
+        if others
+        else ()
+    )
     return TraceRows(chosen, "startTimeUnixNano" if chosen and chosen[0].timestamp is not None else "", notes)
 
 
 def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
-    """Return the answers of ShareGPT's conversations, each with all that was said before as its prompt."""
+    """Return the answers of ShareGPT's conversations as requests, each with all previous turns as its prompt."""
     rows = []
     for where, document in documents:
         said = 0
@@ -317,5 +321,5 @@ def _conversations(documents: list[tuple[str, Any]]) -> TraceRows:
             if turn.get("from", turn.get("role")) in ("gpt", "assistant", "chatgpt", "bing", "bard") and said:
                 rows.append(Row(where, max(1, round(said / CHARACTERS)), round(length / CHARACTERS), None))
             said += length
-    note = f"the file has text, no token counts: {CHARACTERS} characters are taken for a token"
-    return TraceRows(rows, "", (note, "each answer is a request, its prompt all that was said before"))
+    note = f"the file has text but no token counts: {CHARACTERS} characters are counted as one token"
+    return TraceRows(rows, "", (note, "each answer is a request whose prompt is all previous turns"))

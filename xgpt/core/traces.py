@@ -1,6 +1,6 @@
 """Read traces as lengths and arrival times, and pages of metrics as histograms of lengths.
 
-What is assumed to read a file, such as the unit of its times, is logged once for each file.
+Assumptions made to read a file, such as the unit of its times, are logged once for each file.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from xgpt.core.workload import TraceLengths, histogram_of
 logger = logging.getLogger(__name__)
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".txt", ".prom")
-"""How names of traces and of pages of metrics end, perhaps with .gz after it."""
+"""File name suffixes of traces and of pages of metrics; .gz may follow."""
 LARGEST_LENGTH = 2**31 - 1
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 WORDS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 EPOCHS = {"s": 1e9, "ms": 1e12, "us": 1e15, "ns": 1e18}
-"""The times in each unit since 1970 from which on they can be nothing else: those of 2001."""
+"""Times in each unit since 1970, for the year 2001: larger numbers must be in that unit."""
 SECONDS_BY_FORMAT = ("arrived_at", "start_times", "created")
-"""Times in seconds: Vidur's, vLLM's, OpenAI's."""
+"""Names of times that are in seconds: of Vidur, vLLM and OpenAI."""
 POINTS = 8
-"""Lengths that stand for a bucket of a page of metrics."""
+"""Number of lengths that represent a bucket of a page of metrics."""
 METRICS = {
     "input": ("request_prompt_tokens", "prompt_tokens_histogram", "tgi_request_input_length"),
     "output": ("request_generation_tokens", "generation_tokens_histogram", "tgi_request_generated_tokens"),
 }
-"""Histograms of lengths that vLLM, SGLang and TGI publish, without the prefix of the engine."""
+"""Names of histograms of lengths in the metrics of vLLM, SGLang and TGI, without the engine's prefix."""
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether a file is named as traces and pages of metrics are."""
+    """Return whether a file has a name of traces or pages of metrics."""
     return path.with_suffix("").suffix in SUFFIXES if path.suffix == ".gz" else path.suffix in SUFFIXES
 
 
 def trace_name(path: Path) -> str:
-    """Return the name of a trace's workload: that of its file, without endings."""
+    """Return the name of a trace's workload: the file's name without suffixes."""
     return Path(path.stem).stem if path.suffix == ".gz" else path.stem
 
 
@@ -65,19 +65,19 @@ def read_workload(path: Path, field: str = "workload") -> Workload:
 
 
 def has_requests(path: Path, field: str = "workload") -> bool:
-    """Return whether a file is a trace, request by request, and no page of metrics."""
+    """Return whether a file is a trace of requests, not a page of metrics."""
     return is_trace(path) and (path.suffix in (".csv", ".jsonl") or not is_metrics(read_text(path, field)))
 
 
 def read_lengths(path: Path, field: str = "workload") -> TraceLengths:
-    """Return the requests of a trace, in order of time if it has times; `field` names it in errors.
+    """Return the requests of a trace, in order of time if it has times; errors call it `field`.
 
-    Formats and names are those of `xgpt.core.trace_rows`. Requests without tokens on one side are left out. Times are
-    dates in ISO 8601 (UTC without an offset), or numbers whose unit is in their name (`timestamp_ms`), follows from
-    the format, or is that of a time since 1970. Other numbers are seconds.
+    Formats and names are those of `xgpt.core.trace_rows`. Requests without input or output tokens are left out. Times
+    are dates in ISO 8601 (UTC if they have no offset) or numbers, whose unit is in their name (`timestamp_ms`), or
+    follows from the format or from their size since 1970. Other numbers are seconds.
 
     Raises:
-        InputError: naming the line and the value; or a unit of time cannot be known.
+        InputError: a value is wrong, and the message states its line; or the unit of times is not known.
     """
     try:
         status = path.stat()
@@ -110,7 +110,7 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             are_dates = is_date
             times.append(time)
         if len(times) not in (0, len(inputs)):
-            raise InputError(row.where, row.timestamp, "either all requests or none must have a timestamp")
+            raise InputError(row.where, row.timestamp, "either all requests must have a timestamp, or none")
         if "hash_ids" in row.fields:
             of_row = row.where, row.fields, inputs[-1], outputs[-1]
             prompts.append(read_ids(*of_row))
@@ -118,7 +118,7 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
             sizes.add(block_size_of(row.where, row.fields))
         if len(prompts) not in (0, len(inputs)) or len(sizes) > 1:
             raise InputError(
-                row.where, "hash_ids", "either all requests or none must have them, with blocks of one size"
+                row.where, "hash_ids", "either all requests must have them, with blocks of one size, or none"
             )
     if not inputs:
         empty = f"none of its {num_rows} rows has input and output tokens" if num_rows else "it holds no requests"
@@ -141,7 +141,7 @@ def _read(path: Path, field: str, changed_ns: int, size: int) -> TraceLengths:
     lengths = _in_order(TraceLengths(np.array(inputs), np.array(outputs), seconds, prefixes))
     for of_all in lengths[:3]:
         if of_all is not None:
-            of_all.setflags(write=False)  # kept for the next reader
+            of_all.setflags(write=False)  # cached for later calls
     return lengths
 
 
@@ -157,7 +157,7 @@ def _in_order(lengths: TraceLengths) -> TraceLengths:
 def _unit(
     path: Path, field: str, name: str, times: list[float], row: Row, prefixes: TracePrefixes | None
 ) -> tuple[str, bool]:
-    """Return the unit of a trace's times, and whether it is stated: by their name, or by the format."""
+    """Return the unit of a trace's times, and whether their name or the format states it."""
     written = plain(name)
     stated = "ns" if written.endswith("nano") else written.rpartition("_")[2]
     if stated in UNITS:
@@ -172,13 +172,15 @@ def _unit(
     if {"input_length", "output_length", "timestamp"} <= set(row.fields):  # Mooncake's names, in whole milliseconds
         if all(time == int(time) for time in times):
             return "ms", False
-        accepted = "its unit is not known: with these names times are whole milliseconds; write timestamp_s for seconds"
+        accepted = (
+            "its unit is not known: in this format times are whole milliseconds; use the name timestamp_s for seconds"
+        )
         raise InputError(field, f"{path.name}: {name}", accepted)
     return "s", written in SECONDS_BY_FORMAT
 
 
 def _length(where: str, name: str, value: object) -> int:
-    """Return a number of tokens; 0 if there are none."""
+    """Return the number of tokens in a value; 0 if it is empty."""
     if value is None or value == "":
         return 0
     number: object = value
@@ -198,7 +200,7 @@ def _length(where: str, name: str, value: object) -> int:
 
 
 def _time(where: str, value: object) -> tuple[float, bool]:
-    """Return a time as a number, and whether it is a date: then in seconds since 1970."""
+    """Return a time as a number, and whether it was a date, which gives seconds since 1970."""
     time, is_date = math.nan, False
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -217,12 +219,12 @@ def _time(where: str, value: object) -> tuple[float, bool]:
 
 def _date_s(text: str) -> float:
     moment = datetime.fromisoformat(re.sub(r"\s*(UTC|GMT)$", "+00:00", text))
-    # Without an offset, UTC: local time would bring in the jumps of daylight saving.
+    # Without an offset it is UTC: local time would add the jumps of daylight saving time.
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _read_metrics(path: Path, text: str, field: str) -> Workload:
-    """Return the lengths in the histograms of a page of metrics, spread evenly over each bucket."""
+    """Return the lengths of a page of metrics' histograms, spread evenly over each bucket."""
     histograms = {role: _buckets(text, names) for role, names in METRICS.items()}
     for role, (buckets, _) in histograms.items():
         if not buckets or not max(buckets.values()):
@@ -232,15 +234,15 @@ def _read_metrics(path: Path, text: str, field: str) -> Workload:
     for role, histogram in spread.items():
         mean = histograms[role][1]
         logger.warning(
-            "%s: %s lengths are spread evenly over each bucket: %.0f tokens in the mean%s; which inputs go with which "
-            "outputs is not known",
+            "%s: %s lengths are spread evenly over each bucket: %.0f tokens on average%s; the correlation of inputs "
+            "and outputs is not known",
             path.name, role, histogram.mean, "" if mean is None else f", {mean:.0f} by the sum",
         )  # fmt: skip
     return Workload(name=trace_name(path), input=spread["input"], output=spread["output"])
 
 
 def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], float | None]:
-    """Return the cumulated counts of a histogram by their upper limits, over all its labels, and its mean."""
+    """Return a histogram's cumulative counts by upper limit, over all labels, and its mean."""
     counts: dict[float, float] = {}
     totals = {"sum": 0.0, "count": 0.0}
     for name, kind, labels, value in re.findall(
@@ -256,7 +258,7 @@ def _buckets(text: str, names: tuple[str, ...]) -> tuple[dict[float, float], flo
 
 
 def _spread(buckets: dict[float, float]) -> Histogram:
-    """Return the histogram of cumulated counts; what exceeds the last limit is taken to be there."""
+    """Return the histogram of cumulative counts; lengths above the last limit count as that limit."""
     below, low = 0.0, 0
     weights: dict[int, float] = {}
     for limit, count in sorted(buckets.items()):

@@ -1,7 +1,6 @@
 """Request lengths and arrival times as numpy arrays: histograms of distributions, samples, Poisson processes.
 
-Every package may import this module; of the others it imports only the schema and the errors. Randomness enters as
-an explicit numpy Generator.
+Random numbers come from an explicit numpy Generator.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 BLOCK = 100
-"""Requests that a stratified sample draws together."""
+"""Number of requests that a stratified sample draws together."""
 
 LARGEST_CV = 100
-"""Above it, nearly all gaps would be too short for a float."""
+"""Largest coefficient of variation; above it, nearly all gaps would be too short for a float."""
 
 MAX_LENGTHS = 1 << 20
-"""Largest number of different lengths of a distribution: each has its probability in a plan."""
+"""Largest number of lengths of a distribution; a plan contains the probability of each."""
 
 
 class TraceLengths(NamedTuple):
-    """Requests of a trace, in order of time where it has times.
+    """Requests of a trace, in order of time if it has times.
 
     Attributes:
         input: prompt tokens, [requests].
         output: output tokens, [requests].
         timestamp_s: seconds since the first request, [requests]; None: the trace has no times.
-        prefixes: what requests have in common; None: the trace does not say.
+        prefixes: common prefixes of prompts; None: not known.
     """
 
     input: Ints
@@ -52,7 +51,7 @@ class TraceLengths(NamedTuple):
     prefixes: TracePrefixes | None = None
 
     def take(self, order: ArrayLike) -> TraceLengths:
-        """Return those of these requests, in this order; times stay what they are."""
+        """Return the requests with these indices, in this order, with unchanged times."""
         places = np.asarray(order, dtype=np.int64)
         times = None if self.timestamp_s is None else self.timestamp_s[places]
         prefixes = None if self.prefixes is None else self.prefixes.take(places)
@@ -60,12 +59,12 @@ class TraceLengths(NamedTuple):
 
 
 def histogram(distribution: LengthDistribution) -> Histogram:
-    """Return the exact probability of every whole length.
+    """Return the exact probability of every integer length.
 
     A truncated normal gives length k the mass of its density over [k - 1/2, k + 1/2], over min to max.
 
     Raises:
-        InputError: min lies above max, or a normal leaves nothing between them.
+        InputError: min is above max, or a normal distribution has no mass between them.
     """
     if isinstance(distribution, Histogram):
         return distribution
@@ -75,7 +74,7 @@ def histogram(distribution: LengthDistribution) -> Histogram:
         raise InputError("min", distribution.min, f"it must be at most max, which is {distribution.max}")
     lengths = range(distribution.min, distribution.max + 1)
     if len(lengths) > MAX_LENGTHS:
-        says = f"a distribution has at most {MAX_LENGTHS} lengths, from min {distribution.min} on"
+        says = f"a distribution may have at most {MAX_LENGTHS} lengths, starting at min {distribution.min}"
         raise InputError("max", distribution.max, says)
     mass = (
         np.ones(len(lengths))
@@ -83,15 +82,17 @@ def histogram(distribution: LengthDistribution) -> Histogram:
         else np.array([_normal_mass(k, distribution) for k in lengths])
     )
     if mass.sum() == 0:
-        raise InputError("mean", distribution, "it must lie nearer to min and max: no length has any weight")
+        raise InputError(
+            "mean", distribution, "it must be closer to min and max: no length between them has any probability"
+        )
     return Histogram(lengths=tuple(lengths), probabilities=tuple((mass / mass.sum()).tolist()))
 
 
 def _normal_mass(k: int, normal: TruncatedNormal) -> float:
-    """Mass of the uncut normal over [k - 1/2, k + 1/2]; erfc on the near side keeps the far tails' digits."""
+    """Return the mass of the normal distribution before truncation over [k - 1/2, k + 1/2]."""
     scale = normal.sd * math.sqrt(2)
     low, high = (k - 0.5 - normal.mean) / scale, (k + 0.5 - normal.mean) / scale
-    if low > 0:
+    if low > 0:  # erfc of the smaller tail keeps its digits
         low, high = -high, -low
     return 0.5 * (math.erfc(-high) - math.erfc(-low))
 
@@ -103,14 +104,14 @@ def histogram_of(values: ArrayLike) -> Histogram:
 
 
 def standard_deviation(histogram: Histogram) -> float:
-    """Standard deviation of a distribution."""
+    """Return the standard deviation of a distribution."""
     middle = histogram.mean
     squares = sum(p * (x - middle) ** 2 for x, p in zip(histogram.lengths, histogram.probabilities, strict=True))
     return math.sqrt(squares)
 
 
 def decoding_share(workload: Workload) -> float:
-    """Share of the requests with more than one output token: the encode pass emits the first."""
+    """Return the share of requests with more than one output token; encoding emits the first."""
     output = workload.output
     return 1 - output.probabilities[0] if output.lengths[0] == 1 else 1.0
 
@@ -119,10 +120,10 @@ def quantile(histogram: Histogram, q: float) -> int:
     """Return the smallest length with cdf >= q.
 
     Raises:
-        InputError: q lies outside (0, 1].
+        InputError: q is outside (0, 1].
     """
     if not 0 < q <= 1:
-        raise InputError("quantile", q, "it must lie above 0 and at most at 1")
+        raise InputError("quantile", q, "it must be above 0 and at most 1")
     # The cdf is a sum of rounded terms: without the tolerance 0.99 could miss its own length.
     index = np.searchsorted(np.cumsum(histogram.probabilities), q * (1 - 1e-12))
     return histogram.lengths[min(int(index), len(histogram.lengths) - 1)]
@@ -131,10 +132,10 @@ def quantile(histogram: Histogram, q: float) -> int:
 def sample(workload: Workload, n: int, rng: np.random.Generator, *, stratified: bool = True) -> tuple[Ints, Ints]:
     """Draw the lengths of `n` requests, inputs independent of outputs.
 
-    Stratified, each run of 100 requests (and what remains) is a Latin hypercube: its k requests take one
-    uniform from each of k strata of equal probability, in random order. Every request still follows the
-    histogram, while the mean of a run varies far less than that of independent draws, so that short
-    simulations compare fairly.
+    A stratified sample draws each run of 100 requests (the last may be shorter) as a Latin hypercube: its k requests
+    take one uniform from each of k strata of equal probability, in random order. Every request still follows the
+    histogram, but the mean of a run varies far less than that of independent draws, so that short simulations compare
+    fairly.
 
     Returns:
         Inputs and outputs, each [n].
@@ -158,7 +159,7 @@ def _draw(histogram: Histogram, n: int, rng: np.random.Generator, *, stratified:
 
 
 def poisson_arrivals(rate: float, n: int, rng: np.random.Generator) -> Floats:
-    """Arrival times in seconds, [n], of a Poisson process of `rate` requests a second.
+    """Return the arrival times in seconds, [n], of a Poisson process of `rate` requests a second.
 
     Raises:
         InputError: the rate is not positive.
@@ -167,10 +168,10 @@ def poisson_arrivals(rate: float, n: int, rng: np.random.Generator) -> Floats:
 
 
 def gamma_arrivals(rate: float, n: int, cv: float, rng: np.random.Generator) -> Floats:
-    """Arrival times in seconds, [n], with gamma-distributed gaps: bursts for `cv` above 1, Poisson at 1.
+    """Return arrival times in seconds, [n], with gamma-distributed gaps: bursts for `cv` above 1, Poisson at 1.
 
     Args:
-        rate: requests a second in the mean.
+        rate: mean requests a second.
         cv: coefficient of variation of the gaps.
 
     Raises:

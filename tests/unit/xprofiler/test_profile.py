@@ -54,9 +54,9 @@ def changed(document: Any, path: tuple[Any, ...], value: object) -> Any:
         (("layers", 0, "encode_attention", "lengths", 0), 4096, "lengths must rise"),
         (("layers", 0, "encode_attention", "batches", 0), -1, "batches: -1 is negative"),
         (("layers", 0, "tp_degree"), 2, "a pair of tp_degree and ep_degree is repeated"),
-        (("encoder_layers",), (), "cross goes with encoder_layers"),
+        (("encoder_layers",), (), "cross is needed at every degree"),
         (("encoder_layers", 0, "tp_degree"), 16, "are not those of layers"),
-        (("layers", 0, "cross"), None, "cross goes with encoder_layers"),
+        (("layers", 0, "cross"), None, "cross is needed at every degree"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

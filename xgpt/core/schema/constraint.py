@@ -1,4 +1,4 @@
-"""What is asked of a plan: the bounds it keeps, and how requests are admitted under it."""
+"""A plan's constraint, with its objective and bounds, and its admission of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xgpt.core.schema.base import Frozen
 from xgpt.core.schema.workload import RequestClass, check_classes
 
 SPARED_TAIL = 0.1
-"""Share of the requests that may break a bound that a plan leaves unused, under sla "request"."""
+"""Share of the permitted bound violations that a plan does not use, under sla "request"."""
 
 KvPromise = Literal["reserve", "quantile"]
 AdmissionOrder = Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"]
@@ -36,72 +36,74 @@ class Goal(NamedTuple):
 
 
 class Constraint(Frozen):
-    """The objective of a plan, and the bounds that it must keep.
+    """The objective and the bounds of a plan.
 
-    Under sla "length" the bound holds for a request whose output has the quantile's length; under "request"
-    it holds for the quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default `headroom` is the profile's
+    Under sla "length" the bound holds for a request whose output length is at the quantile; under "request" it holds
+    for that quantile of all requests (ExeGPT sec. 7.6, (b) and (a)). By default `headroom` is that of the profile
     (`Profile.headroom`).
 
-    `objective` is what the plan maximises: "arrivals", the highest arrival rate at which the quantile of all requests
-    keeps the bounds, waiting included (`Capacity`), whatever the sla; "saturated", throughput while requests are always
-    waiting, with latency from admission, as in the papers. Files without the field were made for the latter.
+    The plan maximises the `objective`. "arrivals" is the highest arrival rate at which the quantile of all requests
+    keeps the bounds, waiting included (`Capacity`), under either sla. "saturated" is throughput while requests are
+    always waiting, with latency from admission, as in the papers. Files without the field were made for "saturated".
     """
 
     objective: Objective = "saturated"
-    """What is maximised."""
+    """The quantity that the plan maximises."""
 
     latency_bound_s: PositiveFloat | None = None
     """Bound on latency, in seconds; None: no bound."""
     quantile: float = Field(default=0.99, gt=0, lt=1)
     """Share of requests that must keep the bounds."""
     sla: Sla = "length"
-    """Which latency is bounded under objective "saturated"."""
+    """The latency that is bounded under objective "saturated"."""
     ttft_s: PositiveFloat | None = None
     """Bound on the time to first token; None: no bound."""
     tpot_s: PositiveFloat | None = None
     """Bound on the mean time per output token; None: no bound."""
     ttft_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `ttft_s` by itself; None: `quantile` of them must keep all bounds together."""
+    """Share of requests that must keep `ttft_s`; None: `quantile` of them must keep all bounds together."""
     tpot_quantile: float | None = Field(default=None, gt=0, lt=1)
-    """Share of requests that must keep `tpot_s` by itself; None: `quantile` of them must keep all bounds together."""
+    """Share of requests that must keep `tpot_s`; None: `quantile` of them must keep all bounds together."""
     arrival_rate_per_s: PositiveFloat | None = None
     """Arrival rate to sustain; None: as high as possible."""
     burstiness: float = Field(default=1.0, gt=0, le=100)
     """Coefficient of variation of the gaps between arrivals: 1 for Poisson, above 1 for bursts."""
     classes: tuple[RequestClass, ...] = ()
-    """Parts of the requests with bounds of their own: those above are then the tightest of each kind."""
+    """Classes of requests with separate bounds; the bounds above are then the tightest of each kind."""
     headroom: float = Field(default=0.0, ge=0, lt=1)
     """Share by which steps may take longer than predicted before a bound is broken."""
     maximise: str | None = Field(default=None, exclude_if=lambda text: text is None)
-    """A user's own objective in place of throughput, under objective "saturated": an expression over the plan's figures
-    (`xscheduler.expression`); None: throughput."""
+    """An expression over the plan's figures (`xscheduler.expression`) that is maximised in place of throughput, under
+    objective "saturated"; None: throughput."""
 
     @property
     def planned_quantile(self) -> float:
-        """The share of requests for which a plan is made to keep the bound; under sla "request" a little more.
+        """The share of requests for which a plan is made to keep the bound; under sla "request" slightly above the
+        quantile.
 
-        Latency jumps when one more token falls into the next encode phase, so a share that is only just kept is easily
-        missed.
+        Latency jumps when one more token falls into the next encode phase, so a share that is only just reached is
+        easily missed.
         """
         return self.quantile + (SPARED_TAIL * (1 - self.quantile) if self.sla == "request" else 0.0)
 
     @property
     def maximises_arrivals(self) -> bool:
-        """Whether the arrival rate is maximised; without bounds, any rate up to saturation is sustained."""
+        """Whether the plan maximises the arrival rate; without bounds, any rate up to saturation is sustained."""
         return self.objective == "arrivals" and self.bounds_latency
 
     @property
     def counts_from(self) -> str:
-        """Where the time that the latency bound limits begins."""
+        """Start of the time that the latency bound limits: "arrival" or "admission"."""
         return "arrival" if self.maximises_arrivals else "admission"
 
     @property
     def bounds_latency(self) -> bool:
-        """Whether there is any bound."""
+        """Whether latency, the time to first token or the time per token is bounded."""
         return not (self.latency_bound_s is None and self.ttft_s is None and self.tpot_s is None)
 
     def less(self, path_s: float) -> Constraint:
-        """Return the constraint with bounds less `path_s`, the seconds that a request spends outside the engine."""
+        """Return the constraint with `path_s`, the seconds that a request spends outside the engine, subtracted from
+        its bounds."""
         names = ("latency_bound_s", "ttft_s")
         left = {name: max(bound - path_s, 1e-9) for name in names if (bound := getattr(self, name)) is not None}
         return self.model_copy(update=left) if path_s else self
@@ -113,9 +115,8 @@ class Constraint(Frozen):
 
     @property
     def goals(self) -> tuple[Goal, ...]:
-        """The goals of arriving requests: `quantile` of them keep the bounds without a quantile of their own, together.
-
-        Each bound with a quantile of its own is a further goal.
+        """The goals of arriving requests: one for all bounds without a separate quantile, and one for each bound that
+        has one.
         """
         together, apart = self.all_bounds, []
         if self.ttft_quantile is not None and self.ttft_s is not None:
@@ -127,12 +128,12 @@ class Constraint(Frozen):
         return ((together,) if any(together[1:]) else ()) + tuple(apart)
 
     def of_class(self, name: str) -> Goal:
-        """The bounds of a class."""
+        """Return the bounds of a class."""
         request_class = next(each for each in self.classes if each.name == name)
         return Goal(self.quantile, request_class.latency_bound_s, request_class.ttft_s, request_class.tpot_s)
 
     def with_classes(self, classes: tuple[RequestClass, ...]) -> Constraint:
-        """Return a constraint of these classes, whose bounds for all are the tightest of each kind."""
+        """Return the constraint with these classes and, as bounds for all requests, the tightest of each kind."""
         kinds = ("latency_bound_s", "ttft_s", "tpot_s")
         bounds = {kind: [bound for each in classes if (bound := getattr(each, kind)) is not None] for kind in kinds}
         tightest = {kind: min(found) for kind, found in bounds.items() if found}
@@ -145,31 +146,32 @@ class Constraint(Frozen):
             quantile = getattr(self, f"{name}_quantile")
             if quantile is not None and bound is None:
                 raise ValueError(
-                    f"{name}_quantile: {quantile:g} is the share of requests that keep {name}_s: give {name}_s, too"
+                    f"{name}_quantile: {quantile:g} is the share of requests that keep {name}_s: give {name}_s as well"
                 )
         return self
 
 
 class Admission(Frozen):
-    """Which waiting request enters next, and how K/V memory is promised.
+    """The order in which waiting requests enter, and the reservation of K/V memory.
 
-    "reserve" sets a request's maximum aside (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`)
-    as fit 99.9% of the time, and preempts some where they do not fit.
+    "reserve" reserves a request's maximum (ORCA Algorithm 1). "quantile" admits as many requests (`max_running`) as fit
+    99.9% of the time, and preempts some if they do not fit.
 
     Orders in which waiting requests enter:
 
     - "fcfs": by arrival;
-    - "in-time": so that as many as possible keep the bound on the time to first token, by the plan's step times;
+    - "in-time": the order in which most requests keep the bound on the time to first token, by the plan's step times;
     - "sjf": shortest prompt first;
     - "lpt": largest possible output first, which finishes a given set of requests soonest;
     - "edf": earliest deadline first;
     - "das": TCB's deadline-aware scheduling over `row_tokens` prompt tokens at a time.
 
-    A request that has waited for longer than `patience` times the plan's latency is overdue, and every second request
-    to enter is the one overdue for longest, so that none starves; None: no request is ever overdue.
+    A request that has waited for longer than `patience` times the plan's latency is overdue. While there are overdue
+    requests, every second request to enter is the one that has been overdue longest, so that none starves. None: no
+    request is ever overdue.
 
-    If a request names no maximum, memory is promised for the quantile `promise_quantile` of the plan's outputs: a
-    longer output goes on, and is preempted when other requests need the memory beyond its promise.
+    If a request states no maximum, memory is reserved for the quantile `promise_quantile` of the plan's output lengths.
+    A longer output continues, and is preempted when other requests need the memory beyond its reservation.
     """
 
     order: AdmissionOrder = "fcfs"
@@ -177,20 +179,20 @@ class Admission(Frozen):
     row_tokens: PositiveInt | None = None
     """Prompt tokens of a row, for "das" only."""
     eta: float = Field(default=0.5, gt=0, lt=1, exclude_if=lambda eta: eta == 0.5)
-    """Share of a row that "das" fills by utility alone, before deadlines count."""
+    """Share of a row that "das" fills by utility only, before deadlines count."""
     kv: KvPromise = "reserve"
-    """How K/V memory is promised."""
+    """How K/V memory is reserved."""
     max_running: PositiveInt | None = None
     """Largest number of running requests; None: as many as fit."""
     patience: PositiveFloat | None = 8.0
     """Multiple of the plan's latency after which a waiting request is overdue; None: never."""
     promise_quantile: float = Field(default=0.99, gt=0, lt=1)
-    """Quantile of output lengths for which memory is promised."""
+    """Quantile of output lengths for which memory is reserved."""
 
     @model_validator(mode="after")
     def _check(self) -> Admission:
         if (self.order == "das") != (self.row_tokens is not None):
             raise ValueError(
-                f"row_tokens: {self.row_tokens} does not go with order {self.order!r}; it belongs to 'das'"
+                f"row_tokens: {self.row_tokens} cannot be used with order {self.order!r}; only 'das' needs it"
             )
         return self

@@ -1,4 +1,4 @@
-"""What an engine of one version adds to the steps of a model: its loop, captured batches, scheduling."""
+"""The costs and the scheduling of one version of an engine, which add to the step times of a model."""
 
 from __future__ import annotations
 
@@ -13,98 +13,101 @@ UNSOURCED = frozenset({"name", "framework", "version", "scheduler", "sources"})
 """Fields of an engine that are not figures, and so need no source."""
 
 TIMED = ("layer_s", "step_s", "request_s", "uncaptured", "mixing", "before_admission_s", "layer_path_s", "tokenise_s")
-"""Figures of an engine that step times and first tokens hang on."""
+"""Figures of an engine on which step times and times to first token depend."""
 
 
 class EngineSpec(Frozen):
-    """An engine of one version, as a file of configs/engines describes it: its schedule, its costs, its memory.
+    """The schedule, costs and memory of one version of an engine, as in a file of configs/engines.
 
-    Times of the loop (`layer_s` to `captured_tokens`) enter profiles that are computed or imported for the engine; the
-    steps of a measured profile contain them. None: the profile's own figure is used.
+    Times of the loop (`layer_s` to `captured_tokens`) are added to profiles that are computed or imported for the
+    engine; a measured profile contains them. None: the profile's own figure is used.
     """
 
     name: str
-    """Name of the engine and its version, by which `--engine` finds it."""
+    """Name of the engine with its version, as `--engine` accepts it."""
     framework: str
-    """The engine alone, as a profile names it: native, vllm, trtllm, sglang."""
+    """Name of the engine without its version, as in a profile: native, vllm, trtllm, sglang."""
     version: str
     """Version of that engine."""
     schedules_ahead: bool = False
-    """Whether a step is decided while the one before it runs, before that one's tokens are known."""
+    """Whether a step is scheduled while the step before it runs, before that step's tokens are known."""
     scheduler: Literal["own", "xgpt"] = "own"
-    """Whether the engine decides steps by itself, or xgpt's scheduler class in it does."""
+    """Whether the engine's own scheduler or xgpt's scheduler class schedules steps."""
     waiting_step_s: NonNegativeFloat = 0.0
-    """Further seconds of the loop for each step where it is decided after the one before, as by xgpt's scheduler."""
+    """Further seconds of the loop for each step that is scheduled after the step before has ended, as by xgpt's
+    scheduler."""
     waiting_request_s: NonNegativeFloat = 0.0
-    """Further seconds then for each request in a step."""
+    """Further seconds for each request in such a step."""
     mixes: bool = True
     """Whether a step of orca and chunked both encodes and decodes; otherwise steps that encode come first."""
     cuts_prompts: bool = True
-    """Whether such a step cuts a prompt that does not fit; otherwise the prompt waits for one that has room for it."""
+    """Whether a step cuts a prompt that does not fit; otherwise the prompt waits for a step with room for it."""
     admits_by_use: bool = False
-    """Whether requests enter by the K/V memory in use, and the last one is preempted if it runs out; otherwise each
-    request's maximum is set aside."""
+    """Whether requests enter while K/V memory is free, and the last one is preempted if it runs out; otherwise memory
+    for each request's maximum is reserved."""
     batch_wait_steps: NonNegativeInt = 0
-    """Steps in which prompts wait for others while requests decode, unless the step has `batch_wait_tokens`."""
+    """Steps for which prompts wait for further prompts while requests decode, unless the step has
+    `batch_wait_tokens`."""
     batch_wait_tokens: NonNegativeInt = 0
-    """Tokens of a step, decodes and the prompts that wait, from which on they wait no longer."""
+    """Number of tokens of a step, of decodes and waiting prompts, from which prompts wait no longer."""
     layer_s: NonNegativeFloat | None = None
-    """Seconds of a layer outside its operators: gaps between kernels, and the smallest of them."""
+    """Seconds of a layer outside its operators: gaps between kernels, and the smallest kernels."""
     step_s: NonNegativeFloat | None = None
-    """Seconds of the loop for each step, apart from those that overlap with the device's work."""
+    """Seconds of the loop for each step, without those that overlap with the device's work."""
     request_s: NonNegativeFloat | None = None
     """Seconds of the loop for each request in a step."""
     uncaptured: float | None = Field(default=None, ge=1)
-    """Factor on the time of tokens beyond `captured_tokens`, whose kernels are launched one by one."""
+    """Factor on the time of tokens above `captured_tokens`, whose kernels are launched one by one."""
     captured_tokens: NonNegativeInt | None = None
     """Largest number of tokens of a step that runs as a captured graph."""
     rounds_activations: bool = False
-    """Whether products with weights of four bits round activations to eight, on devices that have kernels for it."""
+    """Whether products with 4-bit weights round activations to 8 bits, on devices that have kernels for it."""
     mixing: NonNegativeFloat = 0.0
-    """Extra time of a step that both encodes and decodes, as a share of the time that its decodes take alone."""
+    """Extra time of a step that both encodes and decodes, as a share of the time of a step with only its decodes."""
     before_admission_s: NonNegativeFloat = 0.0
-    """Seconds from a request's arrival at the server until the scheduler sees it, apart from `tokenise_s`."""
+    """Seconds from a request's arrival at the server until the scheduler sees it, without `tokenise_s`."""
     tokenise_s: NonNegativeFloat = 0.0
-    """Seconds more of them for each token of its prompt."""
+    """Further seconds until then for each token of its prompt."""
     layer_path_s: NonNegativeFloat = 0.0
-    """Seconds more of them for each of the model's layers: kernels of a prompt that the host launches one by one."""
+    """Further seconds until then for each of the model's layers: kernels of a prompt that the host launches one by
+    one."""
     after_token_s: NonNegativeFloat = 0.0
     """Seconds from the end of a step until its tokens have left the server."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of a device's memory that the engine uses by default; None: the cluster's `usable_memory`."""
     shares_rest: bool = False
-    """Whether that is a share of the memory that weights leave free."""
+    """Whether `memory_share` is a share of the memory that weights leave free."""
     shares_only_cache: bool = False
-    """Whether it is for weights and K/V only, and a step's activations have the rest."""
+    """Whether `memory_share` is for weights and K/V only, and activations of a step use the rest."""
     kept_bytes: NonNegativeInt | None = None
-    """Bytes of it for anything but weights, K/V and activations; None: the planner's own allowance."""
+    """Bytes of that memory for anything except weights, K/V and activations; None: the planner's allowance."""
     group_bytes: NonNegativeInt = 0
-    """Further bytes on a device of a tensor-parallel group: buffers of all-reduces."""
+    """Further bytes on each device of a tensor-parallel group: buffers of all-reduces."""
     sampling_bytes: NonNegativeFloat = 0.0
     """Bytes of logits and sampling for each token of the vocabulary and each request of `max_batch`."""
     keeps_expert_buffers: bool = False
     """Whether the buffers between the products of experts stay allocated while tokens are sampled."""
     expert_multiple: PositiveInt = 1
-    """Number of which the width of an expert in MXFP4 is padded to a multiple on each device."""
+    """On each device the width of an expert in MXFP4 is padded to a multiple of this number."""
     marlin_multiples: tuple[PositiveInt, PositiveInt] | None = None
-    """Numbers of which the hidden size and that width are padded to multiples by Marlin's kernels, which run on devices
-    older than Hopper and on GeForce; None: as everywhere."""
+    """Marlin's kernels, on devices older than Hopper and on GeForce, pad the hidden size to a multiple of the first
+    number and the width of an expert to a multiple of the second; None: as on other devices."""
     drops_windows: bool = False
-    """Whether keys and values that have left all windows of a layer are freed."""
+    """Whether keys and values outside the attention window of a layer are freed."""
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     max_batch: PositiveInt | None = None
-    """Largest number of requests in a step by default: plans stay within it, unless `--fix` holds more."""
+    """Default largest number of requests in a step; plans do not exceed it unless `--fix` sets more."""
     token_budget: PositiveInt | None = None
-    """Largest number of tokens in a step by default: orca's limit, and the largest budget of chunked, unless `--fix`
-    holds more."""
+    """Default largest number of tokens in a step: the limit of orca, and the largest budget of chunked unless `--fix`
+    sets more."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Source of each figure, by its field."""
+    """Source of each figure, by the field's name."""
 
     @model_validator(mode="before")
     @classmethod
     def _forget(cls, data: Any) -> Any:
-        """Drop a figure of older files that no prediction read."""
+        """Drop a field of older files that no prediction used."""
         return {k: v for k, v in data.items() if k != "stream_interval"} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
@@ -120,30 +123,31 @@ class EngineSpec(Frozen):
 
     @property
     def borrowed(self) -> tuple[str, ...]:
-        """Names of figures of its times that are of another engine or version: sources say "as ..." or "borrowed"."""
+        """Names of figures of times that are of another engine or version: their sources say "as ..." or "borrowed"."""
         return tuple(name for name in TIMED if re.match(r"as |.*borrowed", self.sources.get(name, "")))
 
     @property
     def with_xgpt(self) -> EngineSpec:
-        """The engine with xgpt's scheduler class in it, which decides each step after the one before."""
+        """The engine with xgpt's scheduler class, which schedules each step after the step before has ended."""
         if self.scheduler == "xgpt":
             return self
         name = {"scheduler": "xgpt", "name": f"xgpt-{self.name}"}
         return self.model_copy(update={**name, "schedules_ahead": False})
 
     def started_for(self, kind: str) -> EngineSpec:
-        """Return the engine as it is started for a policy: with xgpt's scheduler class if it does not run it by itself.
+        """Return the engine as it is started for a policy: with xgpt's scheduler class if its own scheduler lacks the
+        policy.
 
-        Only vLLM takes such a class, and by itself runs only chunked prompts under a token budget.
+        Only vLLM accepts such a class; its own scheduler runs only chunked prompts under a token budget.
         """
         return self.with_xgpt if self.framework == "vllm" and kind != "chunked" else self
 
     def request_path_s(self, prompt: float, num_layers: int) -> float:
-        """Return the seconds that a request spends outside of waiting and steps before each of its tokens.
+        """Return the seconds before a request's tokens that are spent neither waiting nor in steps.
 
         Args:
-            prompt: its tokens.
-            num_layers: the model's.
+            prompt: number of prompt tokens.
+            num_layers: number of layers of the model.
         """
         fixed_s = self.before_admission_s + self.layer_path_s * num_layers + self.after_token_s
         return fixed_s + self.tokenise_s * prompt

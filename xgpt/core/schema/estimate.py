@@ -1,4 +1,4 @@
-"""What a plan states of itself: predicted figures, the rate it keeps its bounds up to, and the proof of its search."""
+"""The estimate in a plan: predicted figures, the highest rate within the bounds, and the proof of the search."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ UNVERIFIED = ("max_arrival_rate_per_s", "arrival_rate_gap")
 
 
 class JointLengths(Frozen):
-    """Effect of a trace's own pairs of lengths, compared with independent inputs and outputs, as closed forms assume.
+    """Effect of the correlation of input and output lengths in a trace; closed forms assume independent lengths.
 
-    Figures are relative differences of two simulations of the same lengths.
+    Figures are relative differences between two simulations of the same lengths.
     """
 
     correlation: float
@@ -27,26 +27,26 @@ class JointLengths(Frozen):
 
 
 class MixingEdge(Frozen):
-    """The cost of mixed steps beyond which (or below which) a plan of another policy would serve more."""
+    """The cost of mixed steps above which (or below which) a plan of another policy serves more."""
 
     mixing: float
-    """Extra time of a mixed step, as a share of the time of its decodes alone (see `EngineSpec.mixing`)."""
+    """Extra time of a mixed step, as a share of the time of a step with only its decodes (see `EngineSpec.mixing`)."""
     policy: str
     """The other plan's policy."""
 
 
 class ReuseEstimate(Frozen):
-    """The reuse that a plan expects: the share of prompts that is cached, and the memory that holds it.
+    """The prefix reuse that a plan expects: the cached share of prompts, and the memory that holds it.
 
-    Memory is divided: a block that holds prompts for later requests is not available to outputs.
+    A block that holds prompts for later requests is not available to outputs.
     """
 
     share: float = Field(ge=0, le=1)
-    """Share of all prompt tokens whose K/V an earlier request left in the cache."""
+    """Share of all prompt tokens whose K/V is in the cache, from earlier requests."""
     most_share: float = Field(ge=0, le=1)
     """The same share with unlimited memory."""
     kept_blocks: NonNegativeInt
-    """Number of K/V blocks of each encoding stage that hold prompts, of running and of earlier requests."""
+    """Number of K/V blocks of each encoding stage that hold prompts of running and earlier requests."""
     alone: float | None = None
     """The objective, in requests a second, of the best plan without reuse; None: not planned."""
 
@@ -54,22 +54,23 @@ class ReuseEstimate(Frozen):
 class Capacity(Frozen):
     """The highest arrival rate at which a plan keeps its bounds, waiting included, by simulation.
 
-    A request keeps them where its time from arrival to the last token, that from arrival to the first token, and its
-    mean gap between tokens are within the bounds, with the headroom left free. The rate is the highest at which the
-    constraint's quantile of `num_requests` simulated requests keeps them; the `warm_up_requests` before those are left
-    out. Lengths and gaps between arrivals are drawn from `seed`, the same at every rate.
+    A request keeps the bounds if its times from arrival to the last and to the first token, and its mean gap between
+    tokens, are within the bounds reduced by the headroom. The rate is the highest at which the constraint's quantile of
+    `num_requests` simulated requests keeps them; the `warm_up_requests` before those do not count. Lengths and gaps
+    between arrivals are drawn from `seed` and are the same at every rate.
     """
 
     rate_per_s: float
     """Requests a second."""
     error: float | None = None
-    """Relative standard deviation of the rate over further draws of lengths and arrivals; None: one draw alone."""
+    """Relative standard deviation of the rate over further draws of lengths and arrivals; None: only one draw."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter; None: simulated only for the chosen plan, if it has no slack."""
+    """The rate under bounds that are 5% tighter; None: not simulated, which happens for all plans except a chosen one
+    without slack."""
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
     whole_s: float
-    """The quantile of the time from arrival to the last token at that rate."""
+    """Quantile of the time from arrival to the last token at that rate."""
     share_kept: float
     """Share of the simulated requests that kept the bounds at that rate."""
     closed_form_per_s: float | None = None
@@ -83,14 +84,15 @@ class Capacity(Frozen):
 
 
 class Estimate(Frozen):
-    """What is predicted for a plan: at saturation, and in `capacity` for Poisson arrivals."""
+    """The predicted figures of a plan: at saturation, and in `capacity` for Poisson arrivals."""
 
     throughput_rps: NonNegativeFloat
     """Requests a second at saturation."""
     output_tokens_per_s: NonNegativeFloat
     """Output tokens a second at saturation."""
     latency_s: NonNegativeFloat
-    """Latency from admission, of a request of the quantile's output length (sla "length") or the quantile of all."""
+    """Latency from admission: of a request whose output length is at the quantile (sla "length"), or the quantile over
+    all requests (sla "request")."""
     latency_error: float | None = None
     """Relative standard error of a simulated latency (sla "request"); None: the latency is the closed form's."""
     ttft_s: NonNegativeFloat
@@ -102,7 +104,7 @@ class Estimate(Frozen):
     encode_batch: NonNegativeFloat
     """Mean number of requests encoded in a step that encodes."""
     decode_batch: NonNegativeFloat
-    """Mean number of requests in decode at the start of a phase (its peak)."""
+    """Mean number of requests in decode at the start of a phase, when it is highest."""
     encode_tokens: NonNegativeFloat
     """Mean number of prompt tokens in a step that encodes."""
     cycle_s: NonNegativeFloat
@@ -112,30 +114,32 @@ class Estimate(Frozen):
     memory_bytes: tuple[NonNegativeInt, ...] = Field(min_length=1)
     """Memory of each device of a replica."""
     cost_per_million_tokens: float | None = None
-    """Cost of a million output tokens at saturation; None: no price is known."""
+    """Cost of a million output tokens at saturation; None: the price is not known."""
     capacity: Capacity | None = None
-    """None: there is no bound (any rate below the throughput is kept), or it has not been simulated."""
+    """The highest arrival rate within the bounds; None: there is no bound (any rate below the throughput is sustained),
+    or it has not been simulated."""
     mixing_edge: MixingEdge | None = None
-    """Where the choice of policy changes; None: nowhere from 0 to 0.4, or steps were measured."""
+    """The cost of mixed steps at which the best policy changes; None: there is none from 0 to 0.4, or mixed steps were
+    measured."""
     joint_lengths: JointLengths | None = None
-    """None: the workload is not a trace, or its lengths are all equal."""
+    """Effect of correlated lengths; None: the workload is not a trace, or its lengths are all equal."""
     reuse: ReuseEstimate | None = None
-    """None: the plan counts on no K/V of earlier requests."""
+    """The expected prefix reuse; None: the plan does not count on K/V of earlier requests."""
     simulated: tuple[str, ...] = ()
-    """Names of the figures here that come from simulation; all others but `capacity` are closed forms."""
+    """Names of the figures that come from simulation; all others except `capacity` come from closed forms."""
     step_times: StepTimes | None = None
-    """Step times by which the rule decides; None: it uses none."""
+    """Step times that the scheduling rule uses; None: it uses none."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
-    """Least and largest value of figures here, and of the capacity's `rate_per_s`, in nine of ten cases: of loads on
-    this machine at rest, if its profile is fitted to a served engine, or of the measured rows of `ranges_from`."""
+    """Lowest and highest value of these figures, and of the capacity's `rate_per_s`, in nine of ten cases: of loads on this
+    machine when idle, if its profile is fitted to a served engine, or of the measured rows of `ranges_from`."""
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
-    """Measured rows whose errors a range stands for, by figure; empty: ranges are of this machine, or not known."""
+    """Measured rows from whose errors a range was computed, by figure; empty: ranges are of this machine, or not known."""
     warnings: tuple[str, ...] = ()
-    """Warnings to read before the plan is used."""
+    """Warnings to read before using the plan."""
 
     @property
     def predicts_rate(self) -> bool:
-        """Whether it predicts a throughput; a plan written by hand may have zeros there."""
+        """Whether throughput is predicted; a plan written by hand may have zeros here."""
         return min(self.throughput_rps, self.encode_batch, self.encode_tokens) > 0
 
     @model_validator(mode="before")
@@ -148,25 +152,25 @@ class Estimate(Frozen):
 
 
 class SearchCertificate(Frozen):
-    """How the plan was found, and its proof: no plan of the space is better by more than `gap`.
+    """How the plan was found, and the proof that no plan of the search space is better by more than `gap`.
 
-    Under objective "arrivals" the plan's own rate is simulated, with an error (`estimate.capacity.error`), and the gap
-    is that to a bound in closed form: these are two uncertainties. Method "given": the settings were given and only
+    Under objective "arrivals" the plan's rate is simulated, with an error (`estimate.capacity.error`), and the gap is
+    the distance to a bound in closed form: two separate uncertainties. Method "given": the settings were given and only
     scored. Method "grid": closed forms along curves were ranked, which proves nothing.
     """
 
     method: Literal["branch-and-bound", "exhaustive", "optuna", "grid", "given"]
-    """How plans were searched for."""
+    """The search method."""
     evaluations: int
-    """Number of points of the space that were predicted, each counted once."""
+    """Number of points of the search space that were predicted, each counted once."""
     space_size: int
-    """Number of points of the space."""
+    """Number of points of the search space."""
     simulations: int = 0
-    """Number of plans that were simulated to decide which one keeps the bound."""
+    """Number of plans that were simulated to decide which ones keep the bound."""
     seconds: float
-    """Time that the search took."""
+    """Duration of the search."""
     gap: float | None
-    """Share by which the best plan of the space can exceed this one at most; None: not proven."""
+    """Largest share by which the best plan of the search space can exceed this one; None: not proven."""
     bound: str
     """The upper bound that the gap refers to, in words."""
     rival: str | None = None

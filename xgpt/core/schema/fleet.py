@@ -22,11 +22,11 @@ class ReplicaKind(Frozen):
     price_per_hour: PositiveFloat
     """Price of one replica for an hour; without prices, its number of devices."""
     rates_per_s: tuple[NonNegativeFloat, ...]
-    """Highest arrival rate of one replica that keeps the bounds, under each of the fleet's lengths."""
+    """Highest arrival rate of one replica within the bounds, for each of the fleet's `lengths`."""
     start_s: NonNegativeFloat
-    """Time from ordering a replica until it serves: starting, and loading weights."""
+    """Time from ordering a replica until it serves, which includes starting and loading weights."""
     drain_s: NonNegativeFloat
-    """Time from the last request that a replica takes until its requests have ended."""
+    """Time from the last request that a replica accepts until all its requests have ended."""
 
     @property
     def num_devices(self) -> int:
@@ -35,23 +35,23 @@ class ReplicaKind(Frozen):
 
     @property
     def change_cost(self) -> float:
-        """Cost of starting and stopping a replica: the price of the time in which it takes no requests."""
+        """Cost of starting and stopping a replica: the price of the time in which it accepts no requests."""
         return self.price_per_hour * (self.start_s + self.drain_s) / 3600
 
 
 class FleetInterval(Frozen):
-    """The load of an interval, and the replicas that hold it."""
+    """The load of an interval, and the replicas that serve it."""
 
     rate_per_s: NonNegativeFloat
-    """Mean number of requests that arrive in a second."""
+    """Mean number of requests that arrive each second."""
     peak_per_s: NonNegativeFloat
     """Mean rate of the interval's busiest third, for which the fleet is planned."""
     lengths: NonNegativeInt
-    """Index of the lengths of its requests in the fleet's `lengths`."""
+    """Index of its request lengths in the fleet's `lengths`."""
     replicas: tuple[NonNegativeInt, ...]
     """Replicas of each kind."""
     share_kept: float | None = None
-    """Share of its requests that keep the bounds, simulated; None: there are none."""
+    """Simulated share of its requests that keep the bounds; None: it has no requests."""
 
 
 class FleetFigures(Frozen):
@@ -64,9 +64,9 @@ class FleetFigures(Frozen):
     starts: NonNegativeInt
     """Replicas started during the day."""
     share_kept: float
-    """Share of all requests of the day that keep the bounds with the headroom left free, by simulation."""
+    """Share of all requests of the day that keep the bounds reduced by the headroom, by simulation."""
     share_within: float
-    """Share of them that keep the bounds themselves, the headroom used up."""
+    """Share of them that keep the bounds themselves."""
 
 
 class ConstantFleet(Frozen):
@@ -79,9 +79,10 @@ class ConstantFleet(Frozen):
 
 
 class FleetPlan(Frozen):
-    """The whole of fleet.json: for each interval of a day how many replicas of which plan hold its load at least cost.
+    """The content of fleet.json: the replicas of each plan that serve the load of each interval of a day at the least
+    cost.
 
-    The day begins with its first interval's fleet already there; that start costs nothing.
+    The fleet of the first interval already runs when the day begins; starting it costs nothing.
     """
 
     schema_version: Literal[1] = 1
@@ -91,33 +92,33 @@ class FleetPlan(Frozen):
     constraint: Constraint
     """The bounds; the quantile is the share of all requests of the day that must keep them."""
     interval_s: PositiveFloat
-    """Length of an interval."""
+    """Length of an interval, in seconds."""
     least_stay_s: NonNegativeFloat
-    """Least time for which a started replica stays."""
+    """Least time for which a started replica runs."""
     least_replicas: NonNegativeInt
     """Least number of replicas at any time."""
     load_factor: PositiveFloat
-    """Multiple of the load that replicas are planned to hold: the least that keeps the share in simulation."""
+    """Factor on the load for which replicas are planned: the least one that keeps the quantile in simulation."""
     kinds: tuple[ReplicaKind, ...] = Field(min_length=1)
     """Kinds of replicas."""
     lengths: tuple[Workload, ...] = Field(min_length=1)
-    """The different lengths of requests during the day."""
+    """The distributions of request lengths during the day."""
     intervals: tuple[FleetInterval, ...] = Field(min_length=1)
     """The day's intervals, in order."""
     planned: FleetFigures
-    """The planned fleet."""
+    """Figures of the planned fleet."""
     constant: ConstantFleet
     """The cheapest fleet that never changes, for comparison."""
     least_cost: NonNegativeFloat
-    """Lower bound on the cost of any fleet that holds the planned load: changes are free and take no time."""
+    """Lower bound on the cost of any fleet that serves the planned load, if changes were free and instantaneous."""
     gap: NonNegativeFloat
-    """Largest share by which the planned cost can exceed the clairvoyant optimum, all changes paid."""
+    """Largest share by which the planned cost, with all changes, can exceed the optimum for a known load."""
     num_requests: PositiveInt
     """Number of simulated requests."""
     planning_s: NonNegativeFloat
-    """Time that planning took."""
+    """Duration of planning."""
     verifying_s: NonNegativeFloat
-    """Time that simulating the day took."""
+    """Duration of the day's simulation."""
 
     @property
     def day_s(self) -> float:
@@ -125,7 +126,7 @@ class FleetPlan(Frozen):
         return self.interval_s * len(self.intervals)
 
     def interval_at(self, time_s: float) -> FleetInterval:
-        """Return the interval of a time since the day's beginning; days repeat."""
+        """Return the interval at a time since the start of the day; days repeat."""
         return self.intervals[int(time_s % self.day_s // self.interval_s)]
 
     @model_validator(mode="after")
@@ -136,12 +137,12 @@ class FleetPlan(Frozen):
                     f"intervals: number {i} has {len(interval.replicas)} counts for {len(self.kinds)} kinds"
                 )
             if interval.lengths >= len(self.lengths):
-                raise ValueError(f"intervals: number {i} has lengths {interval.lengths} of {len(self.lengths)}")
+                raise ValueError(f"intervals: number {i} has index {interval.lengths} of {len(self.lengths)} lengths")
         for kind in self.kinds:
             if len(kind.rates_per_s) != len(self.lengths):
                 raise ValueError(
                     f"kinds: {kind.name} has {len(kind.rates_per_s)} rates for {len(self.lengths)} lengths"
                 )
             if kind.plan.replicas != 1:
-                raise ValueError(f"kinds: {kind.name} has a plan of {kind.plan.replicas} replicas; it must be of one")
+                raise ValueError(f"kinds: {kind.name} has a plan of {kind.plan.replicas} replicas; it must have one")
         return self

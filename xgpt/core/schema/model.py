@@ -1,4 +1,4 @@
-"""The shape of a model: all that planning and running need to know of it."""
+"""The shape of a model, as planning and running need it."""
 
 from __future__ import annotations
 
@@ -41,34 +41,36 @@ Family = Literal[
     "deepseek_v3",
     "other",
 ]
-"""Families that are run, and those whose shapes are read in full; "other": planned from its blocks."""
+"""Families that xgpt runs or whose shapes it reads in full; "other" is planned from its blocks."""
 StoredDType = Literal["float32", "float16", "bfloat16"]
 """Types in which a checkpoint's weights may be stored."""
 RunDType = Literal[StoredDType, "int8"]
-"""Types that matrix products run in; int8 on CPUs only, with a scale for each output of the weights and each token."""
+"""Types of matrix products; int8 only on CPUs, with a scale for each output of the weights and each token."""
 DType = Literal[RunDType, "float8"]
-"""Types that models are planned for. float8, for weights and K/V alike, can be planned but not run."""
+"""Types for which models are planned. float8, for weights and K/V, can be planned but not run."""
 
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8": 1}
 
 
 HEAD = "head"
-"""What profiles and plans call the layout of a head that also lies in eight bits, to find the highest logits."""
+"""Key of `layouts` in profiles and plans for an output head that is also stored in 8 bits, to find the highest
+logits."""
 
 
 SCALE_BYTES = 4
-"""Of the scale that each token's key, and each token's value, of each head has in eight bits."""
+"""Bytes of the scale that each 8-bit key and each 8-bit value of a token has in each head."""
 
 
 class Precision(NamedTuple):
-    """Types of a model's parts in memory.
+    """Data types of a model's parts in memory.
 
     Attributes:
         weights: type of the projections.
         state: type of activations and the embedding table.
         kv: type of K/V.
-        packs: whether projections are laid out for the device's kernels: a tied head is then a copy of the embedding.
-        screens: whether the head also lies in eight bits, and once more as it was read.
+        packs: whether projections are stored in a layout for the device's kernels; a tied head is then a copy of the
+            embedding.
+        screens: whether the head is also stored in 8 bits, in addition to the weights as they were read.
     """
 
     weights: DType
@@ -86,14 +88,14 @@ class Precision(NamedTuple):
         kv_dtype: DType | None = None,
         layouts: Collection[str] = (),
     ) -> Precision:
-        """Return the types that an engine (None: xgpt's own) keeps for a dtype.
+        """Return the types that an engine (None: xgpt's own) uses for a dtype.
 
-        On CPUs xgpt's own engine keeps float32 for all but products and K/V: with few rows, attention takes as long as
-        reading K/V.
+        On CPUs xgpt's own engine uses float32 for everything except products and K/V: with few rows, attention takes as
+        long as reading K/V.
 
         Args:
             kv_dtype: type of K/V; None: the engine's default.
-            layouts: the weights that have a layout of their own on a CPU.
+            layouts: names of the weights that have a special layout on a CPU.
         """
         if device_type != "cpu" or engine not in (None, "native"):
             return cls(dtype, "bfloat16" if dtype == "float8" else dtype, kv_dtype or dtype, packs=False)
@@ -103,10 +105,10 @@ class Precision(NamedTuple):
 
 
 class ModelShape(Frozen):
-    """The sizes on which a model's step times depend: models that differ only in name share a profile.
+    """The sizes on which a model's step times depend; models that differ only in name share a profile.
 
-    `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of an
-    encoder-decoder's encoder. `head_dim` is stated because it need not be hidden_size / num_heads.
+    `num_layers` counts decoder layers (all layers of a decoder-only model), `num_encoder_layers` those of the encoder.
+    `head_dim` need not be hidden_size / num_heads.
     """
 
     name: str
@@ -134,34 +136,34 @@ class ModelShape(Frozen):
     vocab_size: PositiveInt
     """Tokens of the vocabulary."""
     max_context: PositiveInt
-    """Longest prompt and output together, in tokens."""
+    """Largest number of tokens of prompt and output together."""
     attention_bias: bool = False
     """Whether projections of attention have biases."""
     experts: Experts | None = None
     """Experts that replace the feed-forward block of a layer; None: no experts."""
     latent: LatentAttention | None = None
-    """Latent attention, which keeps one vector in place of keys and values; None: K/V are kept themselves."""
+    """Latent attention, which stores one vector in place of keys and values; None: keys and values are stored."""
     sliding_window: PositiveInt | None = None
     """Number of last tokens that a token attends to, itself included; None: all."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers whose tokens attend to all tokens, where other layers have a sliding window."""
+    """Layers whose tokens attend to all tokens, if other layers have a sliding window."""
     attention_sinks: bool = False
     """Whether each head has an attention sink: a learned score that belongs to no token."""
     quantization: Quantization | None = None
-    """How the checkpoint stores weights in fewer bits than the dtype has; None: in the dtype."""
+    """Format of quantised weights in the checkpoint; None: weights are stored in the dtype."""
 
     layer_embedding_params: NonNegativeInt = 0
-    """Weights of embeddings that each layer adds to its input, of all layers together."""
+    """Number of weights of embeddings that layers add to their inputs, over all layers."""
     blocks: tuple[Block, ...] = ()
-    """Layers of different kinds; empty: all layers are as the fields above say."""
+    """Layers of different kinds; empty: all layers have the sizes above."""
 
     @property
     def shape(self) -> ModelShape:
-        """The shape alone, without the fields of subclasses."""
+        """The shape, without the fields of subclasses."""
         return ModelShape(**{name: getattr(self, name) for name in ModelShape.model_fields})
 
     def differs_from(self, other: ModelShape) -> str | None:
-        """Return the first size in which two shapes differ, in words; None: they are equal."""
+        """Return a description of the first size in which two shapes differ; None: they are equal."""
         for name in ModelShape.model_fields:
             ours, theirs = getattr(self, name), getattr(other, name)
             if name != "name" and ours != theirs:
@@ -172,9 +174,9 @@ class ModelShape(Frozen):
 class ModelSpec(ModelShape):
     """A transformer; weights come from a checkpoint or from a seed.
 
-    Encoder-decoders (t5) start their decoder with `bos_token_id` (0 where it is left out). Their positions enter as a
-    bias by distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies what
-    enters the output head.
+    Encoder-decoders (t5) start their decoder with `bos_token_id` (default 0). Their positions enter as a bias by
+    distance, in `relative_buckets` that reach to `relative_max_distance` tokens. `head_scale` multiplies the input of
+    the output head.
     """
 
     tie_embeddings: bool = True
@@ -186,9 +188,9 @@ class ModelSpec(ModelShape):
     rope_scaling: RopeScaling | LinearRope | YarnRope | LongRope | None = None
     """Scaling of rotary embeddings."""
     rotary_dim: PositiveInt | None = None
-    """Number of first dimensions of a head that are rotated by position; None: all."""
+    """Number of leading dimensions of a head that are rotated by position; None: all."""
     sliding_rope_theta: PositiveFloat | None = None
-    """Base of the unscaled rotary embeddings in layers with a sliding window; None: as in all layers."""
+    """Base of the unscaled rotary embeddings in layers with a sliding window; None: as in other layers."""
     score_scale: PositiveFloat | None = None
     """Factor on attention's scores; None: 1 over the square root of head_dim."""
     score_softcap: PositiveFloat | None = None
@@ -198,7 +200,7 @@ class ModelSpec(ModelShape):
     relative_buckets: int = Field(default=32, ge=4)
     """Buckets of relative positions (t5)."""
     relative_max_distance: PositiveInt = 128
-    """Largest distance, in tokens, that has a bucket of its own (t5)."""
+    """Largest distance, in tokens, with a separate bucket (t5)."""
     head_scale: float = Field(default=1.0, gt=0)
     """Factor on the hidden states that enter the output head."""
     bos_token_id: int | None = None
@@ -206,11 +208,11 @@ class ModelSpec(ModelShape):
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end an output."""
     mtp_layers: NonNegativeInt = Field(default=0, exclude_if=lambda number: not number)
-    """Layers for multi-token prediction, which `speculation` may draft with; no step passes them otherwise."""
+    """Number of layers for multi-token prediction, which can draft for `speculation`; other steps do not use them."""
     default_dtype: DType = "float16"
-    """Type to plan for where none is named."""
+    """Data type that plans use by default."""
     tower_params: NonNegativeInt = 0
-    """Weights of encoders of images and sound, which other engines load with the language model."""
+    """Number of weights of encoders of images and sound, which other engines load with the language model."""
 
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
@@ -241,7 +243,7 @@ class ModelSpec(ModelShape):
 
     @property
     def special_attention(self) -> str | None:
-        """Name of a field that makes attention other than a softmax over all keys; None: there is no such field."""
+        """Name of the first field that makes attention differ from a softmax over all keys; None: there is none."""
         names = ("sliding_window", "attention_sinks", "score_softcap", "latent")
         return next((name for name in names if getattr(self, name)), None)
 
@@ -251,17 +253,17 @@ class ModelSpec(ModelShape):
 
     @property
     def norms_span_heads(self) -> bool:
-        """Whether queries and keys are normed over all heads together, even where devices share the heads."""
+        """Whether queries and keys are normalised over all heads together, also if devices divide the heads."""
         return self.family == "minimax_m2"
 
     @property
     def run_dtypes(self) -> tuple[RunDType, ...]:
-        """Types that its activations fit in; T5's published checkpoints overflow float16."""
+        """Data types that hold the model's activations; T5's published checkpoints overflow float16."""
         return tuple(dtype for dtype in get_args(RunDType) if dtype != "float16" or self.family != "t5")
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of decoder layers, with the layers of each."""
+        """The kinds of decoder layers, each with its layers."""
         full = self.full_attention_layers if self.sliding_window else ()
         return self.blocks or _kinds(
             self.num_layers,
@@ -279,7 +281,7 @@ class ModelSpec(ModelShape):
 
     @property
     def sizes(self) -> Sizes:
-        """What the kinds' numbers of weights depend on."""
+        """Sizes on which the numbers of weights of all kinds depend."""
         return Sizes(hidden=self.hidden_size, products=3 if self.gated_ffn else 2)
 
     @property
@@ -289,22 +291,23 @@ class ModelSpec(ModelShape):
 
     @property
     def query_params(self) -> int:
-        """Number of weights that compute queries, from the hidden state or from the vector between."""
+        """Number of weights that compute queries, from the hidden state or from the query vector of latent
+        attention."""
         rank = None if self.latent is None else self.latent.q_rank
         return (rank or self.hidden_size) * self.num_heads * self.head_dim
 
     @property
     def ffn_params(self) -> int:
-        """Weights of a feed-forward block without experts."""
+        """Number of weights of a feed-forward block without experts."""
         return self.sizes.products * self.hidden_size * self.ffn_size
 
     @property
     def expert_params(self) -> int:
-        """Weights of one expert."""
+        """Number of weights of one expert."""
         return max(self.sizes.expert(kind) for kind in self.kinds)
 
     def num_expert_layers(self, first: int = 0, last: int | None = None) -> int:
-        """Number of layers with experts among [first, last)."""
+        """Return the number of layers with experts among [first, last)."""
         last = self.num_layers if last is None else last
         return sum(kind.count(first, last) for kind in self.kinds if kind.experts is not None)
 
@@ -314,7 +317,7 @@ class ModelSpec(ModelShape):
 
     @property
     def decoder_layer_params(self) -> int:
-        """One decoder layer, the mean where they differ; an encoder-decoder's has cross-attention too."""
+        """Mean number of weights of a decoder layer, with cross-attention in encoder-decoders."""
         return self.decoder_params() // self.num_layers
 
     def decoder_params(self, first: int = 0, last: int | None = None) -> int:
@@ -325,11 +328,11 @@ class ModelSpec(ModelShape):
 
     @property
     def embedding_params(self) -> int:
-        """Token embedding and output head (one matrix when tied), and embeddings of layers."""
+        """Number of weights of token embedding, output head (none if tied) and embeddings of layers."""
         return self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2) + self.layer_embedding_params
 
     def kv_bytes_of(self, kind: Block, dtype: DType, group: int = 1) -> float:
-        """Return the bytes that a device of a group keeps of a token in a layer of this kind."""
+        """Return the K/V bytes of a token in a layer of this kind on one device of a group."""
         if (attention := kind.attention) is None or not attention.keeps:
             return 0.0
         vectors = 1 if attention.latent is not None else 2 * max(attention.num_kv_heads / group, 1.0)
@@ -337,12 +340,12 @@ class ModelSpec(ModelShape):
         return attention.kept_elements(group) * BYTES_PER_ELEMENT[dtype] + scales + attention.index_bytes
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Return the bytes that all decoder layers keep of a token, as long as it is within their windows."""
+        """Return the K/V bytes of a token in all decoder layers, while it is within their windows."""
         return sum(len(kind.layers) * int(self.kv_bytes_of(kind, dtype)) for kind in self.kinds)
 
     @property
     def unpacked(self) -> ModelSpec:
-        """The model with its weights in the dtype that products run in, however a checkpoint stores them."""
+        """The model with weights in the dtype of products, without quantisation."""
         return self if self.quantization is None else self.model_copy(update={"quantization": None})
 
     def layer_weight_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
@@ -368,7 +371,7 @@ class ModelSpec(ModelShape):
         return total * self.bytes_per_weight(dtype, "experts")
 
     def unshared_bytes(self, dtype: DType, first: int = 0, last: int | None = None) -> float:
-        """Return the bytes of weights of decoder layers that every device of a tensor-parallel group holds whole."""
+        """Return the bytes of decoder layers' weights that every device of a tensor-parallel group holds in full."""
         last = self.num_layers if last is None else last
         unshared = sum(kind.count(first, last) * self.sizes.unshared(kind) for kind in self.kinds)
         return unshared * self.bytes_per_weight(dtype, "attention")
@@ -388,7 +391,7 @@ class ModelSpec(ModelShape):
 def _kinds(
     num_layers: int, attention: Attention, full: tuple[int, ...], ffn_size: int, experts: Experts | None
 ) -> tuple[Block, ...]:
-    """Return the kinds of layers that differ only in having a window, and experts, or not."""
+    """Return the kinds of layers, which differ only in whether they have a window and experts."""
     whole, dense = set(full), set(range(num_layers)) if experts is None else set(experts.dense_layers)
     found: dict[tuple[bool, bool], list[int]] = {}
     for layer in range(num_layers):

@@ -1,4 +1,4 @@
-"""The blocks of a decoder: what each of its layers is made of, with sizes, whatever the family is called."""
+"""The blocks of a decoder: the parts of each layer with their sizes, independent of the model family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xgpt.core.schema.model_parts import Experts, LatentAttention
 
 
 class Indexer(Frozen):
-    """Sparse attention's index: it scores all earlier tokens cheaply, and attention reads only the best of them.
+    """The index of sparse attention, which scores all earlier tokens so that attention reads only the best ones.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556) sec. 2.1.
     """
@@ -20,17 +20,17 @@ class Indexer(Frozen):
     num_heads: PositiveInt
     """Heads that score tokens."""
     head_dim: PositiveInt
-    """Width of such a head, and of the one key that the index keeps of a token, in eight bits."""
+    """Width of such a head, and of the 8-bit key that the index stores for each token."""
     top_k: PositiveInt
-    """Tokens that attention reads at most."""
+    """Largest number of tokens that attention reads."""
     pool: PositiveInt = 1
-    """Tokens that one key of the index stands for."""
+    """Number of tokens for each key of the index."""
     is_shared: bool = False
-    """Whether the layer takes the choice of an earlier layer's index, and has none of its own."""
+    """Whether the layer uses the choice of an earlier layer's index and has no index."""
 
 
 class Attention(Frozen):
-    """Softmax attention: over all earlier tokens, the last ones, or those that an index picks."""
+    """Softmax attention over all earlier tokens, the last ones, or those that an index selects."""
 
     num_heads: PositiveInt
     """Query heads."""
@@ -43,21 +43,21 @@ class Attention(Frozen):
     window: PositiveInt | None = None
     """Number of last tokens that a token attends to, itself included; None: all."""
     latent: LatentAttention | None = None
-    """Latent attention, which keeps one vector in place of keys and values."""
+    """Latent attention, which stores one vector in place of keys and values."""
     indexer: Indexer | None = None
-    """The index of sparse attention; None: attention reads all tokens in reach."""
+    """The index of sparse attention; None: attention reads all tokens of its window."""
     is_gated: bool = False
     """Whether the output has a gate, computed with the queries."""
     has_values: bool = True
-    """Whether values have a projection of their own; otherwise they are the keys."""
+    """Whether values have a projection; otherwise the keys serve as values."""
     keeps: bool = True
-    """Whether the layer keeps keys and values; otherwise it reads those of an earlier layer."""
+    """Whether the layer stores keys and values; otherwise it reads those of an earlier layer."""
     compression: PositiveInt = 1
-    """Tokens that one kept entry stands for, beyond the last ones in `window`, which are kept one by one."""
+    """Number of tokens for each stored entry; the last tokens, in `window`, have one entry each."""
     weights: PositiveInt | None = None
-    """Weights of all projections, if their shapes are none of the usual ones; None: they follow from the sizes."""
+    """Number of weights of all projections, if their shapes are unusual; None: it follows from the sizes."""
     other_params: NonNegativeInt = 0
-    """Further weights of the block, which devices share."""
+    """Number of further weights of the block, which devices divide."""
 
     @property
     def values(self) -> int:
@@ -89,13 +89,13 @@ class Attention(Frozen):
         return (rank or hidden) * width + hidden * (self.indexer.head_dim + self.indexer.num_heads)
 
     def unshared_params(self, hidden: int) -> int:
-        """Return the number of weights that every device of a tensor-parallel group holds whole."""
+        """Return the number of weights that every device of a tensor-parallel group holds in full."""
         if self.latent is None:
             return 0
         return hidden * ((self.latent.q_rank or 0) + self.latent.kept_per_token) + self.index_params(hidden)
 
     def kept_elements(self, group: int = 1) -> float:
-        """Return the elements that a device of a group keeps of a token, the index's key left out."""
+        """Return the number of K/V elements of a token on one device of a group, without the index's key."""
         if not self.keeps:
             return 0.0
         if self.latent is not None:
@@ -104,47 +104,48 @@ class Attention(Frozen):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that the index keeps of a token: its key in eight bits, and a scale."""
+        """Bytes that the index stores for a token: its 8-bit key, and a scale."""
         if self.indexer is None or self.indexer.is_shared:
             return 0
         return -(-(self.indexer.head_dim + 4) // (self.compression * self.indexer.pool))
 
 
 class Recurrent(Frozen):
-    """Linear attention, a state-space layer or a short convolution: a request has one state of constant size."""
+    """Linear attention, a state-space layer or a short convolution, in which a request has one state of constant
+    size."""
 
     num_heads: PositiveInt
-    """Heads; a tensor-parallel group shares them."""
+    """Heads, which a tensor-parallel group divides."""
     weights: PositiveInt
-    """Weights of all products of the block."""
+    """Number of weights of all products of the block."""
     state_elements: PositiveInt
     """Elements of a request's state, which each token updates."""
     state_bytes: PositiveInt
-    """Bytes of a request's state, the last inputs of convolutions included."""
+    """Bytes of a request's state, including the last inputs of convolutions."""
 
 
 class Block(Frozen):
-    """Layers that are alike: what mixes tokens in them, and their feed-forward block."""
+    """Equal layers: the part that mixes tokens, and the feed-forward block."""
 
     layers: tuple[int, ...]
     """Numbers of the layers, from 0."""
     attention: Attention | None = None
-    """Attention; None: a recurrent block mixes tokens, or nothing does."""
+    """Attention; None: only a recurrent block mixes tokens, or nothing does."""
     recurrent: Recurrent | None = None
-    """A block with constant state, in place of attention or together with it."""
+    """A block with a state of constant size, in place of attention or together with it."""
     ffn_size: NonNegativeInt = 0
-    """Width between the products of a feed-forward block that every token passes; 0: there is none."""
+    """Width between the products of the feed-forward block that every token passes; 0: there is none."""
     experts: Experts | None = None
-    """Experts that tokens are routed to."""
+    """Experts to which tokens are routed."""
 
     @model_validator(mode="after")
     def _check(self) -> Block:
         if not self.layers or len(set(self.layers)) != len(self.layers):
-            raise ValueError(f"layers: {self.layers} must name each of its layers once")
+            raise ValueError(f"layers: {self.layers} must contain at least one layer, and each only once")
         return self
 
     def count(self, first: int, last: int) -> int:
-        """Return how many of its layers lie in [first, last)."""
+        """Return the number of its layers in [first, last)."""
         ordered = _ordered(self.layers)
         return bisect_left(ordered, last) - bisect_left(ordered, first)
 
@@ -155,40 +156,40 @@ def _ordered(layers: tuple[int, ...]) -> list[int]:
 
 
 class Sizes(Frozen):
-    """What a block's numbers of weights depend on besides its own sizes."""
+    """Sizes of the model on which a block's numbers of weights depend, besides the block's own sizes."""
 
     hidden: PositiveInt
     """Width of hidden states."""
     products: PositiveInt
-    """Products of a feed-forward block: three with a gate, two without."""
+    """Number of products of a feed-forward block: three with a gate, two without."""
 
     def mixer(self, block: Block) -> int:
-        """Return the weights that mix tokens."""
+        """Return the number of weights that mix tokens."""
         attention = 0 if block.attention is None else block.attention.params(self.hidden)
         return attention + (0 if block.recurrent is None else block.recurrent.weights)
 
     def unshared(self, block: Block) -> int:
-        """Return those of them that every device of a group holds whole."""
+        """Return the number of these weights that every device of a group holds in full."""
         return 0 if block.attention is None else block.attention.unshared_params(self.hidden)
 
     def dense(self, block: Block) -> int:
-        """Return the weights of the feed-forward block that every token passes, without shared experts."""
+        """Return the number of weights of the feed-forward block that every token passes, without shared experts."""
         return self.products * self.hidden * block.ffn_size
 
     def expert(self, block: Block) -> int:
-        """Return the weights of one expert."""
+        """Return the number of weights of one expert."""
         return (
             0 if block.experts is None else self.products * block.experts.width_in(self.hidden) * block.experts.ffn_size
         )
 
     def beside_experts(self, block: Block) -> int:
-        """Return the weights of shared experts, router, and what surrounds experts."""
+        """Return the number of weights of shared experts, router and the projections around experts."""
         if (experts := block.experts) is None:
             return 0
         shared = self.products * self.hidden * experts.shared_ffn_size
         return shared + self.hidden * (experts.number + 2 * (experts.latent_size or 0))
 
     def whole(self, block: Block) -> int:
-        """Return all weights of a layer."""
+        """Return the number of weights of a layer."""
         number = 0 if block.experts is None else block.experts.number
         return self.mixer(block) + self.dense(block) + number * self.expert(block) + self.beside_experts(block)

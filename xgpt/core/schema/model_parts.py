@@ -1,4 +1,4 @@
-"""Parts of only some models: experts, latent attention, windows, quantised weights, scaled rotary embeddings."""
+"""Parts that only some models have: experts, latent attention, quantised weights, scaled rotary embeddings."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ from xgpt.core.schema.base import Frozen
 
 
 class Experts(Frozen):
-    """Feed-forward blocks of which a router chooses some for each token: a mixture of experts.
+    """A mixture of experts: feed-forward blocks among which a router chooses for each token.
 
-    A layer has `number` experts of width `ffn_size`, and every token passes `active` of them, as well as the shared
+    A layer has `number` experts of width `ffn_size`, and every token passes `active` of them. It also passes the shared
     experts, which together are one block of width `shared_ffn_size`.
     """
 
     number: PositiveInt
-    """Number of a layer's experts to which tokens are routed."""
+    """Number of routed experts in a layer."""
     active: PositiveInt
-    """Number of experts to which a token is routed."""
+    """Number of experts to which each token is routed."""
     ffn_size: PositiveInt
     """Width between the two products of an expert."""
     shared_ffn_size: int = Field(default=0, ge=0)
     """Width of all shared experts together; every token passes them."""
     dense_layers: tuple[int, ...] = ()
-    """Layers without experts, which have one block of the model's `ffn_size`."""
+    """Layers without experts, which have one feed-forward block of the model's `ffn_size`."""
     skew: float = Field(default=0.0, ge=0)
-    """Exponent of the power law that the experts' shares of tokens are drawn from; 0: all experts are equally busy."""
+    """Exponent of the power law of the experts' shares of tokens; 0: all experts are equally busy."""
     normalised: bool = True
     """Whether the weights of a token's experts add up to one."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Function from a router's scores to weights. With sigmoid, each expert has a bias that only affects the choice."""
+    """Function from router scores to weights. With sigmoid, each expert has a bias that affects only the choice."""
     num_groups: PositiveInt = 1
     """Number of groups of experts."""
     active_groups: PositiveInt = 1
-    """Number of groups from which a token chooses, by its highest score; with sigmoid, by its two highest."""
+    """Number of groups among which experts are chosen for a token; groups are ranked by their highest score, or with
+    sigmoid by their two highest."""
     weight_scale: PositiveFloat = 1.0
     """Factor on the weights of a token's experts."""
     bias: bool = Field(default=False, exclude_if=lambda bias: not bias)
     """Whether the products of an expert have biases."""
     latent_size: PositiveInt | None = None
-    """Width that tokens are projected to before routed experts, and back after them; None: the hidden size."""
+    """Width to which tokens are projected before routed experts, and from which back after them; None: the hidden
+    size."""
 
     @model_validator(mode="after")
     def _check(self) -> Experts:
@@ -55,23 +57,23 @@ class Experts(Frozen):
         return self
 
     def width_in(self, hidden: int) -> int:
-        """Return the width of what enters a routed expert."""
+        """Return the width of the input of a routed expert."""
         return self.latent_size or hidden
 
 
 class LatentAttention(Frozen):
     """Multi-head latent attention: keys and values of all heads are computed from one small vector for each token.
 
-    The cache keeps that vector, and a rotated key that all heads share. Source: DeepSeek-V2
+    The cache stores that vector, and a rotated key that all heads share. Source: DeepSeek-V2
     (arXiv 2405.04434) sec. 2.1.
     """
 
     kv_rank: PositiveInt
     """Width of the vector from which keys and values are computed."""
     q_rank: PositiveInt | None = None
-    """Width of the vector from which queries are computed; None: from the hidden state."""
+    """Width of the vector from which queries are computed; None: they are computed from the hidden state."""
     rope_head_dim: NonNegativeInt
-    """Width of the part of a head's query and key that is rotated by position; 0: nothing is."""
+    """Width of the part of a head's query and key that is rotated by position; 0: no part."""
     value_head_dim: PositiveInt
     """Width of a head's value."""
     rope_interleaved: bool = True
@@ -79,27 +81,27 @@ class LatentAttention(Frozen):
 
     @property
     def kept_per_token(self) -> int:
-        """Elements of a token that a layer keeps."""
+        """Number of elements that a layer stores for a token."""
         return self.kv_rank + self.rope_head_dim
 
 
 Part = Literal["attention", "dense", "shared", "experts"]
-"""Parts of a layer whose weights may be stored in another format: blocks that mix tokens, dense feed-forward blocks,
+"""Parts of a layer whose weights may be stored in different formats: blocks that mix tokens, dense feed-forward blocks,
 shared experts, and routed experts."""
 EIGHT_BITS = ("fp8", "fp8_block", "int8", "mxfp8")
 _BITS = {"fp8": 8.0, "fp8_block": 8.0, "int8": 8.0, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
 
 
 class Quantization(Frozen):
-    """The format in which a checkpoint stores weights in fewer bits than its dtype has.
+    """The format of quantised weights in a checkpoint.
 
-    - fp8: products in eight bits, a scale for each matrix or row;
-    - fp8_block: products in eight bits, a scale for each 128 x 128 weights and each 128 activations;
-    - mxfp8: products in eight bits, a scale of eight for each 32 weights;
-    - mxfp4: four bits, a scale of eight for each 32 weights, unpacked for products in the dtype;
-    - nvfp4: four bits, a scale of eight for each 16 weights, unpacked for products in the dtype;
-    - int4: four bits, a scale of 16 for each `group_size` weights, unpacked for products in the dtype;
-    - int8: products in eight bits, a scale for each output of the weights and for each token.
+    - fp8: 8-bit products, one scale for each matrix or row;
+    - fp8_block: 8-bit products, one scale for each 128 x 128 weights and each 128 activations;
+    - mxfp8: 8-bit products, an 8-bit scale for each 32 weights;
+    - mxfp4: 4-bit weights, an 8-bit scale for each 32 weights, unpacked for products in the dtype;
+    - nvfp4: 4-bit weights, an 8-bit scale for each 16 weights, unpacked for products in the dtype;
+    - int4: 4-bit weights, a 16-bit scale for each `group_size` weights, unpacked for products in the dtype;
+    - int8: 8-bit products, one scale for each output of the weights and each token.
 
     Embedding, output head, norms and routers stay in the dtype.
     """
@@ -109,26 +111,27 @@ class Quantization(Frozen):
     experts_only: bool = False
     """Whether attention, shared experts and dense blocks stay in the dtype."""
     kept: tuple[Part, ...] = ()
-    """Further parts that stay in the dtype."""
+    """Further parts whose weights stay in the dtype."""
     eight_bit_parts: tuple[Part, ...] = ()
-    """Parts that are in eight bits where the others have four."""
+    """Parts with 8-bit weights, if the others have 4 bits."""
     finds_scales: bool = False
-    """Whether each step finds the scale of its activations anew (fp8); otherwise the checkpoint holds one a matrix."""
+    """Whether each step computes the scale of its activations (fp8); otherwise the checkpoint holds one for each
+    matrix."""
     group_size: PositiveInt = 128
-    """Weights that share a scale (int4), or along each side of a block of them (fp8_block)."""
+    """Number of weights that share a scale (int4), or on each side of a block that shares one (fp8_block)."""
     has_zero_points: bool = False
-    """Whether each group has a zero point of four bits, too (int4)."""
+    """Whether each group also has a 4-bit zero point (int4)."""
     kv_float8: bool = False
-    """Whether the checkpoint asks for keys and values in eight bits."""
+    """Whether the checkpoint requests 8-bit keys and values."""
 
     @property
     def computes_in_eight_bits(self) -> bool:
-        """Whether products run in eight bits; otherwise weights are unpacked for products in the dtype."""
+        """Whether products run in 8 bits; otherwise weights are unpacked for products in the dtype."""
         return self.kind in EIGHT_BITS
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight, its share of scales included."""
+        """Bytes of a weight, including its share of scales."""
         if self.kind == "int4":
             return (4 + (16 + 4 * self.has_zero_points) / self.group_size) / 8
         return _BITS[self.kind] / 8
@@ -150,9 +153,9 @@ class RopeScaling(Frozen):
     factor: float = Field(gt=0)
     """Factor on long wavelengths."""
     low_freq_factor: float = Field(gt=0)
-    """Wavelengths above the context over this are scaled fully."""
+    """Wavelengths above `original_max_position` divided by this are scaled fully."""
     high_freq_factor: float = Field(gt=0)
-    """Wavelengths below the context over this are not scaled."""
+    """Wavelengths below `original_max_position` divided by this are not scaled."""
     original_max_position: PositiveInt
     """Context before scaling."""
 
@@ -167,7 +170,7 @@ class LinearRope(Frozen):
 
 
 class YarnRope(Frozen):
-    """YaRN: long wavelengths are multiplied by a factor, short ones stay, and queries and keys are scaled.
+    """YaRN: long wavelengths are multiplied by a factor, short ones are unchanged, and queries and keys are scaled.
 
     Source: arXiv 2309.00071.
     """

@@ -1,4 +1,4 @@
-"""The documents that commands print with --json, where these are not files of xgpt's own."""
+"""The documents that commands print with --json, except xgpt's own files."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class GainOutput(Frozen):
 
 
 class RangeOutput(Frozen):
-    """The gain for each device as it stands under every assumption."""
+    """The range of the gain for each device over all assumptions."""
 
     least: float
-    """The gain under the worst assumption."""
+    """The smallest gain."""
     most: float
-    """The gain under the best."""
+    """The largest gain."""
     worst: str
-    """The worst assumption."""
+    """The assumption with the smallest gain."""
 
 
 class CompareOutput(Frozen):
-    """Every policy at its own best under one bound."""
+    """The best plan of every policy under one bound."""
 
     plans: dict[str, Plan]
     """The best plan of each policy, the best of all first."""
@@ -45,43 +45,43 @@ class CompareOutput(Frozen):
     gain: GainOutput | None
     """Gain over the current deployment; null: none was given, or it keeps the bounds at no arrival rate."""
     gain_ranges: dict[str, RangeOutput]
-    """The range of each policy's gain whatever is assumed: costs of mixed steps, pace, lengths, bursts."""
+    """The range of each policy's gain over assumptions on the cost of mixed steps, pace, lengths and bursts."""
     keeps_current: bool = False
-    """Whether no plan gains over what runs now under every assumption: then keep it."""
+    """Whether no plan gains over the current deployment under every assumption, so that it should be kept."""
     measured: dict[str, BenchReport]
     """Figures of each plan measured on this machine, by policy."""
 
 
 class CalibratedLoadOutput(Frozen):
-    """A measured load, next to what was predicted of it."""
+    """A measured load and its prediction."""
 
     source: str
     """Benchmark and file."""
     used: bool
-    """Whether the fit used it; otherwise it tells the fit's error."""
+    """Whether the fit used it; otherwise it shows the fit's error."""
     measured: dict[str, float]
-    """Requests a second, and mean seconds to the first token and between tokens."""
+    """Measured requests a second, and mean seconds to the first token and between tokens."""
     before: dict[str, float]
-    """Relative error of each as predicted before the fit."""
+    """Relative error of each figure before the fit."""
     after: dict[str, float]
-    """Relative error of each after it."""
+    """Relative error of each figure after the fit."""
 
 
 class CalibrateOutput(Frozen):
-    """What a fit to benchmarks changed, and the errors before and after it."""
+    """The correction by a fit to benchmarks, and the errors before and after it."""
 
     pace: float
     """Factor on all step times."""
     step_s: float
-    """Seconds that each step takes besides."""
+    """Further seconds of each step."""
     path_s: float
-    """Seconds that a request takes outside of the engine's loop besides."""
+    """Further seconds of a request outside the engine's loop."""
     loads: tuple[CalibratedLoadOutput, ...]
     """The loads."""
 
 
 class SimulateOutput(Frozen):
-    """Figures of a simulated run: with --arrival-rate those that count from arrival, else those from admission."""
+    """Figures of a simulated run: from arrival with --arrival-rate, else from admission."""
 
     num_requests: int
     """Number of requests that finished in the window."""
@@ -94,7 +94,7 @@ class SimulateOutput(Frozen):
     itl_p99_s: float
     """99th percentile of the gaps between tokens of a request."""
     preemptions: int
-    """Number of times that a request lost its keys and values."""
+    """Number of times that a request was preempted and lost its keys and values."""
     encode_batch: float
     """Mean number of requests encoded in a step that encodes."""
     decode_batch: float
@@ -102,29 +102,29 @@ class SimulateOutput(Frozen):
     idle_share: float
     """Share of time in which a stage is idle."""
     latency_s: float | None = None
-    """Mean time from admission until a request of the quantile's length has its last token."""
+    """Mean time from admission to the last token of requests whose output length is at the quantile."""
     request_latency_s: float | None = None
-    """The quantile over requests of the time from admission to the last token."""
+    """Quantile over requests of the time from admission to the last token."""
     ttft_s: float | None = None
     """Mean time from admission to the first token."""
     reused_share: float | None = None
-    """Share of prompt tokens whose keys and values were found."""
+    """Share of prompt tokens whose keys and values were in the cache."""
     goodput: float | None = None
-    """Share of requests that keep every bound; of classes, those of their own."""
+    """Share of requests that keep every bound, or those of their class."""
     goodput_by_class: dict[str, float] | None = None
-    """Of each class of requests, the share that keeps its bounds."""
+    """Share of each class's requests that keep the bounds of the class."""
     ttft_mean_s: float | None = None
-    """Mean time from arrival to the first token; the quantiles of it follow."""
+    """Mean time from arrival to the first token, followed by its quantiles."""
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None
     ttft_p99_s: float | None = None
     tpot_mean_s: float | None = None
-    """Mean over requests of the mean gap between their tokens; the quantiles of it follow."""
+    """Mean over requests of the mean gap between their tokens, followed by its quantiles."""
     tpot_p50_s: float | None = None
     tpot_p90_s: float | None = None
     tpot_p99_s: float | None = None
     whole_mean_s: float | None = None
-    """Mean time from arrival to the last token; the quantiles of it follow."""
+    """Mean time from arrival to the last token, followed by its quantiles."""
     whole_p50_s: float | None = None
     whole_p90_s: float | None = None
     whole_p99_s: float | None = None

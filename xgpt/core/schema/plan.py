@@ -20,36 +20,36 @@ from xgpt.core.schema.step_log import Account
 from xgpt.core.schema.workload import RequestClass, Workload
 
 HUB = "hf://"
-"""Prefix of a plan's checkpoint that is an id on Hugging Face's hub, and not a directory."""
+"""Prefix of a checkpoint that is an id on the Hugging Face Hub, not a directory."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 
 SLICE_TOKENS = 2048
-"""Largest number of tokens that pass the layers at once: larger steps run in slices, to bound activations."""
+"""Largest number of tokens that pass the layers at once; larger steps run in slices, to limit activations."""
 
 NEVER_NS = 10**15
-"""The bound of requests without one, for the rule: eleven days."""
+"""The bound that the scheduling rule uses for requests without one: eleven days."""
 
 EngineKind = Literal["native", "vllm"]
 SPECULATIVE_POLICIES = ("chunked", "orca")
-"""Policies that speculative decoding goes with: every step decodes all running requests."""
+"""Policies that support speculative decoding: every step decodes all running requests."""
 Batching = Literal["flat", "padded", "rows", "slots"]
-"""How a whole batch is laid out: flat, without padding; one request a row; concatenated in rows; in slots of rows."""
+"""Layout of a whole batch: flat, without padding; padded, one request a row; concatenated in rows; in slots of rows."""
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name is one that Hugging Face's hub allows: ORGANISATION/MODEL, in letters, digits and - . _"""
+    """Return whether the Hugging Face Hub allows a name: ORGANISATION/MODEL, in letters, digits and - . _"""
     return _HUB_ID.fullmatch(name) is not None and not ("--" in name or ".." in name or name.endswith(".git"))
 
 
 class Stage(Frozen):
     """One pipeline stage: its devices, and the layers [first, last) that they hold.
 
-    `kv_blocks` is the number of K/V blocks of its layers. The encode lane of an encoder-decoder has no decoder layers:
-    there the blocks hold the encoder's hidden states of prompts that the decode lane has not received yet.
+    The encode lane of an encoder-decoder has no decoder layers: its K/V blocks hold the encoder's hidden states of
+    prompts that the decode lane has not received yet.
     """
 
     lane: StageLane = "both"
-    """Lane that the stage belongs to."""
+    """Lane of the stage."""
     devices: tuple[int, ...]
     """Devices of the stage, by number."""
     encode_layers: tuple[int, int] | None = None
@@ -59,78 +59,79 @@ class Stage(Frozen):
     tp: PositiveInt = 1
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
-    """Number of parts into which its devices divide a layer's experts; devices of a part hold slices of its experts.
-    More than `tp`: replicas hold the experts together, each of their devices whole ones, and run in step; attention and
-    K/V are each replica's own (attention by data parallelism)."""
+    """Number of parts into which the devices divide a layer's experts; the devices of a part hold slices of its
+    experts. If it exceeds `tp`, replicas run in step and hold the experts together, each device whole experts, while
+    each replica has its own attention and K/V (attention by data parallelism)."""
     kv_blocks: PositiveInt
-    """Number of K/V blocks."""
+    """Number of K/V blocks of the stage's layers."""
 
 
 class ProfileRef(Frozen):
-    """The profile from which the plan was made. Model, dtype and device are the plan's own.
+    """The profile from which the plan was made; its model, dtype and device are those of the plan.
 
     Attributes:
-        sha256: hash of the profile's content, by which it is found again.
-        engine: the engine whose steps it times, and which the plan is for; None: from a datasheet, for any engine.
-        slowdown: factor on the profile's times, as a server has measured it.
+        sha256: hash of the profile's content, which identifies it.
+        engine: the engine whose steps were timed and which the plan is for; None: times are from a datasheet, for any
+            engine.
+        slowdown: factor on the profile's times, measured by a server.
     """
 
     source: Literal["measured", "analytic", "imported"]
-    """Where its times came from."""
+    """Origin of its times."""
     sha256: str
     engine: str | None = None
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
-    """Threads that it was measured with."""
+    """Number of threads during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Layout of the weights of each shape (OUTxIN) on a CPU; of `head`, that of its copy in eight bits; of `prompts`
-    and `decodes`, the keys that attention passes at a time."""
+    """Layout of the weights of each shape (OUTxIN) on a CPU; under `head`, the layout of the head's 8-bit copy; under
+    `prompts` and `decodes`, the number of keys that attention reads at a time."""
     spread: float = 0.0
-    """Share by which slow stretches of the measurement exceed the mean."""
+    """Share by which slow periods of the measurement exceed the mean."""
     slowdown: PositiveFloat = 1.0
     provenance: dict[str, str] = Field(default_factory=dict)
     """Source of each part's numbers."""
 
 
 class Plan(Frozen):
-    """The whole of plan.json: every number that a run needs, so that the runner computes none itself."""
+    """The content of plan.json: every number that a run needs, so that the runner computes none."""
 
     schema_version: Literal[1] = 1
     """Version of this format."""
     model: ModelSpec
     """The model's shape."""
     checkpoint: str | None = None
-    """Directory of the weights, or hf:// and their Hugging Face id; None: weights are drawn from `seed`."""
+    """Directory of the weights, or hf:// and a Hugging Face id; None: weights are drawn from `seed`."""
     seed: int = 0
     """Seed of weights without a checkpoint, and of sampling."""
     dtype: DType
-    """Type that products run in."""
+    """Data type of matrix products."""
     kv_dtype: DType | None = None
-    """Type of keys and values; None: that of the dtype."""
+    """Data type of keys and values; None: the default for `dtype`."""
     cluster: ClusterSpec
     """The devices that the plan is for."""
     engine: EngineSpec | None = None
-    """The engine that runs the plan; None: any engine, known only by the profile's steps."""
+    """The engine that runs the plan; None: an engine without a description."""
     workload: Workload
-    """The lengths that the plan is for."""
+    """The request lengths for which the plan was made."""
     constraint: Constraint
-    """The objective, and the bounds that the plan keeps."""
+    """The objective and the bounds of the plan."""
     policy: PolicySettings
     """The schedule and its control variables."""
     pinned: Pinned = Pinned()
-    """What the user asked of the schedule."""
+    """The user's settings of the schedule."""
     speculation: Speculation | None = Field(default=None, exclude_if=lambda speculation: speculation is None)
-    """Speculative decoding; None: off. A step of the schedule is then the part of a whole one in which each request
-    gets one token on average: `step_tokens` is what a whole one holds."""
+    """Speculative decoding; None: off. With it, a step of the schedule is the part of a whole step in which each
+    request gets one token on average; `step_tokens` gives the tokens of a whole step."""
     admission: Admission = Admission()
-    """Which request enters next, and how K/V memory is promised."""
+    """The order in which waiting requests enter, and the reservation of K/V memory."""
     replicas: PositiveInt = 1
-    """Copies of the stages, each serving requests of its own."""
+    """Number of copies of the stages, each of which serves different requests."""
     block_size: PositiveInt = 16
     """Tokens of a K/V block."""
     stages: tuple[Stage, ...] = Field(min_length=1)
-    """Stages of one replica, in the order in which steps pass them."""
+    """Stages of one replica, in the order in which a step passes them."""
     estimate: Estimate
     """The predicted figures."""
     search: SearchCertificate
@@ -144,11 +145,12 @@ class Plan(Frozen):
 
     @property
     def sharing_replicas(self) -> int:
-        """Number of replicas that hold the experts together: attention by data parallelism. 1: each holds all."""
+        """Number of replicas that hold the experts together (attention by data parallelism); 1: each replica holds all
+        experts."""
         return max(1, self.stages[0].ep // self.stages[0].tp)
 
     def step_tokens(self, budget: int) -> int:
-        """Return the largest number of tokens of a whole step, from that of a step of the schedule."""
+        """Return the largest number of tokens of a whole step, given that of a step of the schedule."""
         if self.speculation is None:
             return budget
         each, most = self.speculation.tokens_per_step, getattr(self.policy, "max_batch", 0)
@@ -156,7 +158,8 @@ class Plan(Frozen):
 
     @property
     def request_path_s(self) -> float:
-        """Seconds that a request of the mean prompt spends outside of waiting and steps, from its engine's figures."""
+        """Seconds that a request with the mean prompt spends neither waiting nor in steps, from its engine's
+        figures."""
         return (
             0.0 if self.engine is None else self.engine.request_path_s(self.workload.input.mean, self.model.num_layers)
         )
@@ -164,25 +167,27 @@ class Plan(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Plan:
         if (self.checkpoint or "").startswith(HUB) and not is_hub_id(str(self.checkpoint).removeprefix(HUB)):
-            raise ValueError(f"checkpoint: behind {HUB} there must be an id as Hugging Face has it, ORGANISATION/MODEL")
+            raise ValueError(f"checkpoint: after {HUB} there must be a Hugging Face id, ORGANISATION/MODEL")
         if self.speculation is not None and (len(self.stages) > 1 or self.policy.kind not in SPECULATIVE_POLICIES):
             raise ValueError(
-                f"speculation: it goes with one stage and {' or '.join(SPECULATIVE_POLICIES)}, not with "
+                f"speculation: it needs one stage and {' or '.join(SPECULATIVE_POLICIES)}; the plan has "
                 f"{len(self.stages)} stages of {self.policy.kind}"
             )
         lanes = set(self.policy.lanes)
         if {stage.lane for stage in self.stages} != lanes:
-            raise ValueError(f"stages: {self.policy.kind} runs on lanes {', '.join(sorted(lanes))}")
+            raise ValueError(f"stages: {self.policy.kind} needs stages of the lanes {', '.join(sorted(lanes))}")
         for lane in lanes:
             self._check_layers(lane)
         self._check_bounds_of_rule()
         devices = [device for stage in self.stages for device in stage.devices]
         if len(set(devices)) != len(devices) or any(len(stage.devices) != stage.tp for stage in self.stages):
-            raise ValueError(f"stages: devices {devices} must be tp of each stage, and each of only one stage")
+            raise ValueError(f"stages: devices {devices} must be different, and each stage must have tp of them")
         experts = 1 if self.model.experts is None else self.model.experts.number
         if any((stage.ep <= stage.tp and stage.tp % stage.ep) or experts % stage.ep for stage in self.stages):
             parts = [stage.ep for stage in self.stages]
-            raise ValueError(f"stages: ep {parts} must divide tp of each stage and {experts}, the experts of a layer")
+            raise ValueError(
+                f"stages: ep {parts} must divide the tp of its stage and the number of experts of a layer, {experts}"
+            )
         if any(stage.ep % stage.tp for stage in self.stages) and self.sharing_replicas > 1:
             raise ValueError(f"stages: ep {self.stages[0].ep} is not a multiple of tp {self.stages[0].tp}")
         if self.replicas % self.sharing_replicas or (self.sharing_replicas > 1 and len(self.stages) > 1):
@@ -198,7 +203,7 @@ class Plan(Frozen):
         return self
 
     def _check_bounds_of_rule(self) -> None:
-        """Check that the bound and the step times by which the rule decides are there."""
+        """Check that the bound and the step times that the scheduling rule uses are present."""
         has_times = self.estimate.step_times is not None
         if (
             isinstance(self.policy, ChunkedSettings)
@@ -210,7 +215,8 @@ class Plan(Frozen):
             raise ValueError("admission.order: in-time needs a bound on the time to first token, and step_times")
 
     def _check_layers(self, lane: str) -> None:
-        """Check that a lane's stages follow each other, and hold all decoder layers where requests are decoded."""
+        """Check that the layers of a lane's stages follow each other, and that a lane that decodes has all decoder
+        layers."""
         before = 0
         for first, last in (stage.decode_layers for stage in self.stages if stage.lane == lane):
             if first != before or last < first or (first == last and lane != "encode"):
@@ -228,7 +234,7 @@ class Plan(Frozen):
         return self._in_loop_ns(self.constraint.ttft_s, self.request_path_s)
 
     def account_of(self, request_class: RequestClass, key: str = "", share: float = 1.0) -> Account:
-        """Return what the rule goes by for the requests of a class, sent with the API key of that name and share."""
+        """Return the account of a class's requests under the API key of this name and share."""
         ttft_ns, tpot_ns = (
             self._in_loop_ns(request_class.ttft_s, self.request_path_s),
             self._in_loop_ns(request_class.tpot_s, 0.0),
@@ -238,7 +244,7 @@ class Plan(Frozen):
 
     @property
     def tpot_ns(self) -> int | None:
-        """Nanoseconds that a request may take between tokens in the mean, headroom subtracted; None: no bound."""
+        """Largest mean nanoseconds between a request's tokens, headroom subtracted; None: no bound."""
         return self._in_loop_ns(self.constraint.tpot_s, 0.0)
 
     def _in_loop_ns(self, bound_s: float | None, outside_s: float) -> int | None:
@@ -246,17 +252,19 @@ class Plan(Frozen):
 
     @property
     def vllm_shares_prompts(self) -> bool:
-        """Whether vLLM can share the K/V of equal prompts under this plan: in one lane, without attention windows."""
+        """Whether vLLM can share the K/V of equal prompts under this plan, which needs one lane and no attention
+        windows."""
         return self.policy.lanes == ("both",) and self.model.sliding_window is None
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the plan's engine shares the K/V of equal beginnings of prompts; none can with an encoder."""
+        """Whether the plan's engine shares the K/V of equal prompt prefixes; no engine can if the model has an
+        encoder."""
         return not self.model.is_encoder_decoder and (self.profile.engine != "vllm" or self.vllm_shares_prompts)
 
     @property
     def seeded_weights(self) -> str | None:
-        """The warning to show with a plan that has no checkpoint; None: it has one."""
+        """The warning for a plan without a checkpoint; None: it has one."""
         if self.checkpoint is not None:
             return None
         return f"no checkpoint: weights are drawn from seed {self.seed}, and tokens mean nothing"
@@ -268,7 +276,7 @@ class Plan(Frozen):
 
     @property
     def precision(self) -> Precision:
-        """Types of the data in the devices' memory."""
+        """Data types of the model's parts in the devices' memory."""
         return Precision.of(
             self.dtype, self.cluster.device.type, self.profile.engine, self.kv_dtype, self.profile.layouts
         )
@@ -285,7 +293,7 @@ class Plan(Frozen):
 
     @property
     def promised_output(self) -> int:
-        """Output tokens for which memory is set aside where a request names no maximum."""
+        """Output tokens for which memory is reserved if a request states no maximum."""
         shares = accumulate(self.workload.output.probabilities)
         most = self.admission.promise_quantile
         pairs = zip(self.workload.output.lengths, shares, strict=True)
@@ -293,9 +301,9 @@ class Plan(Frozen):
 
     @property
     def may_outgrow(self) -> bool:
-        """Whether an output may exceed its promise.
+        """Whether an output may exceed its reservation.
 
-        It may not in a static batch, whose memory is set aside as a whole, nor where an encoder would have to read the
+        It may not in a static batch, whose memory is reserved as a whole, or if an encoder would have to read the
         prompt again.
         """
         return not (self.policy.holds_finished or self.model.is_encoder_decoder)

@@ -1,7 +1,7 @@
-"""The control variables of every policy: what a plan sets, what the search varies.
+"""The settings of every policy, among them the control variables that the search varies.
 
-Each settings class declares its variables once, with the direction in which throughput and latency move; the search
-space and the contract tests read them from here.
+Each class declares its variables once, with the direction in which throughput and latency change; the search space and
+the contract tests read them here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ StageLane = Literal["both", "encode", "decode"]
 
 
 class Variable(NamedTuple):
-    """A control variable, and how throughput and latency move when it grows ("none": its values are enumerated)."""
+    """A control variable, and how throughput and latency change as it grows ("none": its values are enumerated)."""
 
     name: str
     throughput: Direction
@@ -26,43 +26,42 @@ class Variable(NamedTuple):
 
 
 class TensorParallel(Frozen):
-    """Tensor parallelism of a lane: `devices` of its devices run in groups of `degree`, the others one by one."""
+    """Tensor parallelism of a lane: `devices` of its devices form groups of `degree`; each of the others is a stage."""
 
     degree: PositiveInt = 1
-    """Devices of a group."""
+    """Number of devices of a group."""
     devices: int = Field(default=0, ge=0)
-    """Devices that run in groups."""
+    """Number of devices in groups."""
     ep_degree: PositiveInt = 1
-    """Parts into which a group divides the experts of a layer."""
+    """Number of parts into which a group divides the experts of a layer."""
 
 
 class SingleLane(Frozen):
-    """Settings that the single-lane policies share.
-
-    `tp_devices` of the devices run in groups of `tp_degree`, the others one by one.
+    """Settings of all single-lane policies: `tp_devices` of the devices form groups of `tp_degree`; each other is a
+    stage.
     """
 
     tp_degree: PositiveInt = 1
-    """Devices of a tensor-parallel group."""
+    """Number of devices of a tensor-parallel group."""
     tp_devices: int = Field(default=0, ge=0)
-    """Devices that run in such groups."""
+    """Number of devices in such groups."""
     ep_degree: PositiveInt = 1
-    """Parts into which such a group divides the experts of a layer."""
+    """Number of parts into which such a group divides the experts of a layer."""
 
     tuned: ClassVar[tuple[str, ...]] = ()
-    """Settings of the rule (not of the placement) other than the variables."""
+    """Settings of the scheduling rule, not of the placement, that are not control variables."""
     steadying: ClassVar[tuple[str, ...]] = ()
-    """Settings of the rule that are numbers, 0 by default, and that `--fix` can hold."""
+    """Numeric settings of the scheduling rule, 0 by default, that `--fix` can set."""
     lanes: ClassVar[tuple[StageLane, ...]] = ("both",)
-    """The lanes of a replica's stages."""
+    """Lanes of a replica's stages."""
     holds_finished: ClassVar[bool] = False
-    """Whether requests keep their place until the whole batch has finished."""
+    """Whether finished requests keep their slots until the whole batch has finished."""
 
 
 class RraSettings(SingleLane):
-    """Encode `encode_batch` requests, then run `decode_iterations` decode iterations, and again.
+    """Alternately encode `encode_batch` requests and run `decode_iterations` decode iterations.
 
-    Source: ExeGPT sec. 4.1. `encode_batch` is the average: the rule packs by tokens (sec. 5.2).
+    Source: ExeGPT sec. 4.1. `encode_batch` is the mean: the scheduling rule fills steps by tokens (sec. 5.2).
     """
 
     kind: Literal["rra"] = "rra"
@@ -72,7 +71,7 @@ class RraSettings(SingleLane):
     decode_iterations: PositiveInt
     """Decode iterations in a phase (N_D)."""
     microbatches: PositiveInt = 1
-    """Micro-batches that pass the pipeline in turn."""
+    """Number of micro-batches that pass through the pipeline in turn."""
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("encode_batch", "rises", "rises", "requests encoded a phase (B_E)"),
         Variable("decode_iterations", "falls", "falls", "decode iterations a phase (N_D)"),
@@ -81,14 +80,14 @@ class RraSettings(SingleLane):
     @model_validator(mode="before")
     @classmethod
     def _without_thresholds(cls, data: object) -> object:
-        """Plans of version 0.1 state the thresholds of a policy that is gone; null changes nothing."""
+        """Drop the thresholds of a removed policy, which plans of version 0.1 contain, if they are null."""
         if isinstance(data, dict) and data.get("thresholds", 0) is None:
             return {name: value for name, value in data.items() if name != "thresholds"}
         return data
 
 
 class OrcaSettings(SingleLane):
-    """Iteration-level scheduling: every free slot is refilled at each step, whole prompts at once.
+    """Iteration-level scheduling: at each step waiting requests fill all free slots, and encode whole prompts.
 
     Source: ORCA Algorithm 1.
     """
@@ -96,30 +95,30 @@ class OrcaSettings(SingleLane):
     kind: Literal["orca"] = "orca"
     """The policy."""
     max_batch: PositiveInt
-    """Largest number of requests that run at once, all micro-batches together; a step has a micro-batch's share."""
+    """Largest number of running requests over all micro-batches; a step has the share of one micro-batch."""
     microbatches: PositiveInt = 1
-    """Micro-batches that pass the pipeline in turn."""
+    """Number of micro-batches that pass through the pipeline in turn."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
-        Variable("max_batch", "rises", "rises", "largest number of requests that run at once"),
+        Variable("max_batch", "rises", "rises", "largest number of running requests"),
     )
 
 
 class SlackBudget(Frozen):
-    """A budget of prompt tokens in a step, from the time that running requests can spare.
+    """A budget of prompt tokens in a step, from the slack of running requests.
 
-    A running request's next token is due when its mean time per token would reach the plan's bound. A step takes as
-    many prompt tokens as it can while ending, by the plan's own step times, before the first token is due.
-    Source: FairBatching, arXiv 2510.14392, with deadlines from the first token on.
+    A running request's next token is due when its mean time per token would reach the plan's bound. A step contains as
+    many prompt tokens as let it end, by the plan's step times, before the first token is due. Source: FairBatching,
+    arXiv 2510.14392; here deadlines count from the first token.
     """
 
     least_tokens: PositiveInt
-    """Least number of prompt tokens in a step, however late running requests are."""
+    """Least number of prompt tokens in a step, even if running requests are late."""
     most_tokens: PositiveInt
-    """Largest number of prompt tokens in a step, however much time there is."""
+    """Largest number of prompt tokens in a step, even if running requests have more slack."""
     share: float = Field(default=0.95, gt=0, le=1)
-    """Share of the bound on time per token at which tokens are due; the rest covers steps that take longer than the
-    plan's step times, and in a pipeline the steps of other micro-batches."""
+    """Share of the bound on time per token at which tokens are due; the rest allows for steps that take longer than
+    predicted, and in a pipeline for the steps of other micro-batches."""
     behind_tokens: NonNegativeInt = 0
     """Number of tokens by which a running request may be late; it catches up in steps that encode little."""
 
@@ -131,19 +130,19 @@ class SlackBudget(Frozen):
 
 
 class ChunkedSettings(SingleLane):
-    """Every step decodes all running requests and fills up to `token_budget` tokens with pieces of prompts."""
+    """Decode all running requests in every step, and fill it up to `token_budget` tokens with chunks of prompts."""
 
     kind: Literal["chunked"] = "chunked"
     """The policy."""
     token_budget: PositiveInt
-    """Largest number of tokens in the steps of all micro-batches together; with `slack`, the number at saturation."""
+    """Largest number of tokens in the steps of all micro-batches together; with `slack`, this number at saturation."""
     max_batch: PositiveInt
-    """Largest number of requests that run at once, all micro-batches together; a step has a micro-batch's share."""
+    """Largest number of running requests over all micro-batches; a step has the share of one micro-batch."""
     microbatches: PositiveInt = 1
-    """Micro-batches that pass the pipeline in turn."""
+    """Number of micro-batches that pass through the pipeline in turn."""
     tuned: ClassVar[tuple[str, ...]] = ("slack",)
     slack: SlackBudget | None = None
-    """Budget of prompt tokens by the time that running requests can spare; None: `token_budget` alone."""
+    """Budget of prompt tokens from the slack of running requests; None: only `token_budget`."""
 
     variables: ClassVar[tuple[Variable, ...]] = (
         Variable("token_budget", "none", "none", "largest number of tokens in a step"),
@@ -152,9 +151,10 @@ class ChunkedSettings(SingleLane):
 
 
 class StaticSettings(SingleLane):
-    """Encode a batch and decode it until its longest output has finished, then the next: FasterTransformer.
+    """Encode a batch and decode it until its longest output has finished, then start the next, as FasterTransformer
+    does.
 
-    With more encode than decode micro-batches it is DeepSpeed Inference's hybrid scheduling.
+    With more encode than decode micro-batches it is the hybrid scheduling of DeepSpeed Inference.
     """
 
     kind: Literal["static"] = "static"
@@ -162,9 +162,9 @@ class StaticSettings(SingleLane):
     batch: PositiveInt
     """Number of requests in a batch."""
     encode_microbatches: PositiveInt = 1
-    """Number of parts in which a batch is encoded."""
+    """Number of parts of a batch that are encoded one after the other."""
     decode_microbatches: PositiveInt = 1
-    """Number of parts in which a batch is decoded."""
+    """Number of parts of a batch that are decoded one after the other."""
 
     holds_finished: ClassVar[bool] = True
     variables: ClassVar[tuple[Variable, ...]] = (Variable("batch", "none", "rises", "requests in a batch"),)
@@ -180,24 +180,26 @@ class StaticSettings(SingleLane):
 
 
 class WaaSettings(Frozen):
-    """Encode on one group of devices and decode on another, asynchronously. Source: ExeGPT sec. 4.1."""
+    """Encode on one group of devices and decode on another, asynchronously.
+
+    Source: ExeGPT sec. 4.1."""
 
     kind: Literal["waa"] = "waa"
     """The policy."""
     allocation: Literal["compute", "memory"] = "compute"
-    """How devices are divided between the lanes: by compute or by memory (WAA-C, WAA-M)."""
+    """Division of devices between the lanes: by compute or by memory (WAA-C, WAA-M)."""
     encode_batch: PositiveInt
     """Number of requests encoded at once (B_E)."""
     max_decode_batch: PositiveInt
     """Largest number of requests in decode."""
     decode_microbatches: PositiveInt = 1
-    """Micro-batches of the decode lane."""
+    """Number of micro-batches of the decode lane."""
     buffer_iterations: NonNegativeInt = 0
     """Least number of decode iterations from the start of an encode batch until it joins the decode batch, so that
-    batches join at a steady pace; 0: each joins once it has been transferred."""
+    batches join at regular intervals; 0: each joins once it has been transferred."""
     adjustment_percent: int = Field(default=0, ge=0, lt=100, exclude_if=lambda percent: not percent)
-    """Percent by which the requests in decode may differ from their mean number before an encode batch takes as many
-    percent of its tokens more or fewer (ExeGPT sec. 5.2); 0: never."""
+    """Percentage by which the number of requests in decode may differ from its mean before an encode batch is made
+    smaller or larger by the same percentage (ExeGPT sec. 5.2); 0: it never is."""
     encode_tp: TensorParallel = TensorParallel()
     """Tensor parallelism of the encode lane."""
     decode_tp: TensorParallel = TensorParallel()
@@ -223,13 +225,13 @@ POLICY_GROUPS: dict[str, tuple[str, ...]] = {
     "exegpt": ("rra", "waa-c", "waa-m"),
     "waa": ("waa-c", "waa-m"),
 }
-"""Choices that stand for several policies."""
+"""The policies in each choice that names several."""
 
 
 class Pinned(Frozen):
-    """What the user asked of the schedule, which re-planning keeps; the rest stands in `constraint` and `admission`."""
+    """The user's settings of the schedule, which re-planning keeps; others are in `constraint` and `admission`."""
 
     policy: PolicyChoice = "auto"
     """The policy, or the group of policies."""
     fixed: dict[str, PositiveInt] = Field(default_factory=dict)
-    """Values at which control variables and variables of the placement are held."""
+    """Fixed values of control variables and of placement variables."""

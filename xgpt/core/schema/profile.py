@@ -1,4 +1,4 @@
-"""Step times of one model on one kind of device: what every prediction rests on."""
+"""Step times of one model on one kind of device, from which all predictions are made."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ KNOWN_ERROR = {"measured": 0.05, "imported": 0.10, "analytic": 0.12}
 """Known relative error of step times, by the source of a profile (docs/results/truth.md).
 
 - measured: LEAST_HEADROOM;
-- imported: the median error of the time of an output token over 925 measured configurations of served models, 9.5%;
-- analytic: that, and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(9.5^2 + 7^2).
+- imported: the median error of the time per output token over 925 measured configurations of served models, 9.5%;
+- analytic: that error and the median error of the datasheet's operators against those tables, 6 to 9%: sqrt(9.5^2 +
+  7^2).
 
-The closed forms' own error against the simulated engine, 0.2% of latency in the median, is small in comparison.
+The error of closed forms against the simulated engine, a median of 0.2% of latency, is small in comparison.
 """
 
 UNSERVED_ERROR = 0.10
-"""The same of step times that were measured one by one, and not fitted to steps of a served engine: an endpoint and its
-clients on the same cores, and memory that is written to for the first time, make steps up to 12% longer
+"""Known relative error of step times that were measured one by one and not fitted to a served engine: an endpoint and
+its clients on the same cores, and memory that is written for the first time, make steps up to 12% longer
 (docs/results/prediction.md)."""
 SERVED = "served"
-"""Entry of a profile's provenance that says how it was fitted to steps of a served engine."""
+"""Key in a profile's provenance that describes its fit to the steps of a served engine."""
 PACES_AT_REST = (0.97, 1.06)
-"""How many times as long as a profile as served says steps take on a machine at rest, in nine of ten loads."""
+"""Range of measured over predicted step times in nine of ten loads on an idle machine, for a fitted profile."""
 
 LEAST_HEADROOM = KNOWN_ERROR["measured"]
-"""Least headroom of plans from measured profiles, however small their spread: a minute of measuring shows neither slow
-drift nor the load of clients on the same machine. A running server ignores smaller deviations, and re-plans at larger
-ones."""
+"""Least headroom of plans from measured profiles, even with a small spread: a minute of measuring shows neither slow
+drift nor the load of clients on the same machine. A running server re-plans only at larger deviations."""
 
 
 RESTLESS = 0.15
-"""Spread from which a profile counts as measured on a busy machine: its times include other work."""
+"""Spread above which a profile counts as measured on a busy machine, with other work in its times."""
 MOST_HEADROOM = 0.20
-"""Largest headroom that a profile's spread causes; more would waste the machine because its measurement was
-disturbed."""
+"""Largest headroom that a profile's spread causes; a disturbed measurement should not waste more of the machine."""
 
 
 class Curve(Frozen):
-    """Seconds against one size: `seconds[i]` at `points[i]`; linear between points."""
+    """Seconds as a function of one size: `seconds[i]` at `points[i]`, linear between points."""
 
     points: tuple[int, ...] = Field(min_length=2)
     """Sizes, rising."""
     seconds: tuple[float, ...]
-    """Time at each of them."""
+    """Time at each size."""
 
     @model_validator(mode="after")
     def _check(self) -> Curve:
@@ -64,12 +63,12 @@ class Curve(Frozen):
         return self
 
     def times(self, factor: float) -> Curve:
-        """Return the curve with all times multiplied."""
+        """Return the curve with all times multiplied by `factor`."""
         return self.model_copy(update={"seconds": tuple(factor * s for s in self.seconds)})
 
 
 class Surface(Frozen):
-    """Seconds against (batch, length): `seconds[i][j]` at `batches[i]`, `lengths[j]`; bilinear between."""
+    """Seconds as a function of batch and length: `seconds[i][j]` at `batches[i]` and `lengths[j]`, bilinear between."""
 
     batches: tuple[int, ...] = Field(min_length=1)
     """Batch sizes, rising."""
@@ -95,7 +94,8 @@ class Surface(Frozen):
     def filled(
         cls, measured: Mapping[tuple[int, int], float], batches: Sequence[int], lengths: Sequence[int]
     ) -> Surface:
-        """Build a surface from seconds by (batch, length); where a batch was too large to measure, they grow."""
+        """Build a surface from seconds by (batch, length); batches too large to measure are extrapolated in
+        proportion."""
         rows: list[list[float]] = []
         for i, batch in enumerate(batches):
             row = [
@@ -106,63 +106,63 @@ class Surface(Frozen):
         return cls(batches=tuple(batches), lengths=tuple(lengths), seconds=tuple(map(tuple, rows)))
 
     def times(self, factor: float) -> Surface:
-        """Return the surface with all times multiplied."""
+        """Return the surface with all times multiplied by `factor`."""
         return self.model_copy(update={"seconds": tuple(tuple(factor * s for s in row) for row in self.seconds)})
 
 
 class CrossTimes(Frozen):
-    """Cross-attention of one decoder layer, at one tensor-parallel degree."""
+    """Times of cross-attention in one decoder layer, at one tensor-parallel degree."""
 
     keys_values: Curve
-    """Computing keys and values from the encoder's output, once for each request, against input tokens."""
+    """Computation of keys and values from the encoder's output, once for each request, by input tokens."""
     attention: Surface
-    """One token of each request over its input's keys and values, against (batch, input length)."""
+    """Attention of one token of each request to its input's keys and values, by (batch, input length)."""
 
 
 class LayerTimes(Frozen):
-    """One decoder layer (any layer, where the model has no encoder) on a group of `tp_degree` devices.
+    """Times of one decoder layer (any layer of a decoder-only model) on a group of `tp_degree` devices.
 
     All-reduces within the group are part of `rest`. Source: ExeGPT sec. 3 (XProfiler).
     """
 
     tp_degree: PositiveInt = 1
-    """Devices of the group."""
+    """Number of devices of the group."""
     ep_degree: PositiveInt = 1
-    """Parts into which a layer's experts are divided; the devices of each part hold slices of its experts. More than
-    `tp_degree`: groups share the experts, and each passes as many tokens as this one."""
+    """Number of parts into which a layer's experts are divided; the devices of each part hold slices of its experts. If
+    it exceeds `tp_degree`, several groups divide the experts, and each processes as many tokens as this one."""
     rest: Curve
-    """Everything but attention, against tokens."""
+    """Everything except attention, by tokens."""
     last: Curve | None = None
-    """The same of the model's last layer, for tokens whose logits are not wanted: keys and values alone. What it does
-    for those that are wanted is part of `head` then. None: it is like all others."""
+    """Everything except attention in the model's last layer, for tokens without logits, of which it computes only keys
+    and values; its work for tokens with logits is then part of `head`. None: the last layer is like all others."""
     encode_attention: Surface
-    """Causal attention of whole prompts, against (batch, prompt length)."""
+    """Causal attention of whole prompts, by (batch, prompt length)."""
     decode_attention: Surface
-    """One token of each request over its K/V, against (batch, context)."""
+    """Attention of one token of each request to its K/V, by (batch, context)."""
     cross: CrossTimes | None = None
-    """For an encoder-decoder only."""
+    """Cross-attention; only in encoder-decoders."""
     head: Curve | None = None
-    """As the profile's `head`, shared by the group; None: that one, as on one device."""
+    """Times of the head divided by the group, as the profile's `head`; None: those of one device."""
 
 
 class EncoderLayerTimes(Frozen):
-    """One layer of an encoder-decoder's encoder on a group of `tp_degree` devices, all-reduces included."""
+    """Times of one encoder layer on a group of `tp_degree` devices, including all-reduces."""
 
     tp_degree: PositiveInt = 1
-    """Devices of the group."""
+    """Number of devices of the group."""
     rest: Curve
-    """Everything but attention, against tokens."""
+    """Everything except attention, by tokens."""
     attention: Surface
-    """Whole prompts, each token over all of its prompt, against (batch, prompt length)."""
+    """Attention of all tokens of a prompt to all its tokens, by (batch, prompt length)."""
 
 
 class Jitter(Frozen):
-    """How single steps differ from their mean although all do the same work: the clock, stalls, other work's turns."""
+    """The variation of the times of equal steps: from the clock, stalls and other processes."""
 
     seconds: float = Field(gt=0)
-    """Mean time of the steps that were measured."""
+    """Mean time of the measured steps."""
     ratios: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """Times of single steps over that mean, at evenly spaced quantiles, rising."""
+    """Times of single steps divided by that mean, at evenly spaced quantiles, rising."""
 
     @model_validator(mode="after")
     def _check(self) -> Jitter:
@@ -173,76 +173,78 @@ class Jitter(Frozen):
         return self
 
     def times(self, factor: float) -> Jitter:
-        """Return the jitter of steps that all take `factor` times as long."""
+        """Return the jitter for steps that take `factor` times as long."""
         return self.model_copy(update={"seconds": factor * self.seconds})
 
 
 class Profile(Frozen):
     """The step times of a model on a kind of device: measured, computed or imported.
 
-    `spread` is the share by which slow stretches of the measurement (their 90th percentile) exceed the mean: the error
-    that a prediction can have even from a correct profile.
+    `spread` is the share by which slow periods of the measurement (the 90th percentile) exceed the mean: predictions
+    from a correct profile may have an error of this size.
     """
 
     schema_version: Literal[2] = 2
     """Version of this format."""
     source: Literal["measured", "analytic", "imported"]
-    """Where the times came from."""
+    """Origin of the times."""
     model: ModelShape
     """The shape of the model."""
     dtype: DType
-    """Type that products ran in."""
+    """Data type of matrix products."""
     kv_dtype: DType | None = None
-    """Type of keys and values; None: the dtype."""
+    """Data type of keys and values; None: `dtype`."""
     device: str
     """Name of the device."""
     devices_per_node: PositiveInt = 1
-    """Devices in a node of its cluster; it covers tensor-parallel degrees up to this number."""
+    """Devices in a node of the cluster; the profile covers tensor-parallel degrees up to this number."""
     engine: str | None = None
-    """The engine whose steps were timed: "native", "vllm", another framework; None: a datasheet's, for any engine."""
+    """The engine whose steps were timed: "native", "vllm" or another framework; None: times are from a datasheet, for
+    any engine."""
     engine_version: str | None = None
     """Version of that engine."""
     num_threads: PositiveInt | None = None
     """Number of threads during the measurement."""
     layouts: dict[str, str] = Field(default_factory=dict)
-    """Fastest layout of weights of each shape (OUTxIN) on this CPU, in xgpt's own engine; of `head`, that of a copy in
-    eight bits, with which greedy choices are faster; of `prompts` and `decodes`, the keys that attention passes at a
-    time."""
+    """Fastest layout of weights of each shape (OUTxIN) on this CPU, in xgpt's own engine; under `head`, the layout of
+    an 8-bit copy of the head, which makes greedy sampling faster; under `prompts` and `decodes`, the number of keys
+    that attention reads at a time."""
     layers: tuple[LayerTimes, ...] = Field(min_length=1)
-    """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree within it."""
+    """Times of a decoder layer, for each tensor-parallel degree and each expert-parallel degree with it."""
     encoder_layers: tuple[EncoderLayerTimes, ...] = ()
-    """For an encoder-decoder only: one entry for each degree of `layers`."""
+    """Times of an encoder layer, for each tensor-parallel degree of `layers`; only in encoder-decoders."""
     embedding: Curve
-    """Embedding of a step's tokens."""
+    """Embedding, by tokens."""
     head: Curve
-    """Final norm, output head and sampling, against sampled tokens; where layers have a `last`, also the last layer
-    behind its attention."""
+    """Final norm, output head and sampling, by sampled tokens; if layers have a `last`, also the part of the last layer
+    after its attention."""
     overhead: Curve
-    """The loop's own time for each step (scheduling, batch assembly, bookkeeping), against requests in the step."""
+    """Time of the loop for each step (scheduling, batch assembly, bookkeeping), by requests in the step."""
     hop: Curve | None = None
-    """Sending hidden states from one pipeline stage to the next on the same node, against tokens; None: not known."""
+    """Transfer of hidden states from one pipeline stage to the next on the same node, by tokens; None: not known."""
     inter_node_hop: Curve | None = None
-    """Sending hidden states to a stage on another node, against tokens; None: not known."""
+    """Transfer of hidden states to a stage on another node, by tokens; None: not known."""
     kv_transfer: Curve | None = None
-    """Moving K/V of all layers from one device through host memory to another, against tokens.
+    """Transfer of the K/V of all layers from one device through host memory to another, by tokens.
 
-    A device that holds a share of the layers or heads moves that share of the tokens.
+    For a device with a share of the layers or heads, take that share of the tokens.
     """
     load_bytes_per_s: float | None = Field(default=None, gt=0, exclude_if=lambda rate: rate is None)
-    """Bytes of weights that a device loads in a second, from a checkpoint in host memory; None: not known."""
+    """Bytes of weights that a device loads each second from a checkpoint in host memory; None: not known."""
     spread: float = Field(default=0.0, ge=0)
-    """Share by which slow stretches of the measurement exceed the mean."""
+    """Share by which slow periods of the measurement exceed the mean."""
     others: dict[str, float] = Field(default_factory=dict, exclude_if=lambda others: not others)
-    """Cores that other processes took on average during the measurement, by name, those of 0.05 and more; "steal": a
-    virtual machine's host."""
+    """Mean number of cores that each other process used during the measurement, if at least 0.05, by name; "steal" is
+    the host of a virtual machine."""
     is_brief: bool = Field(default=False, exclude_if=lambda is_brief: not is_brief)
-    """Whether fewer points were measured, less often, because others used the machine; the rest is interpolated."""
+    """Whether fewer points were measured, less often, because other processes used the machine; others are
+    interpolated."""
     gflops: float | None = Field(default=None, gt=0, exclude_if=lambda gflops: gflops is None)
-    """GFLOP/s of a fixed product of matrices on all cores when the measurement began: it shows the clock."""
+    """GFLOP/s of a fixed matrix product on all cores when the measurement began, which shows the clock rate."""
     jitter: Jitter | None = Field(default=None, exclude_if=lambda jitter: jitter is None)
-    """How single short steps differ from their mean; None: not known, all are taken to last as long as the mean."""
+    """The variation of short steps around their mean; None: not known, so that all take the mean time."""
     provenance: dict[str, str] = Field(default_factory=dict)
-    """Source of each part's numbers, where `source` does not say enough."""
+    """Sources of parts of the profile, in addition to `source`."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions of the software during the measurement."""
 
@@ -257,7 +259,7 @@ class Profile(Frozen):
         if encoder_degrees and encoder_degrees != degrees:
             raise ValueError(f"encoder_layers: tp_degrees {encoder_degrees} are not those of layers, {degrees}")
         if any((layer.cross is None) != (not encoder_degrees) for layer in self.layers):
-            raise ValueError("layers: cross goes with encoder_layers, on every degree, or not at all")
+            raise ValueError("layers: cross is needed at every degree with encoder_layers, and not allowed without")
         return self
 
     @property
@@ -267,14 +269,13 @@ class Profile(Frozen):
 
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of a tensor-parallel degree and an expert-parallel degree within it that the profile covers."""
+        """Pairs of tensor-parallel and expert-parallel degree that the profile covers."""
         return tuple((layer.tp_degree, layer.ep_degree) for layer in self.layers)
 
     @property
     def headroom(self) -> float:
-        """Default headroom of plans: the known error of the profile's source, or its spread if that is larger.
-
-        At most `MOST_HEADROOM`.
+        """Default headroom of plans: the known error of the profile's source, or its spread, at most `MOST_HEADROOM`,
+        if that is larger.
         """
         is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
@@ -282,7 +283,7 @@ class Profile(Frozen):
 
     @property
     def is_served(self) -> bool:
-        """Whether its times are fitted to the steps of a served engine."""
+        """Whether the times are fitted to the steps of a served engine."""
         return SERVED in self.provenance
 
     @property
@@ -292,15 +293,15 @@ class Profile(Frozen):
 
     @property
     def unrest(self) -> str:
-        """What is known of a restless measurement, in words."""
-        slow = f"slow stretches took {100 * self.spread:.0f}% longer than the mean"
+        """A description of the other work during a measurement on a busy machine."""
+        slow = f"slow periods took {100 * self.spread:.0f}% longer than the mean"
         text = f"the profile was measured on a busy machine: {slow}"
         if self.is_brief:
-            text += ", few points were measured, and the others are interpolated"
+            text += ", few points were measured, and the rest are interpolated"
         if not self.others:
-            return f"{text}; no process that this one can see took the cores"
+            return f"{text}; no visible process used the cores"
         named = ", ".join(f"{name} {cores:.2g}" for name, cores in list(self.others.items())[:3])
-        return f"{text}; other processes took {sum(self.others.values()):.2g} cores meanwhile ({named})"
+        return f"{text}; other processes used {sum(self.others.values()):.2g} cores meanwhile ({named})"
 
     @property
     def of_means(self) -> Profile:
@@ -308,24 +309,24 @@ class Profile(Frozen):
         return self if self.jitter is None else self.model_copy(update={"jitter": None})
 
     def slowed(self, factor: float) -> Profile:
-        """Return the profile of a machine on which everything takes `factor` times as long."""
+        """Return the profile with all times multiplied by `factor`."""
         return self if factor == 1 else _slowed(self, factor)
 
     def layer(self, tp_degree: int, ep_degree: int = 1) -> LayerTimes:
-        """Return the table of one group of devices.
+        """Return the times of a decoder layer on one group of devices.
 
         Raises:
-            KeyError: the profile holds no such group.
+            KeyError: the profile has no such group.
         """
         if (tp_degree, ep_degree) not in self.groups:
             raise KeyError(tp_degree)
         return self.layers[self.groups.index((tp_degree, ep_degree))]
 
     def encoder_layer(self, tp_degree: int) -> EncoderLayerTimes:
-        """Return the encoder's table of one tensor-parallel degree.
+        """Return the times of an encoder layer at one tensor-parallel degree.
 
         Raises:
-            KeyError: the profile holds no such degree, or no encoder.
+            KeyError: the profile has no such degree, or no encoder.
         """
         if not self.encoder_layers:
             raise KeyError(tp_degree)
@@ -337,7 +338,7 @@ class Profile(Frozen):
         """Return the times of the output head on a group of `tp_degree` devices.
 
         Raises:
-            KeyError: the profile holds no such degree.
+            KeyError: the profile has no such degree.
         """
         heads = [layer.head for layer in self.layers if layer.tp_degree == tp_degree]
         if not heads:
@@ -349,7 +350,7 @@ Table = TypeVar("Table", bound=Frozen)
 
 
 def _slowed(table: Table, factor: float) -> Table:
-    """Return a copy with all curves and surfaces in it, at any depth, multiplied."""
+    """Return a copy with all curves, surfaces and jitters in it, at any depth, multiplied by `factor`."""
 
     def of(value: Any) -> Any:
         if isinstance(value, Curve | Surface | Jitter):

@@ -1,4 +1,4 @@
-"""Re-planning: what a server has observed, what it decided, and what it needs from planning."""
+"""Re-planning: a server's observation, its decision, and the interface of its planner."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Action = Literal["keep", "swap", "redeploy"]
 
 
 class ObservedReuse(Frozen):
-    """What recent requests found of their prompts, and would find with another size of what is kept.
+    """Prefix reuse of recent requests, and their reuse with other cache sizes.
 
     Attributes:
-        share: share of prompt tokens that was found.
-        sizes: tokens kept.
-        shares: share of prompt tokens that a cache of each of these sizes finds.
-        most: the same where it forgets nothing.
+        share: share of prompt tokens that were in the cache.
+        sizes: cache sizes, in tokens.
+        shares: share of prompt tokens that are in a cache of each of these sizes.
+        most: that share in an unlimited cache.
     """
 
     share: float = Field(ge=0, le=1)
@@ -31,19 +31,19 @@ class ObservedReuse(Frozen):
 
 
 class Observation(Frozen):
-    """The lengths of recent requests, the most recent ones counting most.
+    """The lengths of recent requests, weighted towards the most recent ones.
 
     Attributes:
-        workload: their lengths. Outputs that are still running count as at least as long as they are by now.
-        num_requests: requests that arrived.
-        num_finished: those of them that have finished.
+        workload: their lengths; an output that is still running counts as at least as long as it is now.
+        num_requests: number of requests that arrived.
+        num_finished: number of them that have finished.
         weight: Kish's effective sample size of the weighted requests.
-        arrival_rate_per_s: requests a second; None: too few to tell.
+        arrival_rate_per_s: requests a second; None: there were too few.
         input_distance, output_distance: Wasserstein distance to the planned lengths, in tokens.
-        step_ratio: measured over predicted time of the running plan's steps; None: not known.
-        slowdown: measured time of the steps over the profile's; None: too few have been compared.
-        reuse: what they had in common; None: it was not observed.
-        goodput: share of the latest requests that kept their bounds; None: there are none, or too few requests.
+        step_ratio: measured over predicted step times of the running plan; None: not known.
+        slowdown: measured step times over the profile's; None: too few steps have been compared.
+        reuse: their prefix reuse; None: not observed.
+        goodput: share of the latest requests that kept their bounds; None: there are no bounds, or too few requests.
     """
 
     schema_version: Literal[1] = 1
@@ -61,13 +61,13 @@ class Observation(Frozen):
 
 
 class Outcome(Frozen):
-    """The prediction of a plan under the observed lengths.
+    """The predicted figures of a plan under the observed lengths.
 
     Attributes:
-        latency_s: the latency that the bound is compared with.
-        keeps_bound: whether that keeps the bound; None: there is no bound.
-        arrival_rate_per_s: highest arrival rate at which it would keep its bounds, by simulation; None: the plan does
-            not maximise that. `latency_s` is then the quantile of the time from arrival to the last token at that rate.
+        latency_s: the latency that is compared with the bound.
+        keeps_bound: whether it keeps the bound; None: there is no bound.
+        arrival_rate_per_s: simulated highest arrival rate within the bounds, at which `latency_s` is then the quantile
+            of the time from arrival to the last token; None: the plan does not maximise the arrival rate.
     """
 
     policy: PolicySettings
@@ -78,18 +78,18 @@ class Outcome(Frozen):
 
 
 class Decision(Frozen):
-    """The outcome of judging the running plan under the observed lengths.
+    """A decision about the running plan under the observed lengths.
 
     Attributes:
         at: date and time, ISO 8601, UTC.
-        reason: why, in words.
-        running: the plan that ran until then.
-        best: the best plan for these lengths; None: there is none that keeps the bound.
-        slowdown: factor on the profile's times that both plans were predicted with.
-        gain: throughput, or arrival rate where the plan maximises that, that the best plan gains, as a share of the
-            running one's.
-        pause_s: seconds for which the switch would hold up requests.
-        plan_sha256: hash of the plan that runs from then on.
+        reason: the reason for the decision, as text.
+        running: figures of the plan that ran until then.
+        best: figures of the best plan for these lengths; None: no plan keeps the bound.
+        slowdown: factor on the profile's times in the predictions of both plans.
+        gain: relative gain of the best plan over the running one in throughput, or in arrival rate if the plan
+            maximises that.
+        pause_s: seconds for which the switch would delay requests.
+        plan_sha256: hash of the plan that runs after the decision.
         planning_s: seconds that planning took.
     """
 
@@ -109,20 +109,20 @@ class Decision(Frozen):
 
 
 class Proposal(NamedTuple):
-    """A decision, and the plan to go over to; None: the running one stays."""
+    """A decision, and the plan to switch to; None: the running plan stays."""
 
     decision: Decision
     plan: Plan | None
 
 
 class Planner(Protocol):
-    """Planning, as a server sees it: in another process, and never on the path of a request."""
+    """The interface through which a server plans: in another process, and never on the path of a request."""
 
     def predict_s(self, plan: Plan, encode: list[tuple[int, int, int]], decodes: list[tuple[int, int]]) -> float | None:
-        """Return the seconds that a step of a plan should take; None: it also waits for other steps of its pipeline.
+        """Return the predicted seconds of a step of a plan; None: the step also waits for other steps of its pipeline.
 
         Args:
-            encode: (start, end, 1 or 0 for sampled) of each piece of a prompt.
+            encode: (start, end, 1 if it samples or 0) of each chunk of a prompt.
             decodes: (input tokens, output tokens so far) of each decoding request.
         """
 

@@ -8,13 +8,14 @@ from xgpt.core.schema.base import Frozen
 
 
 class Comparison(Frozen):
-    """One figure, predicted and measured.
+    """A predicted and a measured value of one figure.
 
     Attributes:
-        predicted: what the plan states of a long run; for other loads than its own, simulated of the requests.
-        at_pace: simulated of the very requests that were sent, for a machine at the pace of the measured steps; None:
-            not known.
-        low, high: least and largest value for these requests on a machine at rest (`PACES_AT_REST`); None: not known.
+        predicted: the plan's value for a long run; for loads other than the plan's, the value from a simulation of the
+            requests.
+        at_pace: value from a simulation of the sent requests on a machine at the pace of the measured steps; None: not
+            known.
+        low, high: lowest and highest value for these requests on an idle machine (`PACES_AT_REST`); None: not known.
     """
 
     metric: str
@@ -31,26 +32,25 @@ class Comparison(Frozen):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the measured figure is not within its range; one without a range is not."""
+        """Whether there is a range and the measured value is not in it."""
         return self.low is not None and self.high is not None and not self.low <= self.measured <= self.high
 
     @property
     def error_at_pace(self) -> float | None:
-        """What is left of the error for these requests at the machine's pace: that of the model. None: the pace is not
-        known."""
+        """Relative error of the prediction for these requests at the machine's pace, which is the error of the model;
+        None: the pace is not known."""
         if self.at_pace is None:
             return None
         return self.at_pace / self.measured - 1 if self.measured else 0.0
 
 
 class Calibration(Frozen):
-    """A profile's correction by measured steps.
+    """The correction of a profile by measured steps.
 
     Attributes:
-        factors: what each of the profile's tables is multiplied by.
-        error_before, error_after: mean absolute relative error of a step's time, on steps of requests that were not
-            used.
-        bias_before, bias_after: relative error of the time of all those steps together.
+        factors: factor on each of the profile's tables.
+        error_before, error_after: mean absolute relative error of step times, on steps that the fit did not use.
+        bias_before, bias_after: relative error of the total time of those steps.
     """
 
     factors: dict[str, float]
@@ -63,13 +63,13 @@ class Calibration(Frozen):
 
 
 class CoreWaits(Frozen):
-    """What the engine's threads lost of a run's steps to other threads that had their cores, and what is left without.
+    """The time for which the engine's threads waited for cores in a run, and the figures without these waits.
 
     Attributes:
-        seconds: of all steps, as Linux counts them: those for which a thread was ready to run and waited.
-        share_of_steps: in which that was a tenth of the step's time or more.
-        pace: of the steps, had they not waited.
-        gaps: 99th percentile of the gaps between tokens, had no step waited.
+        seconds: seconds for which a thread was ready to run and waited, over all steps, as Linux counts them.
+        share_of_steps: share of steps that waited for at least a tenth of their time.
+        pace: pace of the steps without these waits.
+        gaps: 99th percentile of the gaps between tokens without these waits.
     """
 
     seconds: float
@@ -79,15 +79,15 @@ class CoreWaits(Frozen):
 
 
 class BenchReport(Frozen):
-    """A replay of a workload against a plan.
+    """The results of replaying a workload against a plan.
 
-    For a plan that maximises arrivals, `bound_kept` says whether as many of all requests as were to keep their bounds
-    from arrival on did, `share_within_bound` which share kept every bound (the goodput); both are None where requests
-    are always waiting. For other plans they count from admission, and
-    `bound_kept` is about the latency that the plan bounds.
+    For a plan that maximises arrivals, `bound_kept` says whether the quantile of all requests kept the bounds, counted
+    from arrival, and `share_within_bound` is the share that kept every bound (the goodput); both are None if requests
+    are always waiting. For other plans times count from admission, and `bound_kept` is about the latency that the plan
+    bounds.
 
-    `calibration_gflops` is the rate of a fixed matrix product before and after the run, by which a change of the
-    machine's clock shows.
+    `calibration_gflops` is the rate of a fixed matrix product before and after the run, which shows a change of the
+    machine's clock rate.
     """
 
     plan_sha256: str
@@ -99,36 +99,36 @@ class BenchReport(Frozen):
     window_s: float
     figures: tuple[Comparison, ...]
     pace: float | None = None
-    """How many times as long as predicted all steps together took; None: not known."""
+    """Measured over predicted time of all steps together; None: not known."""
     paces: dict[str, float] = Field(default_factory=dict)
-    """The same of each lane, of each replica where there are several, and of each worker of a pipeline."""
+    """The pace of each lane, of each replica if there are several, and of each worker of a pipeline."""
     core_waits: CoreWaits | None = None
-    """What other threads on the engine's cores took of that; None: not known, as of workers in other processes."""
+    """The waits for cores in these times; None: not known, as for workers in other processes."""
     differences: str | None = None
-    """How the machine differed before the run from what it was when it was profiled; None: it did not."""
+    """How the machine before the run differed from its state during profiling; None: it did not."""
     headroom: float = 0.0
-    """The share by which the plan lets steps take longer than the profile says."""
+    """The share by which the plan allows steps to take longer than in the profile."""
     latency_bound_s: float | None
     bound_kept: bool | None
     share_within_bound: float | None
     quantile: float = 0.99
     """Share of requests that must keep the bound."""
     counts_waiting: bool = False
-    """Whether the bound is on the time from arrival, not from admission."""
+    """Whether the bound limits the time from arrival, not from admission."""
     end_to_end_p99_s: float
     calibration_gflops: tuple[float, ...] = ()
     failures: tuple[str, ...] = ()
     calibration: Calibration | None = None
-    """Correction of the profile, if asked for."""
+    """Correction of the profile, if requested."""
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether steps took longer than the plan allows for: the machine is not what the profile was measured on."""
+        """Whether steps took longer than the plan allows, so that the machine is not as during profiling."""
         return self.pace is not None and self.pace > 1 + self.headroom
 
     @property
     def is_outside(self) -> bool:
-        """Whether a figure that was measured is not within its range."""
+        """Whether a measured value is outside its range."""
         return any(figure.is_outside for figure in self.figures)
 
     def figure(self, metric: str) -> Comparison:
@@ -137,7 +137,7 @@ class BenchReport(Frozen):
 
 
 class UrlReport(Frozen):
-    """A replay against any OpenAI-compatible endpoint, with times as the client saw them."""
+    """The results of a replay against any OpenAI-compatible endpoint, with times measured by the client."""
 
     url: str
     workload: str

@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft proposes tokens ahead, and the model accepts as many as it would have made itself."""
+"""Speculative decoding: a draft proposes tokens, and the model accepts those that it would have generated."""
 
 from __future__ import annotations
 
@@ -11,56 +11,58 @@ from xgpt.core.schema.base import Frozen
 
 SpeculativeMethod = Literal["eagle3", "eagle", "mtp", "ngram"]
 MOST_AHEAD = 16
-"""Largest number of tokens ahead."""
+"""Largest number of draft tokens in a step."""
 
 
 class Speculation(Frozen):
-    """How a draft runs ahead of the model.
+    """Settings of speculative decoding.
 
-    A decode step first makes `tokens` draft tokens, one after the other, then verifies them all at once with the token
-    before them; it emits those accepted from the first on, and one token of the model's own.
+    A decode step first generates `tokens` draft tokens, one after the other, then verifies them all at once with the
+    token before them. It emits the draft tokens up to the first rejected one, and one token of the model.
 
     Source: Leviathan et al., arXiv 2211.17192, Algorithm 1; EAGLE-3, arXiv 2503.01840; multi-token prediction,
     DeepSeek-V3, arXiv 2412.19437 sec. 2.2.
     """
 
     method: SpeculativeMethod
-    """What drafts: a head of one layer that was trained for the model (eagle, eagle3), the model's own layer for
-    multi-token prediction (mtp), or a search for the last tokens in the text so far (ngram)."""
+    """The draft: a head of one layer that was trained for the model (eagle, eagle3), the model's layer for multi-token
+    prediction (mtp), or a search for the last tokens in the text so far (ngram)."""
     tokens: PositiveInt = Field(le=MOST_AHEAD)
-    """Tokens ahead in a step."""
+    """Draft tokens in a step."""
     acceptance: tuple[float, ...] = Field(min_length=1, max_length=MOST_AHEAD)
-    """Share of steps in which the first token ahead is accepted, the first two, and so on: what vLLM logs as acceptance
-    by position."""
+    """Shares of steps in which the first draft token is accepted, the first two, and so on; vLLM logs them as
+    acceptance by position."""
     draft: str | None = None
-    """Checkpoint of the draft, as the engine takes it; None: the model's own, or none."""
+    """Checkpoint of the draft, as the engine accepts it; None: the draft is part of the model, or has no weights."""
 
     @model_validator(mode="after")
     def _check(self) -> Speculation:
         if any(not 0 <= share <= 1 for share in self.acceptance):
             raise ValueError(f"acceptance: {list(self.acceptance)} must be shares from 0 to 1")
         if any(b > a for a, b in pairwise(self.acceptance)):
-            raise ValueError(f"acceptance: {list(self.acceptance)} must not rise: a token counts only after the others")
+            raise ValueError(
+                f"acceptance: {list(self.acceptance)} must not rise: a token is accepted only after those before it"
+            )
         if self.tokens > len(self.acceptance):
             raise ValueError(f"tokens: {self.tokens} exceeds the {len(self.acceptance)} positions of acceptance")
         return self
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens that a request gets in a decode step."""
+        """Mean number of tokens that a request gets in a decode step."""
         return 1 + sum(self.acceptance[: self.tokens])
 
     @property
     def verified(self) -> int:
-        """Tokens of a request that the model passes in a decode step."""
+        """Number of tokens of a request that the model verifies in a decode step."""
         return 1 + self.tokens
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Share of steps that emit 1, 2, ... tokens."""
+        """Shares of steps that emit 1, 2, ... tokens."""
         kept = (1.0, *self.acceptance[: self.tokens], 0.0)
         return tuple(a - b for a, b in pairwise(kept))
 
     def ahead(self, tokens: int) -> Speculation:
-        """Return the same draft with another number of tokens ahead."""
+        """Return the same draft with another number of draft tokens in a step."""
         return self.model_copy(update={"tokens": tokens})

@@ -1,24 +1,25 @@
-"""The engine's log: which steps it executed and when, enough to replay the schedule."""
+"""The engine's log of executed steps, from which the schedule can be replayed."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 LaneName = Literal["both", "encode", "transfer", "decode"]
-"""The worker group that executes a step; "both" where one group does it all."""
+"""The worker group that executes a step; "both" if there is only one group."""
 
 Chain = tuple[bytes, ...]
-"""Keys of a sequence's full K/V blocks, in order: equal keys, equal tokens up to there, of the same account."""
+"""Keys of a sequence's full K/V blocks, in order: equal keys mean equal tokens up to that block, of the same
+account."""
 
 
 class Account(NamedTuple):
-    """The account that a request runs for: what the operator has granted its API key.
+    """The account of a request: the rights that the operator has given its API key.
 
     Attributes:
-        name: the key's, empty where the server has no keys; behind it `/` and a class, for requests of a class.
-        share: weight of this account in dividing the engine's tokens among accounts with requests waiting.
-        priority: a higher one enters first.
-        ttft_ns, tpot_ns: bounds that the rule goes by for its requests; None: the plan's.
+        name: name of the key, empty if the server has no keys, followed by `/` and a class for requests of a class.
+        share: weight of this account when the engine's tokens are divided among accounts with waiting requests.
+        priority: requests of higher priority enter first.
+        ttft_ns, tpot_ns: bounds of its requests in the scheduling rule; None: those of the plan.
     """
 
     name: str = ""
@@ -29,12 +30,12 @@ class Account(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the API key; empty: the server has none."""
+        """Name of the API key; empty: the server has no keys."""
         return self.name.partition("/")[0]
 
     @property
     def of_class(self) -> str:
-        """Name of the class of requests; empty: it is of none."""
+        """Name of the class of requests; empty: no class."""
         return self.name.partition("/")[2]
 
 
@@ -42,11 +43,11 @@ ANYONE = Account()
 
 
 class Arrival(NamedTuple):
-    """A request as the engine took it in.
+    """A request as the engine received it.
 
     Attributes:
-        promised_output: output tokens that K/V memory is set aside for as it enters; None: for `max_output`.
-        chain: keys of the prompt's blocks; empty where nothing is reused.
+        promised_output: output tokens for which K/V memory is reserved when it enters; None: `max_output`.
+        chain: keys of the prompt's blocks; empty if nothing is reused.
         is_scored: whether log probabilities of the prompt's tokens are computed.
     """
 
@@ -62,30 +63,31 @@ class Arrival(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One executed step. Steps may overlap on the stages of a pipeline; they are logged in the order of their ends.
+    """One executed step; steps may overlap on the stages of a pipeline and are logged in the order in which they end.
 
     Attributes:
-        start_ns: the engine's clock when the step was scheduled; arrivals up to then had been taken in, and
-            requests waiting beyond their deadline had been dropped.
-        end_ns: the clock after the step was settled.
+        start_ns: the engine's clock when the step was scheduled; requests that arrived until then had been received,
+            and those waiting beyond their deadline had been dropped.
+        end_ns: the clock after the step's results were processed.
         encode: (request, first prompt token, number of tokens) triples.
         decode: requests that decoded one token.
         finished: requests that ended in this step.
-        arrivals: requests taken in before this step was scheduled.
-        cancelled: requests taken out before this step was scheduled.
+        arrivals: requests received before this step was scheduled.
+        cancelled: requests removed before this step was scheduled.
         preempted: requests that lost their K/V for this step and wait again.
         transfer: requests whose K/V moved from the encode to the decode lane.
         lane: the worker group that executed it.
         microbatch: the micro-batch within the lane.
-        number: its place in the order in which steps were scheduled, from 0.
-        settled: steps that had been settled when it was scheduled. With `number` it gives the order of all events.
-        outputs: (request, keys) pairs: of requests that ended here, the blocks behind those of the prompt.
-        failed: requests that ended here in an error; what their blocks hold is not shared any more.
-        cancelled_after: of each in `cancelled`, how many steps had been settled when it was taken out. Of a log
-            without it: as many as when this step was scheduled.
-        replica: which one executed it; each numbers its own steps.
-        core_wait_ns: the longest time for which one of the threads that compute was ready to run while other threads
-            had the cores; None: not known.
+        number: its position in the order in which steps were scheduled, from 0.
+        settled: number of steps whose results had been processed when it was scheduled; with `number` it gives the
+            order of all events.
+        outputs: (request, keys) pairs: the keys of the blocks after those of the prompt, for requests that ended here.
+        failed: requests that ended here with an error; the content of their blocks is no longer shared.
+        cancelled_after: for each request in `cancelled`, the number of steps whose results had been processed when it
+            was removed; in a log without it, the number when this step was scheduled.
+        replica: the replica that executed it; each replica numbers its steps.
+        core_wait_ns: the longest time for which a computing thread was ready to run while other threads used the cores;
+            None: not known.
     """
 
     start_ns: int

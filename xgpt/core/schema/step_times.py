@@ -1,4 +1,4 @@
-"""The few numbers from which a rule predicts how long a plan's steps take."""
+"""The few numbers from which a scheduling rule predicts step times."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from xgpt.core.schema.base import Frozen
 
 
 class StepTimes(Frozen):
-    """Seconds of a step through all stages of its lane.
+    """A model of the seconds of a step through all stages of its lane.
 
-    The time is the sum of its tokens' (a table, linear between points), its prompts' attention (another table; for a
-    piece [start, end) the difference between the two ends), and its decodes', by their number and the tokens that they
-    attend to. Fitted to the profile (`error`); rules decide by it, but no figure of a plan depends on it.
+    The time is the sum of the times of its tokens (a table, linear between points), of its prompts' attention (another
+    table; for a chunk [start, end) the difference between the values at the two ends), and of its decodes, by their
+    number and the tokens that they attend to. It is fitted to the profile with the error `error`. Scheduling rules use
+    it, but no figure of a plan depends on it.
     """
 
     tokens: tuple[int, ...] = Field(min_length=2)
-    """Tokens of a step, rising from 0."""
+    """Numbers of tokens of a step, rising from 0."""
     tokens_s: tuple[float, ...] = Field(min_length=2)
-    """Seconds of these tokens, without attention."""
+    """Seconds of these numbers of tokens, without attention."""
     prompts: tuple[int, ...] = Field(min_length=2)
-    """Tokens of a prompt, rising from 0."""
+    """Numbers of tokens of a prompt, rising from 0."""
     prompts_s: tuple[float, ...] = Field(min_length=2)
-    """Seconds of the attention of a prompt of these tokens."""
+    """Seconds of the attention of prompts of these lengths."""
     decode_s: float
-    """Seconds of each decode, beyond its token."""
+    """Seconds of each decode, in addition to those of its token."""
     context_s: float
     """Seconds of each token that a decode attends to."""
     error: float
-    """Median relative difference from the profile's steps."""
+    """Median relative error against the profile's step times."""
 
     @model_validator(mode="after")
     def _check(self) -> StepTimes:
@@ -37,5 +38,9 @@ class StepTimes(Frozen):
             (self.prompts, self.prompts_s, "prompts"),
         ):
             if len(points) != len(seconds) or points[0] or list(points) != sorted(set(points)):
-                raise ValueError(f"{name}: {len(points)} points, which must rise from 0, for {len(seconds)} times")
+                raise ValueError(
+                    f"{name}: points must rise from 0 and have one time each; there are {len(points)} points and "
+                    f"{len(seconds)} times"
+                )
+
         return self

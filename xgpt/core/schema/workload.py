@@ -1,4 +1,4 @@
-"""Request lengths: the distributions in workload files, and the histograms that a plan keeps."""
+"""Request lengths: the distributions in workload files, and the histograms in a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xgpt.core.schema.base import Frozen
 
 
 class TruncatedNormal(Frozen):
-    """A normal distribution cut at `min` and `max`; mean and sd are those before the cut."""
+    """A normal distribution truncated to `min` and `max`; mean and sd are those before truncation."""
 
     kind: Literal["normal"] = "normal"
     mean: float
@@ -21,7 +21,7 @@ class TruncatedNormal(Frozen):
 
 
 class Uniform(Frozen):
-    """Every integer length from `min` to `max`, both included, equally likely."""
+    """All integer lengths from `min` to `max`, both included, with equal probability."""
 
     kind: Literal["uniform"] = "uniform"
     min: PositiveInt
@@ -34,14 +34,14 @@ class Constant(Frozen):
 
 
 class Histogram(Frozen):
-    """Lengths with their probabilities: rising lengths, probabilities that sum to one."""
+    """Rising lengths with their probabilities, which sum to one."""
 
     kind: Literal["histogram"] = "histogram"
-    """The kind of distribution."""
+    """Kind of distribution."""
     lengths: tuple[PositiveInt, ...] = Field(min_length=1)
     """Lengths in tokens, rising."""
     probabilities: tuple[float, ...] = Field(min_length=1)
-    """Share of each length."""
+    """Probability of each length."""
 
     @property
     def mean(self) -> float:
@@ -63,14 +63,14 @@ LengthDistribution = Annotated[TruncatedNormal | Uniform | Constant | Histogram,
 
 
 class RequestClass(Frozen):
-    """A part of the requests, with bounds of its own; without any it gets what the others leave."""
+    """A class of requests with its own bounds; a class without bounds gets the remaining capacity."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")
     """Name of the class: up to 64 letters, digits and . _ @ -, the first a letter or digit."""
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     priority: int = Field(default=0, ge=-100, le=100)
-    """Requests of a higher one enter first."""
+    """Priority; requests of higher priority enter first."""
     latency_bound_s: PositiveFloat | None = None
     """Bound on the time from arrival to the last token; None: no bound."""
     ttft_s: PositiveFloat | None = None
@@ -80,28 +80,28 @@ class RequestClass(Frozen):
 
 
 def check_classes(classes: tuple[RequestClass, ...]) -> None:
-    """Check that names differ and that shares are those of all requests.
+    """Check that names differ and that shares sum to one.
 
     Raises:
-        ValueError: they do not.
+        ValueError: a name is repeated, or shares do not sum to one.
     """
     names = [each.name for each in classes]
     if len(set(names)) != len(names):
-        raise ValueError(f"classes: {', '.join(names)}: each name may appear only once")
+        raise ValueError(f"classes: in {', '.join(names)} each name may appear only once")
     total = sum(each.share for each in classes)
     if classes and abs(total - 1) > 1e-6:
-        raise ValueError(f"classes: their shares sum to {total:.6g}, and must sum to 1")
+        raise ValueError(f"classes: their shares sum to {total:.6g}, but must sum to 1")
 
 
 class WorkloadSpec(Frozen):
-    """The content of a file under configs/workloads: the lengths, and where they come from."""
+    """The content of a file under configs/workloads: request lengths, and their source."""
 
     name: str
     source: str
     input: LengthDistribution
     output: LengthDistribution
     classes: tuple[RequestClass, ...] = ()
-    """Parts of the requests with bounds of their own; none: all have those of the plan."""
+    """Classes of requests with their own bounds; empty: all requests have those of the plan."""
 
     @model_validator(mode="after")
     def _check(self) -> WorkloadSpec:
@@ -110,7 +110,7 @@ class WorkloadSpec(Frozen):
 
 
 class Workload(Frozen):
-    """The lengths that a plan was made for, as histograms."""
+    """The request lengths for which a plan was made, as histograms."""
 
     name: str
     """Name of the workload."""

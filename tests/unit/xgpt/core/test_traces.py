@@ -100,7 +100,7 @@ def test_bad_csv_names_line_and_value(tmp_path: Path, text: str, says: str) -> N
         ('{"input_length": 1, "output_length": ' + "9" * 5000 + "}", "line 1"),
         (
             '{"input_length":1,"output_length":2}\n{"input_length":1,"output_length":2,"timestamp":1}',
-            "line 2: 1 is not accepted; either all requests or none",
+            "line 2: 1 is not accepted; either all requests must have",
         ),
     ],
 )
@@ -180,16 +180,16 @@ def test_what_is_assumed_is_said_once(
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("half.jsonl", lines({"timestamp": 0.5, "input_length": 1, "output_length": 2}), "write timestamp_s for"),
-        ("usage.json", json.dumps({"object": "page", "data": [{"object": "bucket"}]}), "sums over many requests"),
-        ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "sums over many"),
+        ("half.jsonl", lines({"timestamp": 0.5, "input_length": 1, "output_length": 2}), "use the name timestamp_s"),
+        ("usage.json", json.dumps({"object": "page", "data": [{"object": "bucket"}]}), "totals over many requests"),
+        ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "totals over many"),
         ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "give numbers in all rows, or dates in all"),
         ("header.csv", "prompt_token,completion_tokens\n1,2\n", "such as input, prompt_tokens"),
         ("cut.csv.gz", "input,output", "it is not a complete gzip file"),
         ("text.jsonl", lines({"input": "hello", "output": "you"}), "line 1, input: 'hello' is not accepted; give"),
         ("lists.json", json.dumps({"input_lens": [1, 2], "output_lens": [1]}), "one value for each request"),
-        ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "one name"),
-        ("odd.json", json.dumps([{"conversations": [1]}]), "it is in none of the known formats"),
+        ("names.jsonl", lines({"isl": 1, "osl": 2, "time_s": 1}, {"isl": 1, "osl": 2, "time_ms": 1}), "the same name"),
+        ("odd.json", json.dumps([{"conversations": [1]}]), "its format is not known"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_known_is_refused(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -200,7 +200,7 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path, name: str, text: str, s
 def test_conversations_are_counted_by_their_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = read_lengths(write(tmp_path, share_gpt(), "ShareGPT_V3.json"))
     assert (trace.input.tolist(), trace.output.tolist()) == ([10, 30], [2, 4])
-    assert any("4 characters are taken for a token" in message for message in caplog.messages)
+    assert any("4 characters are counted as one token" in message for message in caplog.messages)
 
 
 def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -210,7 +210,7 @@ def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: p
     assert workload.output.lengths[-1] == 20 and workload.output.probabilities[-1] == pytest.approx(0.1)
     assert "100 tokens in the mean, 90 by the sum" in caplog.messages[0]
     assert load_trace(str(path)) is None
-    with pytest.raises(InputError, match="it has histograms and no requests"):
+    with pytest.raises(InputError, match="it has histograms, not requests"):
         read_lengths(path)
     with pytest.raises(InputError, match="no requests in a histogram of output lengths"):
         read_workload(write(tmp_path, METRICS.replace("generation", "other"), "part.prom"))
