@@ -223,7 +223,7 @@ def engine_spec(directory):
 def test_what_cannot_run_in_rows_is_refused(checkpoint):
     directory = checkpoint("opt-tied")[0]
     orca = planned(problem_of(directory, 1), "orca")
-    with pytest.raises(InputError, match="the plan is orca on 1 device; rows take a plan of whole batches"):
+    with pytest.raises(InputError, match="the plan is orca on 1 device; rows need a plan of whole batches"):
         ServeRequest(batching="rows").check_batching(orca)
     with pytest.raises(InputError, match="--engine vllm runs flat batches only"):
         ServeRequest(batching="slots", engine="vllm").check_batching(static_plan(directory))

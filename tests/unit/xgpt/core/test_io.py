@@ -67,9 +67,9 @@ def test_nothing_is_written_that_could_not_be_read() -> None:
         ),
         (
             '{"schema_version": 1, "size": 9223372036854775808}',
-            "note: '9223372036854775808' is not accepted; no number",
+            "note: '9223372036854775808' is not accepted; numbers",
         ),
-        ('{"schema_version": 1, "size": -1e308}', "note: '-1e308' is not accepted; no number"),
+        ('{"schema_version": 1, "size": -1e308}', "note: '-1e308' is not accepted; numbers"),
     ],
 )
 def test_damaged_json_is_one_line_that_names_the_field(tmp_path: Path, text: str, says: str) -> None:
