@@ -184,7 +184,7 @@ def test_what_is_assumed_is_said_once(
         ("usage.json", json.dumps({"object": "page", "data": [{"object": "bucket"}]}), "totals over many requests"),
         ("bucket.jsonl", lines({"num_model_requests": 5, "input_tokens": 9, "output_tokens": 5}), "totals over many"),
         ("mixed.csv", "input,output,time\n1,2,3\n1,2,2026-01-01\n", "give numbers in all rows, or dates in all"),
-        ("header.csv", "prompt_token,completion_tokens\n1,2\n", "such as input, prompt_tokens"),
+        ("header.csv", "prompt_token,completion_tokens\n1,2\n", "such as input or prompt_tokens"),
         ("cut.csv.gz", "input,output", "it is not a complete gzip file"),
         ("text.jsonl", lines({"input": "hello", "output": "you"}), "line 1, input: 'hello' is not accepted; give"),
         ("lists.json", json.dumps({"input_lens": [1, 2], "output_lens": [1]}), "one value for each request"),
@@ -208,7 +208,7 @@ def test_a_page_of_metrics_gives_lengths_without_pairs(tmp_path: Path, caplog: p
     workload = read_workload(path)
     assert workload.input.mean == pytest.approx(100, rel=0.01) and workload.input.lengths[-1] == 200
     assert workload.output.lengths[-1] == 20 and workload.output.probabilities[-1] == pytest.approx(0.1)
-    assert "100 tokens in the mean, 90 by the sum" in caplog.messages[0]
+    assert "100 tokens on average, 90 by the sum" in caplog.messages[0]
     assert load_trace(str(path)) is None
     with pytest.raises(InputError, match="it has histograms, not requests"):
         read_lengths(path)
