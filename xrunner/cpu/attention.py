@@ -36,7 +36,7 @@ from xrunner.cpu.prompts import (
     tile_floats,
     with_piece,
 )
-from xrunner.cpu.scalars import INFINITE, LARGEST, MAGNITUDE, TINIEST
+from xrunner.cpu.scalars import INFINITE, INNER, LARGEST, MAGNITUDE, TINIEST
 from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
@@ -305,7 +305,7 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
         memory[0] = np.float32(0.0)  # it is needed up to here
 
 
-@njit(nogil=True)
+@njit(nogil=True, **INNER)
 def _all_finite(x, count):
     """Of the first `count` numbers."""
     largest = np.int32(0)
@@ -314,7 +314,7 @@ def _all_finite(x, count):
     return largest < np.int32(0x7F800000)
 
 
-@njit(nogil=True)
+@njit(nogil=True, **INNER)
 def _rules(scored, h, group):
     """What of a `Scored` concerns a K/V head."""
     return Rules(
@@ -328,7 +328,7 @@ def _rules(scored, h, group):
     )
 
 
-@njit(nogil=True)
+@njit(nogil=True, **INNER)
 def _spans(query_start, group, room):
     """Of each span of `room` rows at most: its sequence, and the first of its rows among the sequence's.
 
@@ -345,7 +345,7 @@ def _spans(query_start, group, room):
     return sequence, first_row
 
 
-@njit(nogil=True)
+@njit(nogil=True, **INNER)
 def _aligned(size):
     """Memory that begins where a cache line does. # float32 [size]"""
     memory = np.empty(size + 16, dtype=np.float32)

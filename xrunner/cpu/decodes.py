@@ -12,7 +12,7 @@ from numba import njit, types
 from numba.extending import overload
 
 from xgpt.core.schema import SCALE_BYTES
-from xrunner.cpu.scalars import exp
+from xrunner.cpu.scalars import INNER, exp
 from xrunner.cpu.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
@@ -52,7 +52,7 @@ class Scored(NamedTuple):
     sinks: np.ndarray
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy")
+@njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def limit(scores, count, cap):
     """Keep the first scores between cap and -cap: cap tanh(score / cap)."""
     for i in range(count):
@@ -61,7 +61,7 @@ def limit(scores, count, cap):
         scores[i] = limited if scores[i] > 0 else -limited
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy")
+@njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def decode(q, keys, num_kv_heads, scored, acc, floats):
     """One token's queries of some K/V heads: acc = softmax(q K^T) V.
 
@@ -153,14 +153,14 @@ def _(cache: Any, scales: Any, numbers: Any, place: Any) -> Any:
     return scaled if cache.dtype == types.int8 else lambda cache, scales, numbers, place: None
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _fetch(cache, start, count):
     """Ask for all lines of some elements: no processor reads ahead from one block to the next by itself."""
     for line in range(0, count, LINE_BYTES // cache.itemsize):
         fetch(cache, start + line)
 
 
-@njit(nogil=True, fastmath=True, error_model="numpy")
+@njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
     """Scale a line of scores, in powers of two, and add what the layer adds; `distance`: from query to first key."""
     for i in range(LINE):
@@ -172,7 +172,7 @@ def _adjust(scores, scored, head, distance):
             scores[i] += scored.bias[head, scored.center + distance - i] * LOG2_E
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _add(weights, values, sums, from_values, from_sums, shrink, begin, end, head_dim):
     """sums = shrink * sums + weights values, of keys from `begin` to `end`."""
     d = 0

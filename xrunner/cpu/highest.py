@@ -17,7 +17,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from xrunner.cpu.scalars import OPTIONS
+from xrunner.cpu.scalars import INNER, OPTIONS
 from xrunner.cpu.threads import compiled, run
 from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear
@@ -97,7 +97,7 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight - kept).norm(dim=1) + _ROUNDING * norms, norms
 
 
-@njit(**(OPTIONS | {"fastmath": True}))
+@njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
     """What the highest sum may be at most; with the negative of both norms of x, what it is at least."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
@@ -106,7 +106,7 @@ def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
     return highest
 
 
-@njit(**(OPTIONS | {"fastmath": True}))
+@njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _dot(a: Any, b: Any) -> Any:
     total = np.float32(0.0)
     for i in range(len(a)):
@@ -114,7 +114,7 @@ def _dot(a: Any, b: Any) -> Any:
     return total
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def _rescore(
     sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, added: Any
 ) -> Any:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from xrunner import memory
 from xrunner.cpu import amx, assembly
 from xrunner.cpu.assembly import argument
-from xrunner.cpu.scalars import OPTIONS, round_row
+from xrunner.cpu.scalars import INNER, OPTIONS, round_row
 from xrunner.cpu.simd import address, inlined, pointers
 from xrunner.cpu.threads import compiled, num_threads, run
 
@@ -148,7 +148,7 @@ def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, relu: Any, scr
         _multiply((rows, panels, y), packed, relu, scratch[thread], first, last)
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, last: Any) -> None:
     """Those outputs that lie in panels from `first` to `last`.
 
@@ -189,7 +189,7 @@ def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, las
     _end(arguments)
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def _configure(config: Any, num_rows: Any) -> None:
     """Sums and inputs take registers of that number of rows, weights whole ones. # uint8 [64 or more]"""
     config[:64] = 0

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from xrunner import memory
 from xrunner.cpu import assembly
 from xrunner.cpu.assembly import argument
-from xrunner.cpu.scalars import OPTIONS, gated, round_row
+from xrunner.cpu.scalars import INNER, OPTIONS, gated, round_row
 from xrunner.cpu.simd import address, at, inlined, pointers
 from xrunner.cpu.threads import num_threads
 
@@ -268,14 +268,14 @@ def _round_and_multiply_shared(
     _multiply_shared(rounded, packed, y, block, how, num_threads)
 
 
-@njit(parallel=True, **OPTIONS)
+@njit(parallel=True, **OPTIONS, **INNER)
 def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
     num_rows = len(rows[0])
     for thread in prange(num_threads):
         _round(rows, rounded, how, num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads)
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
     """Rows from `first` to `last`; in eight bits without signs, as the instruction takes them."""
     x, bits = rows
@@ -289,7 +289,7 @@ def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
                 row[d] ^= np.uint8(128)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
     """Those outputs that lie in panels from `first` to `last`.
 
@@ -329,7 +329,7 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
                     apply_gates(at(sums, place - WIDTH), width, count, result, y.shape[1])
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
     """Of a panel, in place; sums are bits of int32."""
     of_outputs, bias, of_rows = of_panel
@@ -341,7 +341,7 @@ def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
             sums[i * width + d] = np.float32(0.0) if relu and value < np.float32(0.0) else value
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
     """Of a panel of gates and the next one."""
     for i in range(count):
@@ -349,7 +349,7 @@ def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: 
             results[i * results_width + d] = gated(sums[i * width + d], sums[i * width + WIDTH + d])
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, arguments: Any) -> None:
     """All groups of some rows pass a slice of a panel; each asks for its share of the next.
 

@@ -19,6 +19,7 @@ from numba.extending import overload, register_jitable
 from xgpt.core.schema import SCALE_BYTES
 from xrunner.cpu import amx
 from xrunner.cpu.decodes import LINE, LINE_BYTES, LOG2_E, NEVER, limit
+from xrunner.cpu.scalars import INNER
 from xrunner.cpu.simd import at, fetch, widen
 from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
@@ -181,7 +182,7 @@ def space_floats(way, num_tiles, head_dim):
     return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
 
 
-@njit(nogil=True)
+@njit(nogil=True, **INNER)
 def make_space(way, num_tiles, head_dim, memory):
     """Divide memory of `space_floats`."""
     scores = num_tiles * tile_floats(head_dim)
@@ -200,7 +201,7 @@ def make_space(way, num_tiles, head_dim, memory):
     )
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def attend(way, span, context, rules, space):
     """Queries of a span over the keys of its head."""
     group, first, num_rows = span.group, span.first, span.num_rows
@@ -243,7 +244,7 @@ def attend(way, span, context, rules, space):
             _end_tile(way, span, context.head_dim, rules, space, tile, NARROW)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
     """Write where keys from `begin` on lie in the cache, whole blocks up to `end`; return how many, `most` at most."""
     block_size = context.block_size
@@ -275,7 +276,7 @@ def _(context: Any, places: Any, begin: Any, end: Any, behind: Any) -> Any:
     return asked
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _tile(space, tile, head_dim, lanes):
     """Queries, sums, highest scores and sums of weights of a tile."""
     first, size = tile * tile_floats(head_dim), head_dim * lanes
@@ -284,7 +285,7 @@ def _tile(space, tile, head_dim, lanes):
     return at(tiles, first), at(tiles, first + size), at(tiles, state), at(tiles, state + lanes)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _begin_tile(way, rows, head_dim, scale, space, tile, lanes):
     literally(lanes)
     queries, sums, highest, total = _tile(space, tile, head_dim, lanes)
@@ -301,7 +302,7 @@ def _begin_tile(way, rows, head_dim, scale, space, tile, lanes):
         total[r] = np.float32(0.0)
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _end_tile(way, span, head_dim, rules, space, tile, lanes):
     literally(lanes)
     _, sums, highest, total = _tile(space, tile, head_dim, lanes)
@@ -317,7 +318,7 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
             row[d] = sums[d * lanes + r] * total[r]
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _pass(way, context, rules, space, span, piece, lanes):
     """A tile's queries over a piece of keys.
 
@@ -500,7 +501,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
     return matrices if _multiplies_halves(way) else vectors
 
 
-@njit(nogil=True)
+@njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
     """Whether rows lie side by side: they may be of several blocks."""
     steps = 0
@@ -572,7 +573,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
     return matrices if _multiplies_halves(way) else vectors
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
     """Ask for the share of the next piece's values that goes with these dimensions of a head."""
     begin, end = count * first // context.head_dim, count * last // context.head_dim

@@ -16,6 +16,8 @@ INFINITE = np.int32(0x7F800000)
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Options of a function that only kernels call: an entry for Python takes a fifth of the time to compile."""
 
 
 @njit(inline="always")
@@ -35,14 +37,14 @@ def exp(x):
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(error_model="numpy", fastmath={"contract", "reassoc"})
+@njit(error_model="numpy", fastmath={"contract", "reassoc"}, **INNER)
 def gated(a: Any, b: Any) -> Any:
     """Return silu(a) * b."""
     small = exp(-abs(a))
     return a * (np.float32(1.0) if a >= 0 else small) / (np.float32(1.0) + small) * b
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def largest_bits(bits: Any) -> Any:
     """Those of the largest magnitude, without its sign. # int32 [n]"""
     highest = np.int32(0)
@@ -51,13 +53,13 @@ def largest_bits(bits: Any) -> Any:
     return np.int32(highest)
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def number(bits: Any) -> Any:
     """The float32 of some bits."""
     return np.int32(bits).view(np.float32)
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
     """Round a row; return its scale."""
     highest = largest_bits(bits)
@@ -71,7 +73,7 @@ def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
     return scale
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def _round_row(bits: Any, rounded: Any) -> None:
     """To the nearest bfloat16, of two as near to the even one; NaN stays."""
     for d in range(len(bits)):
@@ -82,7 +84,7 @@ def _round_row(bits: Any, rounded: Any) -> None:
         rounded[d] = np.uint16(0x7FC0) if is_nan else nearest
 
 
-@njit(**OPTIONS)
+@njit(**OPTIONS, **INNER)
 def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
     """Round a row to numbers of `size` bytes, and fill it up with zeros; return its scale. # float32, int32, uint8"""
     depth = len(x)
