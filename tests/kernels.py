@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tests.rings import ALL
 from xgpt.core.schema import DType
 
 
@@ -61,7 +62,7 @@ def kernels() -> dict[str, Callable[[], object]]:
 
     found: dict[str, Callable[[], object]] = {
         f"attention-{kept}".replace("torch.", ""): partial(attend, kept)
-        for kept in (torch.float32, torch.bfloat16, torch.int8)
+        for kept in (torch.float32, *((torch.bfloat16, torch.int8) if ALL else ()))
     }
     dtypes: list[DType] = [dtype for dtype in ("float32", "bfloat16", "int8") if layouts_of(dtype)]
     return found | {f"products-{dtype}": partial(multiply, dtype) for dtype in dtypes}

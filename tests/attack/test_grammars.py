@@ -98,6 +98,7 @@ def test_hostile_schemas(target: Target, unharmed: Unharmed) -> None:
                 assert time.monotonic() - begin_s < 10, name
 
 
+@pytest.mark.long
 def test_a_dear_schema_is_compiled_once_for_all_choices(target: Target, unharmed: Unharmed) -> None:
     """Of 64 choices each once took 0.2 s of the engine and 11 MiB."""
     with unharmed(150):
@@ -118,6 +119,7 @@ def test_dear_schemas_at_once(target: Target, unharmed: Unharmed) -> None:
         assert set(elsewhere(statuses, target.address, requests)) == {200}
 
 
+@pytest.mark.long
 def test_clients_that_go_while_their_schema_is_compiled(target: Target, unharmed: Unharmed) -> None:
     with unharmed(300), ThreadPoolExecutor(8) as threads:
 

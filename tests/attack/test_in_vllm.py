@@ -134,6 +134,7 @@ def test_every_number_that_is_accepted_is_one_that_vllm_takes(target: Target) ->
     assert len(target.probe()) == 12
 
 
+@pytest.mark.long
 def test_sampled_prompts_in_pieces_are_not_the_end_of_vllm(target: Target) -> None:
     """vLLM sets a seeded request's generator back where a prompt is cut, and torch's on a CPU cannot be."""
     with ThreadPoolExecutor(12) as threads:
@@ -144,6 +145,7 @@ def test_sampled_prompts_in_pieces_are_not_the_end_of_vllm(target: Target) -> No
     assert len(target.probe()) == 12
 
 
+@pytest.mark.long
 def test_tokens_do_not_depend_on_what_runs_beside(kind: str, target: Target) -> None:
     alone = target.probe()
     if kind == "fake":
@@ -166,6 +168,7 @@ def test_openais_client_takes_it_for_openai(target: Target) -> None:
             client.with_options(api_key="a-key-of-another-server").models.list()
 
 
+@pytest.mark.long
 @pytest.mark.point(1)
 def test_too_many_are_turned_away(target: Target) -> None:
     """16 run, 20 may wait."""

@@ -49,6 +49,7 @@ def start(
     return subprocess.Popen(command, stderr=stderr, env=environment, start_new_session=True)
 
 
+@pytest.mark.long
 @pytest.mark.point(24)
 def test_a_hangup_ends_no_server_and_a_log_that_is_not_read_holds_up_no_request(
     checkpoint: Path, tmp_path: Path
@@ -166,6 +167,7 @@ def target(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: p
 NAME = "<script>alert(1)<|script>\n\x1b[31m{{7*7}}\"'"
 
 
+@pytest.mark.long
 def test_names_of_others_stay_names(target: Target) -> None:
     """Of the model, in pages, logs, metrics and answers; ids of requests and traces that forge lines."""
     before = target.probe()
@@ -218,6 +220,7 @@ def test_hang_ups_without_end(target: Target) -> None:
     assert felt.failures == []
 
 
+@pytest.mark.long
 def test_clients_that_go_at_once(target: Target) -> None:
     """200 requests whose clients leave in the head, the body, or the answer, some with a reset."""
     before = target.probe()

@@ -58,7 +58,7 @@ def test_the_command_is_read_back_as_the_plan(engine: str) -> None:
 
 
 def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt) -> None:
-    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(20000))
+    rows = "".join(f"{0.5 * i},{100 + i % 50},{20 + i % 30}\n" for i in range(4000))
     Path("day.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows)
     ran = xgpt("plan", "--latency-bound", "8", *ON, "--workload", "day.csv", "--engine", "vllm")
     assert ran.code == 0, ran.err
@@ -70,7 +70,7 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert "next: xgpt report plan.json" in text
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
-    assert "note: the first 50 of 20000 requests were measured; --requests 20000 replays them all" in ran.err
+    assert "note: the first 50 of 4000 requests were measured; --requests 4000 replays them all" in ran.err
     Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")
     assert ran.code == 0, ran.err

@@ -203,9 +203,10 @@ def test_the_order_of_admission_is_the_plans(xgpt: Xgpt) -> None:
 def test_optuna_plans_for_an_objective_without_monotone_bounds(xgpt: Xgpt) -> None:
     """Throughput over latency neither rises nor falls with the batch."""
     asked = ("plan", "--latency-bound", "8", *PROBLEM, "--policy", "orca", "--maximise", "throughput / latency")
-    maximised = json.loads(xgpt(*asked, "--json").out)
+    shown = " ".join(xgpt(*asked).out.split())
+    maximised = json.loads(Path("plan.json").read_text())
     assert (maximised["search"]["method"], maximised["search"]["gap"]) == ("optuna", None)
-    assert "no proof of optimality (sampled points prove no bound)" in xgpt(*asked).out.replace("\n", " ")
+    assert "no proof of optimality (sampled points prove no bound)" in shown
 
 
 def test_replanning_judges_what_the_server_runs(xgpt: Xgpt, plan: Path) -> None:
@@ -379,14 +380,14 @@ def test_simulated_arrivals_say_which_share_kept_the_bound(xgpt: Xgpt) -> None:
 
 
 def test_simulated_arrivals_tell_times_from_arrival(xgpt: Xgpt, plan: Path) -> None:
-    at = ("simulate", str(plan), "--requests", "400", "--arrival-rate", "4")
+    at = ("simulate", str(plan), "--requests", "100", "--arrival-rate", "4")
     figures = json.loads(xgpt(*at, "--json").out)
     for name in ("ttft", "tpot", "whole"):
         assert figures[f"{name}_p50_s"] <= figures[f"{name}_p90_s"] <= figures[f"{name}_p99_s"]
         assert figures[f"{name}_mean_s"] > 0
     assert not {"ttft_s", "latency_s"} & figures.keys()  # those count from admission
     assert "time to first token, s" in xgpt(*at).out
-    stages = json.loads(xgpt("simulate", str(plan), "--arrival-rate", "2:50,8:25,2:50", "--json").out)
+    stages = json.loads(xgpt("simulate", str(plan), "--arrival-rate", "2:10,8:5,2:10", "--json").out)
     assert stages["ttft_p99_s"] >= 0
     line = xgpt.fails(2, "simulate", str(plan), "--arrival-rate", "2:50", "--requests", "9")
     assert "stages bring 100" in line
@@ -418,7 +419,7 @@ FIXED = {
 
 
 @pytest.mark.parametrize("objective", few(["arrivals", "saturated"]))
-@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("kind", few(FIXED, 2))
 def test_control_variables_are_held(xgpt: Xgpt, kind: str, objective: str) -> None:
     """Each by itself, and all together: then there is one plan, and it is what `search` says is left of the space."""
     asked = ("plan", "--latency-bound", "30", *PROBLEM, "--policy", kind, "--objective", objective, "--json")
@@ -466,6 +467,7 @@ def test_what_cannot_be_held_is_said_in_a_line(xgpt: Xgpt, fix: str, code: int, 
     assert "orca has no such variable" in xgpt.fails(2, *asked, "--fix", "token_budget=64")
 
 
+@pytest.mark.long
 def test_what_runs_now_is_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
     path = str(tmp_path / "current.json")
     command = "vllm serve llama --max-num-seqs 64 --max-num-batched-tokens 2048"

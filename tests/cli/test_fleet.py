@@ -15,11 +15,11 @@ from xgpt.core.schema.fleet import FleetPlan
 DAY = """
 name: weekday
 stages:
-- {hours: 0.5, rate_per_s: 4, workload: azure-conv}
-- {hours: 0.25, rate_per_s: 40, workload: azure-conv}
-- {hours: 0.25, rate_per_s: 12, workload: azure-code}
+- {hours: 0.2, rate_per_s: 4, workload: azure-conv}
+- {hours: 0.1, rate_per_s: 40, workload: azure-conv}
+- {hours: 0.1, rate_per_s: 12, workload: azure-code}
 """
-ASKED = ("--model", "llama-3.1-8b", "--latency-bound", "20", "--ttft", "2", "--interval", "300")
+ASKED = ("--model", "llama-3.1-8b", "--latency-bound", "20", "--ttft", "2", "--interval", "120")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_a_trace_is_read_with_its_own_times(xgpt: Xgpt) -> None:
     assert ran.code == 0, ran.err
     fleet = json.loads(ran.out)
     rates = [interval["rate_per_s"] for interval in fleet["intervals"]]
-    assert rates[:2] == pytest.approx([1, 1], rel=0.2) and rates[2:] == pytest.approx([10, 10], rel=0.1)
+    assert rates[:5] == pytest.approx([1] * 5, rel=0.2) and rates[5:] == pytest.approx([10] * 5, rel=0.1)
     assert fleet["num_requests"] == 6600
 
 

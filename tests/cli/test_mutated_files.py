@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.commands import PROBLEM
-from tests.rings import examples
+from tests.rings import examples, few
 from xgpt.cli import main
 
 VALUES: list[Any] = [
@@ -103,7 +103,7 @@ def check(text: str, *commands: tuple[str, ...]) -> None:
         assert code == 0 or (error.startswith("xgpt: ") and error.count("\n") == 1), error
 
 
-FEW = settings(max_examples=examples(60, 6))
+FEW = settings(max_examples=examples(60, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +136,7 @@ def test_reports(folder: Path, kind: str, data: st.DataObject) -> None:
     check(text, ("report", "mutated.json", "-o", "report.html"))
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "ffn_size", "vocab_size"])
+@pytest.mark.parametrize("field", few(["hidden_size", "ffn_size", "vocab_size"]))
 def test_a_report_of_a_plan_whose_model_has_grown(folder: Path, field: str) -> None:
     document = json.loads((folder / "rra.json").read_text())
     document["model"][field] *= 1000

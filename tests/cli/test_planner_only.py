@@ -37,7 +37,6 @@ def test_planning_works_without_them_and_what_runs_a_model_names_what_to_install
         "simulate plan.json --requests 200",
         "report plan.json -o plan.html",
         "export plan.json --to script -o scripts",
-        f"compare {PROBLEM.partition(' --policy')[0]}",
     )
     refused = ("plan --latency-bound 9.8", "serve plan.json")
     command = [sys.executable, "-c", WITHOUT, *works, *refused]

@@ -73,7 +73,7 @@ def test_bounds_on_first_tokens_and_gaps_are_dropped_where_a_mean_may_be_above_t
 
 @EVERY_KIND
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("monotone", [True, False])
+@pytest.mark.parametrize("monotone", few([False, True]))
 def test_no_real_batch_between_settings_beats_the_bound(kind: str, seed: int, monotone: bool) -> None:
     """Arriving requests fill a batch in the mean, which need not be a whole number."""
     spaces, rng = Spaces(kind, seed, monotone=monotone), np.random.default_rng(seed)
@@ -219,6 +219,7 @@ def test_the_default_plan_is_found_and_proven_by_branch_and_bound(
     assert plan.estimate.capacity is not None and plan.estimate.capacity.error is not None
 
 
+@pytest.mark.long
 def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
     subject = problem("llama-3.1-8b", "h200x1", "azure-conv").under(
         Constraint(latency_bound_s=8.0, objective="arrivals")
@@ -239,8 +240,7 @@ def test_optuna_searches_where_it_is_asked_to_and_proves_nothing() -> None:
             {"ttft_s": 0.5, "tpot_s": 0.004},
             {"latency_bound_s": 0.3},
             {"ttft_s": 0.006},
-        ],
-        2,
+        ]
     ),
 )
 def test_the_nearest_bound_is_kept_by_the_plan_made_for_it(bounds: dict[str, float]) -> None:

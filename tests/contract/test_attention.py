@@ -27,7 +27,7 @@ RAGGED = {
 @pytest.mark.parametrize("heads", few(HEADS, 2, whole=True), ids=str)
 @pytest.mark.parametrize("shape", RAGGED)
 @pytest.mark.parametrize("block_size", few([16, 4, 32]))
-@pytest.mark.parametrize("kept_as", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kept_as", few([torch.float32, torch.bfloat16, torch.int8]), ids=str)
 def test_agrees_with_reference(backend, heads, shape, block_size, kept_as):
     contexts, chunks = RAGGED[shape]
     rng = np.random.default_rng(len(shape))
@@ -48,8 +48,8 @@ def assert_near(actual, expected, cache, rtol=1e-5, atol=2e-6):
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
-BLOCKS = [(16, torch.float32), (8, torch.bfloat16), (48, torch.int8)]
-BLOCKS += [(8, torch.float32), (48, torch.float32), (16, torch.bfloat16), (16, torch.int8)]
+BLOCKS = [(16, torch.float32), (8, torch.float32), (48, torch.float32)]
+BLOCKS += [(8, torch.bfloat16), (48, torch.int8), (16, torch.bfloat16), (16, torch.int8)]
 LONG_HEADS = [(14, 2, 64), (2, 2, 80), (2, 2, 64), (4, 1, 96), (2, 1, 128), (2, 1, 256)]
 # Pieces of several hundred keys, and more rows than a tile and than a span has; the last tile narrow.
 LONG = {
@@ -62,7 +62,7 @@ LONG = {
 @pytest.mark.parametrize("backend", sorted(set(HERE) - {"reference"}))
 @pytest.mark.parametrize("heads", few(LONG_HEADS, 2, whole=True), ids=str)
 @pytest.mark.parametrize("shape", LONG)
-@pytest.mark.parametrize(("block_size", "kept_as"), few(BLOCKS, 3), ids=str)
+@pytest.mark.parametrize(("block_size", "kept_as"), few(BLOCKS), ids=str)
 @pytest.mark.parametrize("window", few([150, None, 3]))
 def test_long_ones_agree_with_reference(backend, heads, shape, block_size, kept_as, window):
     contexts, chunks = LONG[shape]
@@ -74,6 +74,7 @@ def test_long_ones_agree_with_reference(backend, heads, shape, block_size, kept_
     assert_near(actual, expected, cache, rtol=1e-4, atol=5e-6)
 
 
+@pytest.mark.long
 def test_without_matrix_registers_bfloat16_is_multiplied_in_float32(monkeypatch):
     monkeypatch.setattr(amx, "is_available", lambda: False)
     (q, k, v), cache, batch = random_batch([9, 33], [(0, 70), (20, 5)], (4, 2, 64), 16, np.random.default_rng(1))
@@ -163,7 +164,7 @@ def test_runs_on_as_many_threads_as_torch(backend):
     torch.testing.assert_close(outputs[0], outputs[1])
 
 
-@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("backend", few(HERE[::-1]))  # a type of K/V takes numba long to compile
 def test_what_is_not_finite_stays_so_in_fewer_bits(backend):
     """A key that is not finite leaves no finite output behind, in a cache of bfloat16 either."""
     (q, k, v), cache, batch = random_batch([], [(0, 5)], (2, 2, 20), 4, np.random.default_rng(0))

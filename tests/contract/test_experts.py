@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
-from tests.rings import examples
+from tests.rings import examples, few
 from xgpt.core.schema import Experts, Plan, Precision, Profile
 from xgpt.resolve import load_model
 from xprofiler import analytic, ranks
@@ -59,7 +59,7 @@ def test_the_search_finds_what_trying_everything_finds(model: str, factor: float
     assert 1 - 1e-9 <= ratio <= 1 + min(THROUGHPUT_TOLERANCE, found.search.gap) + 1e-9
 
 
-@pytest.mark.parametrize("kind", ["orca", "chunked", "waa"])
+@pytest.mark.parametrize("kind", few(["orca", "chunked", "waa"]))
 def test_a_search_of_many_devices_opens_few_placements(kind: str) -> None:
     """Bounds from the convex floor of experts' times left 280 to 600 of them open, and 100,000 predictions too few."""
     found = Scheduler(problem("deepseek-v3", "h200x32", "chat-long", 30.0)).best((kind,))
@@ -67,7 +67,7 @@ def test_a_search_of_many_devices_opens_few_placements(kind: str) -> None:
     assert found.search.evaluations < 15_000
 
 
-@pytest.mark.parametrize("kind", ["orca", "rra", "chunked", "static", "waa"])
+@pytest.mark.parametrize("kind", few(["chunked", "waa", "orca", "rra", "static"], 2))
 def test_no_setting_of_a_placement_beats_its_bound(kind: str) -> None:
     """Random settings of random placements of many devices, on curves of experts, with a latency bound and without."""
     rng = np.random.default_rng(5)

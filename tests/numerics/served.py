@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ MAX_OUTPUT = 10
 REPLICAS_WAIT_S = 60.0
 
 
+@cache
 def greedy(model):
     """What transformers makes of each prompt."""
     outputs = []

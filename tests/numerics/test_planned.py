@@ -19,6 +19,7 @@ from xsimulator.run import simulate
 POLICIES = ("rra", "waa", "chunked", "orca", "static")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["t5-gated-untied", "t5-tied"])
 def test_waa_plans_of_an_encoder_decoder(workers, checkpoint, name):
     directory, model = checkpoint(name)
@@ -28,6 +29,7 @@ def test_waa_plans_of_an_encoder_decoder(workers, checkpoint, name):
     assert served_on(workers, plan) == greedy(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["orca", "waa"])
 def test_an_encoder_decoder_whose_requests_are_preempted(workers, checkpoint, kind):
     directory, model = checkpoint("t5-tied")
@@ -39,6 +41,7 @@ def test_an_encoder_decoder_whose_requests_are_preempted(workers, checkpoint, ki
         assert engine.pool.num_preemptions
 
 
+@pytest.mark.long
 def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(workers, checkpoint):
     """They pass it twice, and are cut into the same slices both times: what decodes takes room of the first one."""
     directory, _ = checkpoint("t5-gated-untied")
@@ -103,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", CASES)
 def test_random_checkpoints_under_every_policy(workers, tmp_path, number):
     rng = np.random.default_rng([7, number])

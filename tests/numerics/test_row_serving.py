@@ -13,6 +13,7 @@ from tests.fakes import fake_app, running
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run
 from tests.numerics.test_worker import refuse_to_draw
 from tests.planned import CPU, SHORT, cpus, planned, problem_of
+from tests.rings import few
 from xgpt.core.errors import InputError
 from xgpt.core.policies import Pool, Request, build, build_rows
 from xgpt.core.policies.tcb import lay_out
@@ -30,7 +31,7 @@ def static_plan(directory, **changes) -> Plan:
     return plan.model_copy(update={"policy": policy, **changes})
 
 
-@pytest.mark.parametrize("name", ["opt-tied", "t5-tied", "llama-grouped"])
+@pytest.mark.parametrize("name", few(["opt-tied", "t5-tied", "llama-grouped"], 2))
 @pytest.mark.parametrize("batching", LAYOUTS)
 def test_tokens_are_those_of_transformers(checkpoint, name, batching):
     directory, model = checkpoint(name)
@@ -127,7 +128,7 @@ def is_held(schedule, id_) -> bool:
     return any(id_ in batch.held for batch in schedule.pool.batches)
 
 
-@pytest.mark.parametrize("name", ["opt-tied", "t5-tied", "llama-grouped"])
+@pytest.mark.parametrize("name", few(["opt-tied", "t5-tied", "llama-grouped"]))
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", None), ("int8", None), ("float32", "bfloat16")])
 def test_rows_keep_what_the_plan_counts(checkpoint, name, dtype, kv_dtype, monkeypatch):
     """They kept float32: up to twice the memory of a plan whose keys and values are bfloat16."""

@@ -36,7 +36,7 @@ def test_nothing_is_compiled_outside_the_rooms_that_are_looked_at() -> None:
                 assert file.relative_to(ROOT).as_posix().startswith(ROOMS), file
 
 
-@pytest.mark.parametrize("first", ["import xrunner.cpu.panels", "import xsimulator", "import numba, xsimulator"])
+@pytest.mark.parametrize("first", few(["import numba, xsimulator", "import xsimulator", "import xrunner.cpu.panels"]))
 def test_numba_keeps_its_code_there(tmp_path: Path, first: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     environment["XDG_CACHE_HOME"] = str(tmp_path)
@@ -59,7 +59,14 @@ from numba import njit
 def twice(x):
     return 2 * x
 """
-RUN = "import xsimulator, sys; sys.path.insert(0, sys.argv[1]); import compiled; print(compiled.twice(21), end='')"
+RUN = """
+import sys
+from xgpt.core.compiled_code import set_directory
+set_directory()
+sys.path.insert(0, sys.argv[1])
+import compiled
+print(compiled.twice(21), end="")
+"""
 
 
 def run(directory: Path, cache: Path) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.core import policies
 from xgpt.core.schema import ANYONE, Plan
 from xgpt.core.workload import sample
@@ -102,7 +103,7 @@ def overloaded(slowness: float, promised_s: float, times: float, num_requests: i
     return len(answers) / engine.now_ns * 1e9 / rate, answers
 
 
-@pytest.mark.parametrize("slowness", [1.0, 1.3])
+@pytest.mark.parametrize("slowness", few([1.3, 1.0]))
 def test_more_than_can_be_served(slowness: float) -> None:
     """Nearly as many are taken in as can be served, and nearly all of them have their answer in the promised time."""
     promised_s = 2 * 6.0

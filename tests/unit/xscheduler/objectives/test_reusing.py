@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import xgpt
-from tests.rings import examples, few
+from tests.rings import examples
 from tools.structured import conversations, shared_prompts, write
 from xgpt.core.schema import ObservedReuse, Plan
 from xgpt.core.workload import TraceLengths
@@ -90,6 +90,7 @@ def test_a_plan_for_arrivals_counts_on_reuse_too(path: Path) -> None:
     assert found.estimate.capacity.rate_per_s > 1.3 * (found.estimate.reuse.alone or 0)
 
 
+@pytest.mark.long
 def test_replicas_count_on_what_the_router_sends_them(path: Path) -> None:
     found = xgpt.plan(**PROBLEM | {"devices": 2}, workload=path, objective="saturated")
     assert found.replicas == 2 and found.estimate.reuse is not None
@@ -99,7 +100,8 @@ def test_replicas_count_on_what_the_router_sends_them(path: Path) -> None:
     assert found.estimate.throughput_rps > 1.5 * (found.estimate.reuse.alone or 0)
 
 
-@pytest.mark.parametrize("options", few([{"think_s": 5.0}, {}]))
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"think_s": 5.0}, {}])
 def test_conversations_at_saturation_find_what_those_inside_have_not_yet_left(
     options: dict[str, float], tmp_path: Path
 ) -> None:

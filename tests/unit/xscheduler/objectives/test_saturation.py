@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.rings import few
 from xgpt import api
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Histogram, Workload
@@ -23,7 +24,7 @@ SUBJECT = {
 }
 
 
-@pytest.mark.parametrize("bound_s", [None, 8.0])
+@pytest.mark.parametrize("bound_s", few([8.0, None]))
 def test_requests_of_one_length_begin_and_end_together(bound_s):
     plan = api.solve(**SUBJECT, latency_bound_s=bound_s).best
     seen = api.simulate(plan, num_requests=2000).figures
@@ -45,7 +46,7 @@ def test_where_nothing_keeps_a_bound_in_simulation_it_is_said():
     assert caught.value.exit_code == 1
 
 
-@pytest.mark.parametrize(("task", "bound_s"), [("summarization", 2.8), ("translation", None)])
+@pytest.mark.parametrize(("task", "bound_s"), few([("summarization", 2.8), ("translation", None)]))
 def test_requests_of_an_encoder_decoder_have_their_first_token_in_the_decode_lane(task, bound_s):
     """The steps that they join are the long ones there: their first tokens', and gaps of those inside."""
     subject = {"model": "t5-11b", "cluster": "a40x8", "policy": "waa", "objective": "saturated"}

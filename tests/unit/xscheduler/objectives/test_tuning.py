@@ -75,6 +75,7 @@ def test_plans_to_tune_from_leave_the_headroom_that_others_do() -> None:
     assert {(plan.constraint.headroom, plan.constraint.tpot_s) for plan in plans} == {(problem.profile.headroom, 0.02)}
 
 
+@pytest.mark.long
 def test_slack_keeps_the_steps_of_a_pipeline_alike() -> None:
     """One micro-batch took all the time that there was, the next was late behind it: a third of the rate was left."""
     asked = {"model": "llama-3.1-70b", "cluster": "h100x8", "devices": 4, "workload": "azure-conv"}
