@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.planned import placements_of, problem_of, scored
+from tests.rings import few
 from xgpt.core import policies
 from xgpt.core.policies import BlockTable, Chunk, Step
 from xrunner.build import WorkerSettings, build_worker
@@ -157,7 +158,7 @@ def check(workers, plan, expected, sampling=None, after_step=lambda number: None
     return len(begins)
 
 
-@pytest.mark.parametrize(("ep", "kind"), [(1, "orca"), (2, "rra")])
+@pytest.mark.parametrize(("ep", "kind"), few([(2, "rra"), (1, "orca")]))
 def test_experts_in_parts_and_in_slices(workers, checkpoint, alone, ep, kind):
     problem = problem_of(checkpoint(NAMES["experts"])[0], 2)
     placement = next(
@@ -230,7 +231,7 @@ def test_blocks_of_a_request_released_or_begun_anew_while_the_encoder_runs(worke
     assert begun_after[1] == before[1]
 
 
-@pytest.mark.parametrize(("before", "then"), [(("pp2", 2), ("tp2", 1)), (("tp2", 1), ("tp2+1", 2))])
+@pytest.mark.parametrize(("before", "then"), few([(("tp2", 1), ("tp2+1", 2)), (("pp2", 2), ("tp2", 1))]))
 def test_another_placement_on_the_same_workers(workers, checkpoint, alone, before, then):
     directory, _ = checkpoint(NAMES["opt"])
     plans = [one_lane(directory, placement, "orca", microbatches) for placement, microbatches in (before, then)]
@@ -294,13 +295,16 @@ def test_a_plan_that_memory_does_not_hold_is_gone_back_from(workers, checkpoint,
 
 @pytest.mark.parametrize(
     ("family", "placement", "kind"),
-    [
-        ("windows", "tp2", "orca"),
-        ("windows", "pp2", "chunked"),
-        ("fused", "tp2", "rra"),
-        ("latent", "tp2", "orca"),
-        ("latent", "pp2", "rra"),
-    ],
+    few(
+        [
+            ("windows", "tp2", "orca"),
+            ("latent", "pp2", "rra"),
+            ("windows", "pp2", "chunked"),
+            ("fused", "tp2", "rra"),
+            ("latent", "tp2", "orca"),
+        ],
+        2,
+    ),
 )
 def test_families_that_cut_in_other_ways(workers, checkpoint, alone, family, placement, kind):
     microbatches = len(PLACEMENTS[placement])
@@ -315,8 +319,7 @@ SINGLE = [
     for microbatches in sorted({1, len(degrees)})
     for marks in [
         ()
-        if (family, placement, kind, microbatches)
-        in {("opt", "tp2+1", "rra", 2), ("llama", "pp2", "chunked", 2), ("t5", "tp2+1", "orca", 2)}
+        if (family, placement, kind, microbatches) in {("llama", "pp2", "chunked", 2), ("t5", "tp2+1", "orca", 2)}
         else pytest.mark.long
     ]
 ]
@@ -339,7 +342,7 @@ def test_one_lane(workers, checkpoint, alone, family, placement, kind, microbatc
         for family in SHALLOW
         for lanes in LANES
     ]
-    + [("latent", "1+tp2")],
+    + [pytest.param("latent", "1+tp2", marks=pytest.mark.long)],
 )
 def test_two_lanes(workers, checkpoint, alone, family, lanes):
     check(workers, two_lanes(checkpoint(NAMES[family])[0], lanes), alone(family))
@@ -354,18 +357,10 @@ def test_drawn_tokens(workers, checkpoint, alone, lanes):
     check(workers, plan, alone("llama", sampling), sampling)
 
 
-@pytest.mark.parametrize(
-    ("family", "lanes", "how", "worker"),
-    [
-        ("llama", "1+tp2", "KILL", 0),
-        *(
-            pytest.param(family, lanes, how, worker, marks=pytest.mark.long)
-            for family, lanes in (("llama", "1+tp2"), ("t5", "2+1"), ("opt", None))
-            for how in ("KILL", "STOP")
-            for worker in range(3)
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "lanes"), [("llama", "1+tp2"), ("t5", "2+1"), ("opt", None)])
+@pytest.mark.parametrize("how", ["KILL", "STOP"])
+@pytest.mark.parametrize("worker", range(3))
 def test_a_worker_that_dies_or_hangs_loses_no_token(workers, checkpoint, alone, family, lanes, how, worker):
     directory, _ = checkpoint(NAMES[family])
     plan = one_lane(directory, "tp2+1", "rra", 2) if lanes is None else two_lanes(directory, lanes)

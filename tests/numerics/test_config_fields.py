@@ -37,16 +37,11 @@ OF_FIELDS = {
 }
 OF_FIELDS["rope_parameters"] = OF_FIELDS["rope_scaling"]
 SHORT = {
-    ("llama", "sliding_window"),
-    ("llama", "layer_types"),
     ("llama", "rope_scaling"),
     ("qwen2", "use_sliding_window"),
     ("t5", "tie_word_embeddings"),
-    ("t5", "dense_act_fn"),
     ("gpt2", "hidden_size"),
     ("opt", "activation_function"),
-    ("gpt_oss", "layer_types"),
-    ("deepseek_v2", "topk_method"),
     ("deepseek_v3", "topk_group"),
     ("gemma2", "query_pre_attn_scalar"),
     ("gemma3_text", "rope_parameters"),
