@@ -1,4 +1,4 @@
-"""Measure the product's code: files, lines, long functions, functions of many parameters.
+"""Measure the product's code: files, lines, long functions and classes, late imports, names that stand for two things.
 
     python -m tools.measures [COMMIT]
 
@@ -12,6 +12,9 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 
 PACKAGES = ("xgpt", "xprofiler", "xrunner", "xscheduler", "xsimulator")
 PARAMETERS = 7
@@ -21,8 +24,13 @@ def git(*words: str) -> str:
     return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
 
 
+@cache
 def functions(text: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def classes(text: str) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
 
 
 def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -41,14 +49,26 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([name for name in names if name not in ("self", "cls")])
 
 
+def imports_within(text: str) -> int:
+    """Return the number of imports inside functions."""
+    found = {each for function in functions(text) for each in ast.walk(function)}
+    return len([each for each in found if isinstance(each, ast.Import | ast.ImportFrom)])
+
+
+def repeated(names: list[str]) -> int:
+    """Return how many names stand more than once."""
+    return len([name for name, count in Counter(names).items() if count > 1])
+
+
 def measures(commit: str) -> dict[str, int]:
     names = git("ls-tree", "-r", "--name-only", commit, *PACKAGES).split()
     texts = {name: git("show", f"{commit}:{name}") for name in names if name.endswith(".py")}
     lines = {name: text.count("\n") for name, text in texts.items()}
     found = [function for text in texts.values() for function in functions(text)]
+    all_classes = [each for text in texts.values() for each in classes(text)]
 
-    def longer(than: int) -> int:
-        return sum((function.end_lineno or 0) - function.lineno + 1 > than for function in found)
+    def longer(than: int, among: Sequence[ast.stmt] = found) -> int:
+        return sum((each.end_lineno or 0) - each.lineno + 1 > than for each in among)
 
     wide = [each for each in found if num_parameters(each) > PARAMETERS and not is_command(each)]
     return {
@@ -57,6 +77,9 @@ def measures(commit: str) -> dict[str, int]:
         "files over 400 lines": sum(number > 400 for number in lines.values()),
         "functions over 50 lines": longer(50),
         "functions over 80 lines": longer(80),
+        "classes over 300 lines": longer(300, all_classes),
+        "class names that stand for two things": repeated([each.name for each in all_classes]),
+        "imports inside functions": sum(map(imports_within, texts.values())),
         f"functions over {PARAMETERS} parameters, click's commands apart": len(wide),
         "of these compiled kernels": sum(map(is_kernel, wide)),
     }
