@@ -78,6 +78,7 @@ for line in Path("/proc/self/maps").read_text().splitlines():
 """
 
 
+@pytest.mark.long
 def test_a_thread_that_is_made_later_shares_the_heap() -> None:
     """In an arena of its own a served engine's weights had no huge pages, and its steps took a tenth longer."""
     found = subprocess.run([sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True, check=True)

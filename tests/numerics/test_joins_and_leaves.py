@@ -84,7 +84,7 @@ def check_blocks(worker, pool):
             assert rows.tables[rows[id_], :count].tolist() == pool.running[id_].table.blocks[:count]
 
 
-@settings(max_examples=examples(25, 5))
+@settings(max_examples=examples(25, 2))
 @given(data=st.data())
 @pytest.mark.parametrize(("kind", "reuse"), [("plain", False), ("ahead", False), ("plain", True), ("ahead", True)])
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_in_rows(directory, batching, sampling):
     check(lambda: build_engine(plan, batching=batching), sampling)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["static", "waa"])
 def test_on_two_devices(directory, workers, kind, sampling):
