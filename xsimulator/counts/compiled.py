@@ -14,7 +14,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-helper = njit(forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_WITHOUT_ENTRY: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+helper = njit(forceinline=True, **_WITHOUT_ENTRY)
 """Compile a function into its callers. Python cannot call it: an entry takes a third of the time to compile."""
 
 
