@@ -12,7 +12,7 @@ from typing import Protocol
 
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import Request
-from xgpt.core.processes import is_at_work
+from xgpt.core.processes import children_of, is_at_work
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import StepRecord
 from xrunner.channel import BUSY_S, LONG_STEP_S, SILENCE_S, STEP_S, EngineLost
@@ -199,7 +199,8 @@ class EngineProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def is_at_work(self) -> bool:
-        return is_at_work(self._process.pid)
+        """Return whether it or a child of it is: an engine of several processes waits for theirs to start."""
+        return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
     def end(self, within_s: float) -> None:
         with suppress(subprocess.TimeoutExpired):

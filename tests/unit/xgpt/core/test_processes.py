@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from tests.fakes import eventually
-from xgpt.core.processes import is_at_work
+from xgpt.core.processes import children_of, is_at_work
+from xrunner.channel.remote import EngineProcess
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
@@ -25,3 +26,19 @@ def test_a_process_is_at_work_unless_it_waits_is_stopped_or_has_ended() -> None:
         assert eventually(lambda: not is_at_work(process.pid))
         process.kill()
     assert not is_at_work(process.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")
+def test_an_engine_that_waits_for_a_child_that_works_is_at_work() -> None:
+    child = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    engine = EngineProcess([sys.executable, "-c", code], b"")
+    parent = engine._process.pid
+    try:
+        assert eventually(lambda: bool(children_of(parent)) and not is_at_work(parent)), "it waits"
+        assert eventually(engine.is_at_work)
+    finally:
+        for each in (*children_of(parent), parent):
+            os.kill(each, signal.SIGKILL)
+        engine.end(0)
+        engine.front.close()
