@@ -22,6 +22,7 @@ ALIASES: Mapping[str, str] = {
     "glm46v_text": "glm4v_text",
     "glm5_next": "glm5_next_text",
     "glm_ocr_text": "glm4",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
     "inkling": "inkling_text",
     "inkling2_text": "inkling_text",
     "kimi_k2": "deepseek_v3",
@@ -31,6 +32,7 @@ ALIASES: Mapping[str, str] = {
     "minimax_m3_vl": "minimax_m3_vl_text",
     "mistral4_text": "mistral4",
     "muse_glimmer": "muse_glimmer_text",
+    "paddleocr_vl_text": "ernie4_5",
     "phi4_multimodal": "phi3",
     "phi4mm": "phi3",
     "qwen2_5_vl": "qwen2_5_vl_text",
@@ -43,10 +45,16 @@ ALIASES: Mapping[str, str] = {
     "step3p7_text": "step3p5",
 }
 """Families that are another by the same fields."""
+_TWO_KINDS = "experts for text and experts for images differ in size"
 _STATES_ONLY = "it has only state-space layers: nothing grows with tokens, so no K/V memory bounds a batch"
 NOT_READ: Mapping[str, str] = {
     "dbrx": "it nests sizes in objects that are not read",
+    "diffusion_gemma": "it generates blocks of tokens by diffusion",
+    "diffusion_gemma_text": "it generates blocks of tokens by diffusion",
+    "ernie4_5_vl_moe": _TWO_KINDS,
+    "ernie4_5_vl_moe_text": _TWO_KINDS,
     "falcon_mamba": _STATES_ONLY,
+    "gemma3n_text": "its layers run several streams at once, and some share keys and values, which is not read",
     "mamba": _STATES_ONLY,
     "mamba2": _STATES_ONLY,
     "mpt": "its positions are biases on scores, which are not read",

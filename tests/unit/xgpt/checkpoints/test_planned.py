@@ -233,12 +233,20 @@ def test_sizes_are_those_that_vllm_states_of_its_fixtures(name: str) -> None:
         ("mpt", "biases on scores"),
         ("dbrx", "nests sizes"),
         ("timm_wrapper", "generates no tokens"),
+        ("diffusion_gemma", "by diffusion"),
+        ("ernie4_5_vl_moe", "differ in size"),
+        ("gemma3n", "several streams"),
     ],
 )
 def test_families_of_vllm_s_fixtures_that_are_not_read_say_why(family: str, why: str) -> None:
     config = CONFIG_MAPPING[family]().to_dict() if family in CONFIG_MAPPING else {}
-    with pytest.raises(InputError, match=f"model_type: '{family}' .*this family is not planned: .*{why}"):
+    with pytest.raises(InputError, match=f"model_type: '{family}(_text)?' .*this family is not planned: .*{why}"):
         spec_of(config | {"model_type": family}, family)
+
+
+@pytest.mark.parametrize(("family", "like"), [("paddleocr_vl", "ernie4_5"), ("hunyuan_vl", "hunyuan_v1_dense")])
+def test_language_models_of_readers_of_images_are_those_that_they_are_built_on(family: str, like: str) -> None:
+    assert spec_like(family)[0].decoder_params() == spec_like(like)[0].decoder_params()
 
 
 KV_PUBLISHED = {
