@@ -3,10 +3,11 @@
 import pytest
 
 from benchmarks import roofline
+from tests.rings import few
 from xgpt.checkpoints.files import read_spec
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16", "int8"]))
 def test_each_step_has_a_floor_in_each_type(checkpoint, monkeypatch, dtype):
     for name in ("BATCHES", "CONTEXTS", "PROMPTS"):
         monkeypatch.setattr(roofline, name, (2, 16))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy
+from tests.rings import few
 
 SERVED = """
 import json, sys
@@ -46,13 +47,13 @@ def served(directory: Path, dtype: str) -> list[list[int]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["opt-tied", "qwen2-grouped", "t5-tied"])
+@pytest.mark.parametrize("name", few(["qwen2-grouped", "opt-tied", "t5-tied"]))
 def test_tokens_in_float32_are_those_of_transformers(checkpoint, name):
     directory, model = checkpoint(name)
     assert served(directory, "float32") == greedy(model)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", few(["int8", "bfloat16"]))
 def test_tokens_in_fewer_bits_are_mostly_those_of_float32(checkpoint, dtype):
     """Random weights have many tokens that are nearly as likely; once one differs, so do those after it."""
     directory, model = checkpoint("opt-tied")
