@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -206,7 +208,11 @@ PAGES = {
 
 
 if __name__ == "__main__":
-    (ROOT / "xgpt" / "options.json").write_text(options_json())  # the command line is made of it
-    (ROOT / "xgpt" / "keywords.pyi").write_text(keywords_pyi())
+    made_of = {ROOT / "xgpt" / "options.json": options_json(), ROOT / "xgpt" / "keywords.pyi": keywords_pyi()}
+    if any(path.read_text() != text for path, text in made_of.items()):
+        for path, text in made_of.items():
+            path.write_text(text)
+        # The command line is made of the options when it is imported.
+        os.execv(sys.executable, [sys.executable, "-m", "tools.make_reference"])
     for name, write in PAGES.items():
         (ROOT / "docs" / name).write_text(write())
