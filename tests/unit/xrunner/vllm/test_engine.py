@@ -97,7 +97,7 @@ def test_a_request_that_vllm_gives_up_fails_alone(plan: Plan, start: Start) -> N
     assert engine.pool.num_running == engine.pool.reserved_blocks == 0
 
 
-@pytest.mark.parametrize("plan", [ORCA, WAA], ids=["one lane", "waa"])
+@pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
 def test_cancelled_requests_make_room_for_others(plan: Plan, start: Start) -> None:
     engine = start(plan)
     submit(engine, PROMPTS, max_output=100)
@@ -152,6 +152,7 @@ def test_a_vllm_that_ends_or_hangs_is_started_anew_and_no_request_is_lost(
         assert not any(Path(f"/proc/{child}/cmdline").exists() for child in lost)
 
 
+@pytest.mark.long
 def test_a_request_that_ends_every_vllm_is_found_and_ended(start: Start) -> None:
     """The first end is an accident, the second makes its requests suspects, the third tells which one it is."""
     engine = start(ORCA)
@@ -196,6 +197,7 @@ def test_steps_are_told_as_they_were_executed(start: Start) -> None:
     assert all(record.start_ns <= record.end_ns <= time.perf_counter_ns() for record in log)
 
 
+@pytest.mark.long
 def test_both_lanes_of_waa_tell_a_request_once(start: Start) -> None:
     log: list[StepRecord] = []
     engine = start(WAA, on_step=log.append)
@@ -265,6 +267,7 @@ def test_a_directory_too_deep_for_sockets_is_said_to_be(
         start(ORCA)
 
 
+@pytest.mark.long
 def test_a_plan_of_another_memory_waits_until_no_request_runs(start: Start) -> None:
     engine = start(ORCA)
     submit(engine, PROMPTS[:8], max_output=50)
