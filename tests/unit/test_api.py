@@ -118,7 +118,7 @@ def test_errors_are_raised_and_nothing_is_printed(capfd: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in ("replan_offline", "what_if") else pytest.mark.long) for name in EXAMPLES],
+    [pytest.param(name, marks=[] if name == "what_if" else pytest.mark.long) for name in EXAMPLES],
 )
 def test_examples_run(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}

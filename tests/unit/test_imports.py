@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +89,11 @@ def name_of(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def type_checking_only(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
@@ -113,7 +119,7 @@ def imports_of(path: Path, root: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside or type_checking_only(node))
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), False)
+    yield from walk(tree_of(path), False)
 
 
 def complaints(root: Path) -> list[str]:
@@ -204,7 +210,7 @@ def circles(root: Path) -> list[list[str]]:
     for module, path in files.items():
         typing_only = {
             line
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.If) and type_checking_only(node)
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
         }
