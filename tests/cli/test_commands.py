@@ -268,6 +268,7 @@ def test_devices_and_arrival_rates(xgpt: Xgpt) -> None:
     assert document["estimate"]["capacity"]["rate_per_s"] >= 5
 
 
+@pytest.mark.long
 def test_the_cheapest_of_several_clusters(xgpt: Xgpt) -> None:
     plan = ("plan", "--latency-bound", "8", "--model", "opt-13b", "--policy", "orca")
     rate = ("--arrival-rate", "5")
@@ -349,6 +350,7 @@ def test_options_of_one_objective_are_refused_beside_the_other(xgpt: Xgpt) -> No
     assert asked["constraint"]["objective"] == "saturated"
 
 
+@pytest.mark.long
 def test_a_plan_of_an_older_file_was_made_for_saturation(xgpt: Xgpt, plan: Path) -> None:
     document = json.loads(plan.read_text())
     del document["constraint"]["objective"], document["estimate"]["capacity"]
@@ -396,6 +398,7 @@ def test_simulated_arrivals_tell_times_from_arrival(xgpt: Xgpt, plan: Path) -> N
         assert "--arrival-rate" in xgpt.fails(2, "simulate", str(plan), "--arrival-rate", wrong)
 
 
+@pytest.mark.long
 def test_a_bound_has_a_quantile_of_its_own(xgpt: Xgpt) -> None:
     asked = ("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "chunked", "--json")
     bounds = ("--ttft", "1", "--tpot", "0.02")

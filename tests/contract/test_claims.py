@@ -274,7 +274,7 @@ KNOWN = (
 
 @settings(max_examples=examples(300, 1))
 @given(cases)
-@known(KNOWN, 2)
+@known(KNOWN, 1)
 def test_claims_hold(case: Case) -> None:
     claims_hold(case, (SHARES[case.seed % 2],))  # each bound is a third of the time; the long run tries both
 

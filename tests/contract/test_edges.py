@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.agreement import KINDS, random_case
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.cli import main
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.io import load_json
@@ -101,7 +102,7 @@ def test_what_nothing_can_keep_names_the_nearest(tmp_path: Path) -> None:
     assert whole_s == pytest.approx(refused.value.nearest_bound_s, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 def test_the_bubble_is_the_time_in_which_simulated_stages_wait(kind: str) -> None:
     rng = np.random.default_rng(11)
     case = random_case(rng, (kind,))

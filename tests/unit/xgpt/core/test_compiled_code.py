@@ -115,6 +115,7 @@ def test_code_of_another_user_is_not_run(owned: str, tmp_path: Path) -> None:
     assert not ran.exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, and no directory")

@@ -40,6 +40,7 @@ def test_each_allocation_can_be_asked_for(both, kind, allocation):
     assert alone.estimate.throughput_rps == both[kind].estimate.throughput_rps
 
 
+@pytest.mark.long
 def test_auto_and_exegpt_show_both(both):
     assert {"rra", "waa-c", "waa-m"} == set(plans_of(cluster="a40x8", policy="exegpt"))
     found = plans_of(cluster="a40x8")

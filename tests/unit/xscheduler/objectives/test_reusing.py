@@ -84,6 +84,7 @@ def test_a_trace_of_lengths_alone_is_planned_as_ever(path: Path, tmp_path: Path,
     assert alone.estimate.throughput_rps == pytest.approx(plan.estimate.reuse.alone, rel=1e-9)
 
 
+@pytest.mark.long
 def test_a_plan_for_arrivals_counts_on_reuse_too(path: Path) -> None:
     found = xgpt.plan(**PROBLEM, workload=path)
     assert found.estimate.reuse is not None and found.estimate.capacity is not None
