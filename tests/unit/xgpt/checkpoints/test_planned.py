@@ -109,6 +109,7 @@ def plan(spec: ModelSpec) -> Any:
     )
 
 
+@pytest.mark.long
 def test_a_model_of_linear_and_full_attention_is_planned_with_its_states_set_aside() -> None:
     spec = spec_of(QWEN3_NEXT, "Qwen3-Next-80B-A3B")
     assert spec.decoder_params() + spec.embedding_params == pytest.approx(79.67e9, rel=2e-3)
