@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.contract.scenarios import problem
+from tests.rings import few
 from xgpt.core.errors import InputError
 from xgpt.core.io import config_names, parse
 from xgpt.core.schema import Profile
@@ -68,7 +69,7 @@ def test_what_cannot_be_is_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", few(CLUSTERS, 8))
 def test_every_shipped_model_has_an_analytic_profile(cluster: str) -> None:
     devices = load_cluster(cluster)
     for model in config_names("models"):
