@@ -110,7 +110,10 @@ POINTS = {
     22: Point(
         "long fields",
         "kept until a request ended, echoed whole, 128 times in an answer, written to the log: 65 GB a day",
-        ("tests/unit/xrunner/server/test_costs.py",),
+        (
+            "tests/unit/xrunner/server/test_costs.py",
+            "tests/contract/test_step_replay.py::test_few_rows_are_scored_in_a_step",
+        ),
     ),
     21: Point(
         "bodies in chunks of one byte",
