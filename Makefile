@@ -15,7 +15,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.demo
 
 # A file of tests stays in one process: its fixtures are made once. Under five minutes on two cores.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not long"
 
