@@ -161,6 +161,7 @@ def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: p
     assert report.figure("whole_mean_s").error_at_pace == pytest.approx(0.0, abs=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arrivals", few([ArrivalProcess.at(5.0), None]))
 def test_what_others_took_of_the_cores_is_told_apart(
     monkeypatch: pytest.MonkeyPatch, arrivals: ArrivalProcess | None
@@ -226,6 +227,7 @@ def test_two_replicas_are_measured_as_one_is(monkeypatch: pytest.MonkeyPatch, ki
         assert two.figure(metric).measured == pytest.approx(times * one.figure(metric).measured, rel=0.15), metric
 
 
+@pytest.mark.long
 def test_arrivals_at_two_replicas_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     report = benched("chunked", Load(600, arrivals=ArrivalProcess.at(20.0)), monkeypatch, replicas=2)
     for metric in ("throughput_rps", "whole_mean_s", "ttft_mean_s"):

@@ -120,6 +120,7 @@ def test_profiles_tell_their_engine() -> None:
     assert engine_of(measured.model_copy(update={"engine": "native"})) == load_engine("xgpt")
 
 
+@pytest.mark.long
 def test_what_a_request_takes_outside_of_the_loop_counts_from_its_arrival() -> None:
     slow = load_engine("vllm-0.15").model_copy(update={"before_admission_s": 0.5})
     plans = [planned(engine, objective="arrivals", cluster="h100x1", ttft_s=0.8) for engine in ("vllm-0.15", slow)]

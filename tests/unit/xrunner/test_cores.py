@@ -77,6 +77,7 @@ def on_all_cores() -> Plan:
     return subject.model_copy(update={"profile": subject.profile.model_copy(update={"num_threads": len(HERE)})})
 
 
+@pytest.mark.long
 def test_a_server_of_one_device_has_a_core_for_each_thread(tmp_path: Path) -> None:
     with served(on_all_cores(), tmp_path) as server:
         assert server.engine is not None and kept_to(server.engine) == HERE

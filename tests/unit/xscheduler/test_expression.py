@@ -68,6 +68,7 @@ def test_what_is_not_arithmetic_over_figures_is_refused(text: str) -> None:
         names_in(text)
 
 
+@pytest.mark.long
 def test_the_plan_is_better_by_the_objective_than_the_one_of_most_throughput() -> None:
     """Requests a second for each second of latency, on any number of devices."""
     asked = {"model": "opt-13b", "cluster": "a40x4", "policy": "orca", "latency_bound_s": 12.0}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.rings import few
 from xgpt.comparing.compare import Compared, compare, engine_name
 from xgpt.comparing.current import CurrentEngine, is_model
 from xgpt.comparing.other_engines import SGLANG
@@ -309,7 +310,7 @@ def test_the_model_is_the_command_s_if_none_is_given() -> None:
     assert len(rates) == 5 and rates == sorted(rates)
 
 
-@pytest.mark.parametrize(("cluster", "devices"), [("h200x8", 8), ("h200x8", 4), ("h200x32", 16)])
+@pytest.mark.parametrize(("cluster", "devices"), few([("h200x8", 4), ("h200x8", 8), ("h200x32", 16)]))
 def test_shared_experts_are_scored_on_the_devices_of_the_command(cluster: str, devices: int) -> None:
     found = compared(f"vllm serve m -dp {devices} -ep -q fp8", model="qwen3-235b-a22b", cluster=cluster).current
     assert found is not None and found.num_devices == found.replicas == devices

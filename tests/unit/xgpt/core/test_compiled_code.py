@@ -80,6 +80,7 @@ def run(directory: Path, cache: Path) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_code_that_was_cut_short_is_compiled_anew(tmp_path: Path) -> None:
     """One such file ended every command until someone deleted it."""
     cache = tmp_path / "cache"

@@ -186,7 +186,7 @@ def test_one_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.error is None
 
 
-@pytest.mark.parametrize("passphrase", ["c" * 16, "d" * 16])
+@pytest.mark.parametrize("passphrase", few(["c" * 16, "d" * 16]))
 def test_an_engine_that_is_not_there_or_has_another_secret(passphrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "MEET_S", 1.0)
     sockets = Sockets(Secret.from_passphrase("d" * 15 + "e"), HOST)
@@ -234,6 +234,7 @@ def stores() -> Iterator[Callable[[], EngineStore]]:
     thread.join()
 
 
+@pytest.mark.long
 def test_a_store_does_what_torch_expects_of_one(stores: Callable[[], EngineStore]) -> None:
     one, other = stores(), stores()
     prefixed = dist.PrefixStore("p", one)

@@ -79,6 +79,7 @@ def test_machines_meet_and_end_together(port: int) -> None:
         eventually(lambda: not runs())
 
 
+@pytest.mark.long
 def test_when_one_machines_workers_end_the_engine_starts_anew(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     workers: list[Any] = []
     start = machines.started

@@ -11,6 +11,7 @@ import pytest
 import xgpt
 from tests.contract.scenarios import problem
 from tests.planned import num_params
+from tests.rings import few
 from xgpt.core.policies import build
 from xgpt.core.schema import (
     ChunkedSettings,
@@ -256,7 +257,7 @@ def plan_for_all(kind: str) -> Plan:
     return plan.model_copy(update={"constraint": constraint, "estimate": estimate})
 
 
-@pytest.mark.parametrize(("kind", "input_", "output"), [("rra", 0.8, 1.4), ("orca", 1.3, 0.7)])
+@pytest.mark.parametrize(("kind", "input_", "output"), few([("rra", 0.8, 1.4), ("orca", 1.3, 0.7)]))
 def test_where_the_bound_is_all_requests_the_running_plan_is_simulated(kind: str, input_: float, output: float) -> None:
     plan = plan_for_all(kind)
     lengths = scaled(plan.workload, input_, output)
@@ -327,6 +328,7 @@ def asked_plan(**changes: object) -> Plan:
     return xgpt.plan(**(asked | changes))  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_plan_keeps_what_its_user_pinned(tmp_path: Path) -> None:
     """Orca with six requests at a time became chunked with a thousand."""
     plan = asked_plan(policy="orca", fix={"max_batch": 6}, order="das", objective="saturated")
