@@ -108,7 +108,7 @@ SAID: dict[str, list[str]] = {
     "vllm.json": ["1 of 3 rows"],
     "vidur.csv": [],
     "azure.csv": [],
-    "mooncake.jsonl": [],
+    "mooncake.jsonl": ["`timestamp` is read as milliseconds: 2 requests in 2 s"],
     "openai.jsonl": [],
     "excel.csv": [],
 }

@@ -55,4 +55,4 @@ def test_times_have_the_unit_of_their_format(
     assert ran.code == 0, ran.err
     assert len(json.loads(ran.out)["intervals"]) in (2, 3)
     said = {"ms": "milliseconds", "s": "seconds"}[unit]
-    assert (f"is read as {said}" in caplog.text) == (name != "mooncake.jsonl")
+    assert f"is read as {said}" in caplog.text

@@ -168,7 +168,7 @@ def _unit(
         if since_1970:
             return since_1970[-1], False
     if prefixes is not None:
-        return "ms", True
+        return "ms", False
     if {"input_length", "output_length", "timestamp"} <= set(row.fields):  # Mooncake's names, in whole milliseconds
         if all(time == int(time) for time in times):
             return "ms", False
