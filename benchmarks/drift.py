@@ -6,7 +6,8 @@ real: requests of azure-conv, scaled to the model's context, turn into azure-cod
 clock and then through `xgpt serve`. shifts: both on the simulated clock, and ExeGPT's Figure 11. stationary: 10,000
 requests of one workload, and 3,000 each on machines that are steadily slower or faster than their profile. rra, waa,
 t5: code's turn into conv's on two devices, under RRA, WAA, or RRA of an encoder-decoder, the only policy allowed; every
-token is compared with that of a server that keeps its plan. Models have nineteen million parameters, and are profiled
+token is compared with that of a server that keeps its plan. WAA's schedule depends on lengths near the tightest bound
+only: give it `--factor 1.5`. Models have nineteen million parameters, and are profiled
 on this machine.
 
 Prints tables, writes results/drift.json, and ends with 1 where the bound or 5% of throughput is lost after 500
