@@ -96,7 +96,7 @@ _ANSWERS: dict[str, Json] = {
         output={"type": "array", "items": _object(type=_TEXT), "minItems": 1},
         usage=_object(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
     ),
-    "Message": _object(
+    "MessageAnswer": _object(
         id={"type": "string", "pattern": "^msg_"},
         type={"const": "message"},
         role={"const": "assistant"},
@@ -116,7 +116,7 @@ _POSTS: tuple[tuple[str, str, str, Sequence[str], str, str], ...] = (
     ("/v1/completions", "Continue prompts.", "Completion", _GENERATION, "Error", _SAMPLING + _COMPLETION),
     ("/v1/chat/completions", "Answer a chat.", "Chat", _GENERATION, "Error", _SAMPLING + _CHAT),
     ("/v1/responses", "Answer as OpenAI's Responses.", "Response", _GENERATION, "Error", _SAMPLING + _CHAT + _NOT_KEPT),
-    ("/v1/messages", "Answer as Anthropic's Messages.", "Message", _GENERATION, _ANTHROPIC, _SAMPLING),
+    ("/v1/messages", "Answer as Anthropic's Messages.", "MessageAnswer", _GENERATION, _ANTHROPIC, _SAMPLING),
     ("/v1/messages/count_tokens", "Tokens of the prompt of a message.", "Counted", _COUNTING, _ANTHROPIC, ""),
     ("/tokenize", "Token ids of a text, or of a chat.", "Tokens", _READING + _WITH_BODY, "Error", ""),
     ("/detokenize", "The text of token ids.", "Text", _READING + _WITH_BODY, "Error", ""),

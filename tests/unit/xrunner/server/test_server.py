@@ -433,6 +433,9 @@ def test_openapi_describes_every_route(url: str) -> None:
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     properties = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]["properties"]
     assert {"prompt", "temperature", "stop"} <= set(properties)
+    schemas = document["components"]["schemas"]  # an answer's once stood in the place of a request's of the same name
+    assert schemas["Message"]["properties"]["role"] == {"enum": ["assistant", "system", "user"]}
+    assert schemas["MessageAnswer"]["properties"]["role"] == {"const": "assistant"}
     for path, methods in document["paths"].items():
         if "get" in methods:
             assert get(url, path).status_code == 200
