@@ -16,14 +16,13 @@ from xrunner.generation import SamplingParams, of_choices
 from xrunner.grammar import choice_grammar, json_grammar, regex_grammar
 from xrunner.server.api.allowance import Allowance, OutputRule
 from xrunner.server.api.model import ServedModel
+from xrunner.server.api.protocol import MAX_BIASES, MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from smg_grpc_proto.generated.vllm_engine_pb2 import GenerateRequest
     from smg_grpc_proto.generated.vllm_engine_pb2 import SamplingParams as ProtoSampling
 
-MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-MAX_BIASES = 1024
 MAX_STOP_TOKENS = 128
 
 
@@ -101,10 +100,7 @@ def _allowance(given: ProtoSampling, num_tokens: int, spec: ModelSpec, capacity:
     """Return how many tokens an output may have, and for how many K/V memory is set aside."""
     room = min(spec.max_context, capacity) - num_tokens
     if not given.HasField("max_tokens"):
-        limit = max(1, min(rule.default or room, rule.most or room, room))
-        if rule.promised is None or rule.promised >= limit:
-            return Allowance(limit)
-        return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)
+        return rule.of_no_maximum(max(1, room))
     named = given.max_tokens
     if not named:
         raise Invalid("max_tokens: an output has at least one token; prompts are scored by prompt_logprobs")

@@ -96,15 +96,15 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
     async def _read(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerationCall:
         """Return a checked request. Raises Invalid, ApiError."""
-        thread = self._engine
+        engine = self._engine
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        rule = self._limits.output_rule(None if thread.watch is None else thread.watch.plan)
-        call = read(request, metadata, self._model, thread.capacity, rule)
-        if call.choices[0].prompt_logprobs is not None and not thread.scores_prompts:
+        rule = self._limits.output_rule(None if engine.watch is None else engine.watch.plan)
+        call = read(request, metadata, self._model, engine.capacity, rule)
+        if call.choices[0].prompt_logprobs is not None and not engine.scores_prompts:
             raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts")
-        if request.sampling_params.HasField("seed") and not thread.takes_seeds:
+        if request.sampling_params.HasField("seed") and not engine.takes_seeds:
             raise Invalid("seed: this engine does not support seeds; leave it out")
-        thread.check_fits(len(call.prompt), call.allowance)
+        engine.check_fits(len(call.prompt), call.allowance)
         if (grammar := call.choices[0].grammar) is not None:
             await self._check_grammar(grammar)
         return call
@@ -124,14 +124,14 @@ class Servicer(pb_grpc.VllmEngineServicer):
         self, call: GenerationCall, received_s: float, inbox: Inbox, streams: list[TokenStream]
     ) -> dict[int, Output]:
         """Hand every output to the engine, or none. Raises ApiError."""
-        thread = self._engine
+        engine = self._engine
         key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
-        if thread.failure is not None:
-            raise ApiError(503, thread.failure)
-        if thread.is_draining:
+        if engine.failure is not None:
+            raise ApiError(503, engine.failure)
+        if engine.is_draining:
             raise ApiError(503, "the engine is shutting down")
-        if not thread.has_room(key.account, len(call.choices), self._limits.max_waiting):
-            raise ApiError(429, f"{thread.num_waiting} requests wait already, {self._limits.max_waiting} may")
+        if not engine.has_room(key.account, len(call.choices), self._limits.max_waiting):
+            raise ApiError(429, f"{engine.num_waiting} requests wait already, {self._limits.max_waiting} may")
         submission = Submission(
             inbox=inbox,
             account=key.account,
@@ -146,7 +146,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
         )
         outputs = {}
         for index, sampling in enumerate(call.choices):
-            stream = thread.submit(call.prompt, call.allowance, sampling, submission)
+            stream = engine.submit(call.prompt, call.allowance, sampling, submission)
             streams.append(stream)
             outputs[stream.id] = Output(index, stream, call.prompt, sampling, call.stop_token_ids, keep=not call.stream)
         return outputs

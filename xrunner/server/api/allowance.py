@@ -13,6 +13,13 @@ from xrunner.server.api.errors import refuse
 from xrunner.server.api.protocol import GenerationRequest
 
 
+class Allowance(NamedTuple):
+    """Output tokens of a prompt: the most, and how many K/V memory is set aside for; None: for all."""
+
+    max_output: int
+    promised_output: int | None = None
+
+
 class OutputRule(NamedTuple):
     """The limits on the length of outputs.
 
@@ -28,12 +35,12 @@ class OutputRule(NamedTuple):
     promised: int | None = None
     may_outgrow: bool = True
 
-
-class Allowance(NamedTuple):
-    """Output tokens of a prompt: the most, and how many K/V memory is set aside for; None: for all."""
-
-    max_output: int
-    promised_output: int | None = None
+    def of_no_maximum(self, room: int) -> Allowance:
+        """Return the allowance of a request that names no maximum, where `room` output tokens would fit."""
+        limit = min(self.default or room, self.most or room, room)
+        if self.promised is None or self.promised >= limit:
+            return Allowance(limit)
+        return Allowance(limit, self.promised) if self.may_outgrow else Allowance(self.promised)
 
 
 def check_tokens(
@@ -80,7 +87,4 @@ def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allow
         return Allowance(named)
     if rule.default is None and request.DEFAULT_OUTPUT is not None:
         return Allowance(min(request.DEFAULT_OUTPUT, rule.most or room))
-    limit = min(rule.default or room, rule.most or room, room)
-    if rule.promised is None or rule.promised >= limit:
-        return Allowance(limit)
-    return Allowance(limit, rule.promised) if rule.may_outgrow else Allowance(rule.promised)
+    return rule.of_no_maximum(room)
