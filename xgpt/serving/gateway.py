@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Plan
@@ -129,7 +128,7 @@ class Gateway:
 
     async def start(self) -> None:
         """Start it, and return once it lists the model. Raises MachineError: it ends, or does not answer."""
-        self._process = process = await _spawn("xgpt.serving.gateway_process", self._arguments)
+        self._process = process = await _started(self._arguments)
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
             if process.returncode is not None:
@@ -253,13 +252,13 @@ async def _lists(host: str, port: int, model: str) -> bool:
         writer.close()
 
 
-async def _spawn(module: str, order: Any) -> Process:
-    """Start a module of ours as a process that ends when its input is closed, and write its order there."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, stdin=PIPE, stdout=PIPE, start_new_session=True, limit=1 << 26, env=os.environ
-    )
+async def _started(arguments: list[str]) -> Process:
+    """Start a gateway's process; it ends when its input is closed, and its log goes where ours does."""
+    command = (sys.executable, "-m", "xgpt.serving.gateway_process")
+    log = sys.stderr.fileno()
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=log, start_new_session=True)
     assert process.stdin is not None
-    process.stdin.write(json.dumps(order).encode() + b"\n")
+    process.stdin.write(json.dumps(arguments).encode() + b"\n")
     with suppress(ConnectionError):
         await process.stdin.drain()
     return process
