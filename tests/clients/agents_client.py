@@ -14,6 +14,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from pydantic import BaseModel
 
 set_tracing_disabled(True)
 url, name = sys.argv[1:]
@@ -23,6 +24,13 @@ asked = []
 class Place(StrEnum):
     ROME = "Rome"
     OSLO = "Oslo"
+
+
+class Answer(BaseModel):
+    """An answer that ends by itself: the library takes one that max_tokens cuts off for an error."""
+
+    place: Place
+    is_sunny: bool
 
 
 @function_tool
@@ -36,15 +44,22 @@ client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 async def run(model: OpenAIChatCompletionsModel | OpenAIResponsesModel) -> None:
-    settings = ModelSettings(tool_choice="required", max_tokens=200)
-    agent = Agent(name="assistant", instructions="Answer.", model=model, tools=[weather], model_settings=settings)
+    settings = ModelSettings(tool_choice="required", max_tokens=400)
+    agent = Agent(
+        name="assistant",
+        instructions="Answer.",
+        model=model,
+        tools=[weather],
+        model_settings=settings,
+        output_type=Answer,
+    )
     asked.clear()
-    # The first turn must call, the second is free.
-    result = await Runner.run(agent, "How is it in Rome?", max_turns=3)
-    assert asked and result.final_output is not None
-    streamed = Runner.run_streamed(agent, "How is it in Oslo?", max_turns=3)
+    # The first turn must call, each later one calls again or answers.
+    result = await Runner.run(agent, "How is it in Rome?", max_turns=20)
+    assert asked and isinstance(result.final_output, Answer)
+    streamed = Runner.run_streamed(agent, "How is it in Oslo?", max_turns=20)
     events = [event async for event in streamed.stream_events()]
-    assert len(asked) >= 2 and events
+    assert len(asked) >= 2 and events and isinstance(streamed.final_output, Answer)
 
 
 async def main() -> None:
