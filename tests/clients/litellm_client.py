@@ -29,6 +29,9 @@ assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
 back = [*hello, called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
 assert litellm.completion(model=f"openai/{model}", messages=back, tools=tools, max_tokens=4, **at).choices
 
+format_ = {"type": "json_schema", "json_schema": {"name": "place", "schema": tools[0]["function"]["parameters"]}}
+formatted = litellm.completion(model=f"openai/{model}", messages=hello, response_format=format_, max_tokens=200, **at)
+assert json.loads(formatted.choices[0].message.content)["place"] in ("Rome", "Oslo")
 response = litellm.responses(model=f"openai/{model}", input="hello", max_output_tokens=8, **at)
 assert response.output[0].type == "message" and response.status in ("completed", "incomplete")
 claude = {"api_base": url.removesuffix("/v1"), "api_key": "none"}
