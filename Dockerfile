@@ -11,6 +11,8 @@ ARG PYTHON=3.11
 FROM python:${PYTHON}-slim
 
 ARG TORCH_INDEX_URL=
+# EXTRA=ray: with Ray, for plans of xgpt's own engine on several machines.
+ARG EXTRA=serve
 
 # A compiler: the CPU attention kernels are compiled at the first use, and torch may want one, too.
 RUN apt-get update \
@@ -29,7 +31,7 @@ COPY xrunner xrunner
 RUN torch=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt) \
     && pip install --no-cache-dir ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "torch==${torch}" \
     && grep -v '^torch==' constraints.txt > /tmp/constraints.txt \
-    && pip install --no-cache-dir -c /tmp/constraints.txt '.[serve]'
+    && pip install --no-cache-dir -c /tmp/constraints.txt ".[${EXTRA}]"
 
 USER xgpt
 ENV PYTHONUNBUFFERED=1 XDG_CACHE_HOME=/home/xgpt/.cache

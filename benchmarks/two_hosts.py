@@ -3,10 +3,10 @@
     python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0] [--json two_hosts.json]
 
 The hosts are network namespaces of this machine, each with a host name of its own, joined by a pair of virtual
-interfaces; they meet as `xgpt serve --nnodes 2` does on real machines. Each has one device.
-Bytes are counted twice: by xgpt's own processes, which know control messages from tensors, and by the interface.
-`--kill` ends each kind of process of either host while requests run. Listening sockets are listed. Network namespaces
-take root; without, this says what is missing and runs nothing.
+interfaces; they meet as `xgpt serve --engine vllm --nnodes 2` or `xgpt serve --ray` do on real machines. Each has one
+device. Bytes are counted twice: by xgpt's own processes, which know control messages from tensors, and by the link.
+`--kill` ends each kind of process of either host while requests run, and starts again what a service manager would.
+Listening sockets are listed. Network namespaces take root; without, this says what is missing and runs nothing.
 """
 
 from __future__ import annotations
@@ -37,17 +37,21 @@ from xgpt.client import ClientRequest, replay
 from xgpt.core.errors import MachineError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import OrcaSettings, Plan
+from xrunner.cluster.workers import PERIOD_S
 
 HOSTS = ("xgpt-host-0", "xgpt-host-1")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACE = "xgpt-link"
 """Its name in both namespaces; each end is made under a name of its own, as both begin in the same namespace."""
-SECRET = "of two namespaces alone"
+TOKEN = "0123456789abcdef" * 2
 KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", "xrunner.cluster.launcher",
-         "xgpt.serving.engine_process", "xgpt serve")  # fmt: skip
+         "ray::_Machine", "xgpt.serving.engine_process", "xgpt serve", "gcs_server/gcs_server",
+         "raylet/raylet ")  # fmt: skip
 """What command lines of the processes contain, the most telling first."""
 FRONT = "xgpt serve"
-RENDEZVOUS_PORT = 29400
+NODE = ("gcs_server/gcs_server", "raylet/raylet ")
+"""The processes with which `ray start` ends."""
+RAY_PORT = 6379
 CONCURRENCY = 16
 KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 3.5, 30.0
 PROGRAM = r'"(.*?)"'
@@ -153,32 +157,46 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
     path.write_text(dump_json(what))
     servers: list[subprocess.Popen[str]] = []
     try:
-        servers += [start(number, path, engine) for number in range(2)]
-        yield _url(servers[0]), servers
+        if engine == "vllm":
+            servers += [start(number, path, engine) for number in range(2)]
+        else:
+            nodes = [start_node(number, directory) for number in range(2)]
+            servers += [start(0, path, engine), *nodes]
+        yield _url(servers[0], directory), servers
     finally:
-        servers[0].send_signal(signal.SIGTERM)
+        for server in servers[: 1 if engine == "vllm" else None]:
+            server.send_signal(signal.SIGTERM)
+            server.wait(60)
         for server in servers:
             try:
                 server.wait(60)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-        if servers[0].stderr is not None:
-            servers[0].stderr.close()
 
 
 def start(number: int, path: Path, engine: str) -> subprocess.Popen[str]:
     """Start a host's part of the plan in this file."""
     command = [sys.executable, "-m", "xgpt", "serve", str(path), "--port", "0", "--no-replan", "--engine", engine]
-    command += ["--nnodes", "2", "--node-rank", str(number)]
-    meet = (
-        ["--master-addr", ADDRESSES[0]]
-        if engine == "vllm"
-        else ["--rdzv-endpoint", f"{ADDRESSES[0]}:{RENDEZVOUS_PORT}"]
-    )
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "XGPT_CLUSTER_SECRET": SECRET}
-    log = subprocess.PIPE if number == 0 else None
-    return subprocess.Popen(on_host(number, [*command, *meet]), stderr=log, text=True, env=environment)
+    if engine == "vllm":
+        command += ["--nnodes", "2", "--node-rank", str(number), "--master-addr", ADDRESSES[0]]
+    else:
+        command += ["--ray", f"{ADDRESSES[0]}:{RAY_PORT}"]
+    with (path.parent / f"{number}.log").open("w") as log:
+        return subprocess.Popen(on_host(number, command), stderr=log, text=True, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+
+
+def start_node(number: int, directory: Path) -> subprocess.Popen[str]:
+    """Make a host a node of the Ray cluster whose head is the first."""
+    head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--disable-usage-stats"]
+    command += [f"--node-ip-address={ADDRESSES[number]}", f"--temp-dir={directory / str(number)}"]
+    command += head if number == 0 else [f"--address={ADDRESSES[0]}:{RAY_PORT}"]
+    return subprocess.Popen(on_host(number, command), stdout=subprocess.DEVNULL, text=True, env=environment())
 
 
 def processes(number: int) -> dict[str, int]:
@@ -199,14 +217,18 @@ def listening(number: int) -> list[str]:
     return sorted(f"{line.split()[3]} {', '.join(re.findall(PROGRAM, line))}" for line in lines)
 
 
-def _url(server: subprocess.Popen[str]) -> str:
-    assert server.stderr is not None
-    lines = []
-    for line in server.stderr:
-        lines.append(line.strip())
-        if "listening on " in line:
-            return line.rpartition("listening on ")[2].strip()
-    raise MachineError("the server did not start: " + " / ".join(lines[-3:]))
+def _url(server: subprocess.Popen[str], directory: Path) -> str:
+    while server.poll() is None:
+        for line in _said(directory):
+            if "listening on " in line:
+                return line.rpartition("listening on ")[2].strip()
+        time.sleep(0.2)
+    raise MachineError("the server did not start: " + " / ".join(_said(directory)[-3:]))
+
+
+def _said(directory: Path) -> list[str]:
+    """Return what the first host's server has written."""
+    return (directory / "0.log").read_text().splitlines()
 
 
 def sent(metrics: str) -> dict[str, dict[str, int]]:
@@ -265,13 +287,18 @@ def kill_each(
         for kind in processes(number):
             if (number, kind) == (0, FRONT):
                 continue
+            if engine == "native":
+                time.sleep(PERIOD_S)  # more than three restarts within it would end the server
             asking = ask_on_first(url, KILL_REQUESTS)
             time.sleep(KILL_AFTER_S)
             os.kill(processes(number)[kind], signal.SIGKILL)
             if kind == FRONT:
                 servers[number].wait(60)
                 servers[number] = start(number, path, engine)
-            yield {"host": number, "killed": kind} | outcome(asking, expected)
+            if kind in NODE:
+                servers[1 + number].wait(60)
+                servers[1 + number] = start_node(number, path.parent)
+            yield {"host": number, "killed": kind} | outcome(asking, expected, path.parent)
     if "link" not in options.kill:
         return
     asking = ask_on_first(url, KILL_REQUESTS)
@@ -279,12 +306,19 @@ def kill_each(
     ip("-n", HOSTS[1], "link", "set", INTERFACE, "down")
     time.sleep(PARTITION_S)
     ip("-n", HOSTS[1], "link", "set", INTERFACE, "up")
-    yield {"host": 1, "cut off for s": PARTITION_S} | outcome(asking, expected)
+    yield {"host": 1, "cut off for s": PARTITION_S} | outcome(asking, expected, path.parent)
 
 
-def outcome(asking: subprocess.Popen[str], expected: list[list[int]]) -> dict[str, object]:
-    """Return how many requests were lost, how many have other tokens than expected, and what they took."""
-    answer = answered(asking)
+def outcome(asking: subprocess.Popen[str], expected: list[list[int]], directory: Path) -> dict[str, object]:
+    """Return how many requests were lost, how many have other tokens than expected, and what they took.
+
+    Raises:
+        MachineError: the server has ended.
+    """
+    try:
+        answer = answered(asking)
+    except json.JSONDecodeError:
+        raise MachineError("the server has ended: " + "\n".join(_said(directory)[-5:])) from None
     pairs = zip(answer["tokens"], expected[:KILL_REQUESTS], strict=True)
     return {"lost": answer["lost"], "changed": sum(a != b for a, b in pairs), "s": round(answer["seconds"], 1)}
 
@@ -294,7 +328,10 @@ def measure(name: str, what: Plan, options: argparse.Namespace) -> Row:
     with tempfile.TemporaryDirectory() as directory:
         alone_options: tuple[str, ...] = ()
         alone_plan = what
-        if engine == "vllm":
+        if engine == "native":
+            cluster = what.cluster.model_copy(update={"num_nodes": 2, "devices_per_node": 1})
+            what = what.model_copy(update={"cluster": cluster})
+        else:
             what = in_vllm(what, Path(directory) / "weights")
             stage = what.stages[0].model_copy(update={"decode_layers": (0, SPEC.num_layers), "tp": 1, "devices": (0,)})
             alone_plan = what.model_copy(update={"stages": (stage,), "policy": OrcaSettings(max_batch=16)})

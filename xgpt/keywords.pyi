@@ -217,13 +217,13 @@ class ServeKeywords(TypedDict, total=False):
     reuse: bool | None
     """Share K/V of earlier prompts with later ones."""
     nnodes: int | None
-    """Number of machines that run the plan together."""
+    """With `engine=vllm`: number of machines that run the plan together."""
     node_rank: int | None
-    """Rank of this machine among them."""
+    """With `engine=vllm`: rank of this machine among them."""
     master_addr: str | PathLike[str] | None
     """With `engine=vllm`: address of the first machine of those that hold this one's replica. PORT (29500 if left out) and the next one must be free there."""
-    rendezvous: str | PathLike[str] | None
-    """With xgpt's own engine: address of machine 0."""
+    ray: str | PathLike[str] | None
+    """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: the one that this machine is part of."""
     dry_run: bool | None
     """Check devices, memory and checkpoint, and start nothing."""
     max_waiting: int | None

@@ -470,14 +470,15 @@ class Served(OfAPlan, EngineFields, Replanning):
     reuse: bool = True
     """Share K/V of earlier prompts with later ones."""
     nnodes: PositiveInt = 1
-    """Number of machines that run the plan together."""
+    """With `engine=vllm`: number of machines that run the plan together."""
     node_rank: NonNegativeInt = 0
-    """Rank of this machine among them."""
+    """With `engine=vllm`: rank of this machine among them."""
     master_addr: Annotated[str | None, Option("--master-addr", "HOST[:PORT]")] = None
     """With `engine=vllm`: address of the first machine of those that hold this one's replica. PORT (29500 if left out)
     and the next one must be free there."""
-    rendezvous: Annotated[str | None, Option("--rdzv-endpoint", "HOST:PORT")] = None
-    """With xgpt's own engine: address of machine 0."""
+    ray: Annotated[Name | None, Option(metavar="ADDRESS")] = None
+    """With xgpt's own engine: address of the Ray cluster whose machines run the plan; `auto`: the one that this machine
+    is part of."""
     dry_run: bool = False
     """Check devices, memory and checkpoint, and start nothing."""
 

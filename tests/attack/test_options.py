@@ -129,9 +129,8 @@ def test_a_request_timeout_and_a_drain_end_what_takes_longer(flavour: str, check
 
 
 REFUSED = {
-    "machines": ("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1"),
+    "a cluster that is not there": ("--ray", "127.0.0.1:1"),
     "a rank without machines": ("--node-rank", "1"),
-    "a rendezvous without machines": ("--rdzv-endpoint", "127.0.0.1:1"),
     "another host without keys": ("--host", "0.0.0.0"),
     "keys that are not there": ("--api-key-file", "nowhere"),
     "a key without its certificate": ("--ssl-keyfile", "nowhere"),
@@ -153,8 +152,6 @@ def test_what_is_of_no_use_is_refused(
 ) -> None:
     if engine == "vllm":
         monkeypatch.setenv(PYTHON_VARIABLE, str(fake_vllm.program(tmp_path)))
-    if (name, engine) == ("machines", "native"):
-        monkeypatch.delenv("XGPT_CLUSTER_SECRET", raising=False)
     monkeypatch.chdir(tmp_path)
     subject = plan(one_lane([1]), model=read_spec(checkpoint)).model_copy(update={"checkpoint": str(checkpoint)})
     Path("plan.json").write_text(dump_json(subject))

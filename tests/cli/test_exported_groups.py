@@ -1,13 +1,14 @@
-"""A LeaderWorkerSet's commands, started as its pods start them: a process for the leader and one for the worker."""
+"""A LeaderWorkerSet's commands, started as its pods start them: two Ray nodes on this machine, and a server on one."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ from tests.planned import cpus, problem_of, scored
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.exporting.export import export
-from xgpt.exporting.kubernetes import RENDEZVOUS_PORT
+from xgpt.exporting.kubernetes import RAY_PORT
 from xgpt.exporting.packages import PORT
 from xgpt.resolve import load_cluster
 
 LANES = {
     "tp": ("rra", [[2]], {"encode_batch": 4, "decode_iterations": 2}),
+    "pp": ("orca", [[1, 1]], {"max_batch": 8}),
     "waa": ("waa", [[1], [1]], {"encode_batch": 4, "max_decode_batch": 16}),
 }
+RAY = f"""#!/bin/sh
+exec {sys.executable} -m ray.scripts.scripts "$@" --num-cpus=1
+"""
 
 
 def container_of(plan: Plan, role: str) -> dict[str, Any]:
@@ -40,6 +45,15 @@ def container_of(plan: Plan, role: str) -> dict[str, Any]:
     return found
 
 
+def end_ray(port: int) -> None:
+    """Kill all processes of the Ray cluster whose head listens at a port, as the end of its pods would."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if any(word.endswith((f":{port}", f"_port={port}")) for word in words[1:]):
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
@@ -47,41 +61,45 @@ def free_port() -> int:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", LANES)
 def test_the_pods_of_a_group_serve_together(kind: str, tmp_path: Path) -> None:
     policy, degrees, values = LANES[kind]
     directory = save_checkpoint(tmp_path / "model")
     plan = scored(problem_of(directory, 2), policy, degrees, 1, **values)
-    plan = plan.model_copy(update={"cluster": cpus(2)})
+    plan = plan.model_copy(update={"cluster": cpus(2).model_copy(update={"num_nodes": 2, "devices_per_node": 1})})
+    plan = plan.model_copy(update={"profile": plan.profile.model_copy(update={"engine": "native"})})
     (tmp_path / "plan").mkdir()
     (tmp_path / "keys").mkdir()
     (tmp_path / "plan" / "plan.json").write_text(dump_json(plan))
     (tmp_path / "keys" / "keys").write_text("0123456789abcdef\n")
+    (tmp_path / "ray").write_text(RAY)
+    (tmp_path / "ray").chmod(0o755)
     meet, port = free_port(), free_port()
     environment = {"NAMESPACE": "ns", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "localhost"}
     with ExitStack() as at_end:
         log = at_end.enter_context((tmp_path / "log").open("w"))
+        at_end.callback(end_ray, meet)
         processes = []
-        for rank, role in ((1, "worker"), (0, "leader")):  # pods start in any order
-            variables = environment | {"LWS_WORKER_INDEX": str(rank), "XGPT_CLUSTER_SECRET": "s" * 32}
+        for role in ("worker", "leader"):  # pods start in any order
+            path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+            variables = environment | {"PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
             words = []
             for word in container_of(plan, role)["command"]:
                 word = re.sub(r"\$\((\w+)\)", lambda found, variables=variables: variables[found[1]], word)  # type: ignore[misc]
-                word = word.replace("/etc/xgpt", str(tmp_path)).replace(str(RENDEZVOUS_PORT), str(meet))
-                words.append(str(port) if word == str(PORT) else word)
-            words[0] = sys.executable
-            process = subprocess.Popen(words, env=os.environ | variables, stderr=log)
+                word = word.replace("/etc/xgpt", str(tmp_path)).replace(str(RAY_PORT), str(meet))
+                words.append(word.replace("python3", sys.executable).replace(f"--port {PORT}", f"--port {port}"))
+            process = subprocess.Popen(words, env=os.environ | variables, stdout=log, stderr=log)
             at_end.callback(process.wait, 60)
             at_end.callback(process.kill)
             processes.append(process)
         said = (tmp_path / "log").read_text
-        assert eventually(lambda: "listening on" in said(), 90), said()
+        assert eventually(lambda: "listening on" in said(), 180), said()
         url, key = f"http://127.0.0.1:{port}", {"Authorization": "Bearer 0123456789abcdef"}
         body = {"model": plan.model.name, "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
         assert httpx.post(f"{url}/v1/completions", json=body, trust_env=False).status_code == 401
         answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, trust_env=False, timeout=60)
         assert len(answer.raise_for_status().json()["choices"][0]["token_ids"]) == 6
         assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
-        processes[-1].terminate()  # the worker follows; a signal while Python ends it would be its code
-        assert [process.wait(60) for process in processes] == [0, 0], said()
+        processes[-1].terminate()
+        assert processes[-1].wait(60) == 0, said()

@@ -102,9 +102,9 @@ def serve() -> None:
     When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
     on standard error, one line a request, with its id and never its prompt.
 
-    A plan for several devices runs as one process for each device. On several machines, start the same command on
-    each, with --nnodes, its own --node-rank, and the same XGPT_CLUSTER_SECRET in the environment; machine 0 answers
-    requests. Tensors travel unencrypted, so these machines need a network of their own.
+    A plan for several devices runs as one process for each device. With --ray it runs on the machines of a Ray cluster;
+    with --engine vllm start the same command on each machine, with --nnodes and its own --node-rank. Tensors travel
+    unencrypted, so these machines need a network of their own.
 
     \b
     Example:

@@ -15,11 +15,11 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 from xgpt.core.schema import Plan
 from xgpt.core.version import __version__
-from xgpt.exporting.kubernetes import RENDEZVOUS_PORT, kubernetes_files
+from xgpt.exporting.kubernetes import RAY_PORT, kubernetes_files
 from xgpt.exporting.packages import MAKE_WHEEL, PORT, WHEEL, beside_vllm, pinned
 from xgpt.exporting.platforms import dynamo_files, llmd_files
 from xgpt.reporting.engine_command import engine_command
-from xgpt.serving.checking import check_vllm_runs
+from xgpt.serving.checking import check_vllm_runs, nodes_of
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
 from xrunner.vllm.command import runs_by_itself
@@ -85,7 +85,7 @@ def _vllm(plan: Plan) -> dict[str, str]:
         "# The plan's schedule in vLLM, for this machine only. For others: sh serve.sh --host 0.0.0.0 --api-key-file\n"
         "# FILE. Needs what requirements.txt names in one environment.\n"
     )
-    more, nodes = _nodes(plan, "--master-addr", "")
+    more, nodes = _nodes(plan)
     command = ["xgpt", "serve", "plan.json", "--engine", "vllm", "--port", str(PORT)]
     return {
         "requirements.txt": "".join(f"{name}\n" for name in names) + install,
@@ -93,8 +93,8 @@ def _vllm(plan: Plan) -> dict[str, str]:
     }
 
 
-def _nodes(plan: Plan, option: str, port: str) -> tuple[str, str]:
-    """Return a comment on how to start a script on several nodes, and the arguments for it; nothing for one node.
+def _nodes(plan: Plan) -> tuple[str, str]:
+    """Return how to start vLLM's script on several nodes, and the arguments for it; nothing for one node.
 
     Raises:
         InputError: the plan's devices do not divide evenly among its nodes.
@@ -107,7 +107,7 @@ def _nodes(plan: Plan, option: str, port: str) -> tuple[str, str]:
     if count == 1:
         return "", ""
     comment = f"# On each of {count} nodes: HEAD=HOST NODE_RANK=N; HOST is the first node with a part of its replica.\n"
-    return comment, f'--nnodes {count} --node-rank "${{NODE_RANK:?}}" {option} "${{HEAD:?}}{port}"'
+    return comment, f'--nnodes {count} --node-rank "${{NODE_RANK:?}}" --master-addr "${{HEAD:?}}"'
 
 
 def _engine_itself(plan: Plan) -> dict[str, str]:
@@ -128,14 +128,19 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
 
 
 def _start_script(plan: Plan) -> dict[str, str]:
-    """Return a script that runs `xgpt serve` with xgpt's own engine on each node."""
+    """Return a script that runs `xgpt serve` with xgpt's own engine, for several nodes on a Ray cluster of them."""
     check_engine(plan, "native")
     model_id = hub.id_of(plan.checkpoint)
     command = ["xgpt", "serve", "plan.json", "--host", "0.0.0.0", "--port", str(PORT), "--api-key-file", "keys.txt"]
     head = f"# Needs xgpt-serve[serve]=={__version__} and {pinned('torch')}, and the keys of clients in keys.txt.\n"
-    more, nodes = _nodes(plan, "--rdzv-endpoint", f":{RENDEZVOUS_PORT}")
-    more += "# All with the same XGPT_CLUSTER_SECRET in the environment.\n" if more else ""
-    return {"start.sh": _script(head + more, command, nodes, fetched=model_id)}
+    if plan.num_devices > plan.cluster.devices_per_node:
+        nodes_of(plan, plan.devices_per_replica)
+        command += ["--ray", "auto"]
+        head += (
+            f"# On a Ray cluster: `ray start --head --port={RAY_PORT}` here, `ray start --address=HOST:{RAY_PORT}` on "
+            "the\n# others, all with xgpt-serve[ray], the same RAY_AUTH_TOKEN, and RAY_AUTH_MODE=token.\n"
+        )
+    return {"start.sh": _script(head, command, fetched=model_id)}
 
 
 def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: str | None) -> str:

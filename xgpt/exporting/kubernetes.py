@@ -1,11 +1,12 @@
 """Write a plan as Kubernetes objects: a Deployment, or a LeaderWorkerSet where a replica spans several nodes.
 
 Pods run `xgpt serve`, with vLLM unless the plan was made for xgpt's own engine. Pods on several nodes meet at the
-leader.
+leader: by vLLM's own flags, or as a Ray cluster.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from xgpt.checkpoints import hub
@@ -30,17 +31,20 @@ from xgpt.exporting.pods import (
     service,
     to_yaml,
 )
-from xgpt.serving.checking import check_vllm_runs
+from xgpt.serving.checking import check_vllm_runs, nodes_of
 from xprofiler.store import check_engine
 from xrunner.vllm import TESTED_VERSION
 
-RENDEZVOUS_PORT = 29400
-SECRET_VARIABLE = "XGPT_CLUSTER_SECRET"
+RAY_PORT = 6379
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 GROUP = {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet"}
 LEADER_LABELS = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}
 
 MEET = ["--nnodes", "$(LWS_GROUP_SIZE)", "--node-rank", "$(LWS_WORKER_INDEX)", "--master-addr", "$(LWS_LEADER_ADDRESS)"]
-"""How a pod of a group finds the others, in vLLM's words and ours."""
+"""How a pod of a group finds the others under vLLM."""
+RAY_HEAD = f"ray start --head --port={RAY_PORT} --disable-usage-stats"
+RAY_WORKER = ["ray", "start", f"--address=$(LWS_LEADER_ADDRESS):{RAY_PORT}", "--disable-usage-stats", "--block"]
+"""How the pods of a group become a Ray cluster, on which xgpt's own engine runs."""
 
 TOLERANCE = 0.1
 """Relative distance from the target within which an autoscaler changes nothing; Kubernetes' default."""
@@ -82,16 +86,6 @@ def num_nodes(plan: Plan) -> int:
         InputError: the replica's devices do not divide evenly among them.
     """
     return nodes_of(plan, plan.devices_per_replica)
-
-
-def nodes_of(plan: Plan, devices: int) -> int:
-    """Return the number of nodes that this many devices of a replica span, as `num_nodes` does."""
-    per_node = plan.cluster.devices_per_node
-    nodes = -(-devices // per_node)
-    if devices % nodes:
-        says = f"a replica spans {nodes} nodes of {per_node}, and must take as many devices on each"
-        raise InputError("plan.stages", devices, says)
-    return nodes
 
 
 def _deployment(plan: Plan, names: Names) -> dict[str, str]:
@@ -143,22 +137,24 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
             accepted = "its lanes are groups of their own under `--to llm-d` and `--to dynamo`"
             raise InputError("plan.policy", plan.policy.kind, accepted)
         meet, env = ["--engine", "vllm", *MEET], list[Object]()
+        leads, follows = _serve(names, PORT, meet), follower_command(meet)
     else:
-        meet = [*MEET[:4], "--rdzv-endpoint", f"$(LWS_LEADER_ADDRESS):{RENDEZVOUS_PORT}"]
-        env = [of_secret(SECRET_VARIABLE, f"{names.name}-cluster", "secret")]
+        leads = ["sh", "-c", f"{RAY_HEAD} && exec {shlex.join(_serve(names, PORT, ['--ray', 'auto']))}"]
+        follows = RAY_WORKER
+        env = [{"name": "RAY_AUTH_MODE", "value": "token"}, of_secret(TOKEN_VARIABLE, f"{names.name}-cluster", "token")]
         instructions = (
-            f"# The pods of a group share a secret:\n#   kubectl create secret generic {names.name}-cluster"
-            f" --from-literal=secret=$(openssl rand -hex 32)\n{instructions}"
+            f"# The pods of a group are a Ray cluster, whose members share a token:\n#   kubectl create secret generic "
+            f"{names.name}-cluster --from-literal=token=$(openssl rand -hex 32)\n{instructions}"
         )
     leader = PodSpec(
         image,
-        _serve(names, PORT, meet),
+        leads,
         devices,
         ports={"http": PORT},
         probed="http",
         env=[of_pod("NAMESPACE", "metadata.namespace"), *env],
     )
-    worker = PodSpec(image, follower_command(meet), devices, mounts_keys=False, env=env)
+    worker = PodSpec(image, follows, devices, mounts_keys=False, env=env)
     objects = [
         config_map(plan, names),
         group_of_pods(plan, names, nodes, pod(plan, names, leader), pod(plan, names, worker), names.meta()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from xgpt.checkpoints import hub
@@ -24,17 +25,10 @@ def check_devices(plan: Plan, num_nodes: int = 1) -> None:
 
     Raises:
         MachineError: devices are missing; the message says which, and how to plan for those of this machine.
-        InputError: the plan's devices do not spread evenly over the machines.
     """
-    planned, wanted = plan.cluster, plan.num_devices
-    if num_nodes > 1 and (plan.replicas > 1 or wanted % num_nodes):
-        accepted = (
-            f"the plan's {plan.replicas} replica(s) of {plan.devices_per_replica} device(s) must be one, in equal"
-        )
-        raise InputError("nnodes", num_nodes, f"{accepted} parts")
+    planned, wanted = plan.cluster, plan.num_devices // num_nodes
     here = detect()
     offered = num_cores() if here.device.type == "cpu" else here.num_devices
-    wanted //= num_nodes
     if planned.device.type == here.device.type and wanted <= offered:
         return
     missing = f"{wanted} x {planned.device.name}{' on each machine' if num_nodes > 1 else ''}"
@@ -105,15 +99,21 @@ def _device_here(plan: Plan) -> str:
     return here.device.name
 
 
-def check_plan(plan: Plan, num_nodes: int = 1) -> None:
-    """Refuse a plan that cannot be served here: engine, devices, dtype, memory, checkpoint.
+def check_plan(plan: Plan, ray: str | None = None) -> None:
+    """Refuse a plan that xgpt's own engine cannot serve here: engine, devices, dtype, memory, checkpoint.
+
+    Args:
+        ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.
 
     Raises:
         MachineError: devices or memory are missing.
         InputError: the plan is for another engine, or the checkpoint is not there, is broken, or does not have the
             plan's shape.
     """
-    check_runs(plan, num_nodes)
+    if ray is None:
+        check_runs(plan)
+    else:
+        check_runs_on_ray(plan, ray)
     if plan.checkpoint is not None:
         from xrunner.weights import Checkpoint, check_weights
 
@@ -160,6 +160,33 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         raise MachineError(
             f"the plan needs {needed / 2**30:.1f} GiB a device, this machine has {offered / 2**30:.1f} GiB: plan for it"
         )
+
+
+def check_runs_on_ray(plan: Plan, address: str) -> None:
+    """Refuse a plan that xgpt's own engine cannot run on the machines of any Ray cluster.
+
+    Raises:
+        InputError: Ray is not installed, the plan is for another engine, or a replica does not divide evenly.
+    """
+    if find_spec("ray") is None:
+        raise InputError("ray", address, "install Ray on every machine: pip install 'xgpt-serve[ray]'")
+    check_own_schedule(plan)
+    check_engine(plan, "native")
+    nodes_of(plan, plan.devices_per_replica)
+
+
+def nodes_of(plan: Plan, devices: int) -> int:
+    """Return the number of machines of the plan's cluster that this many devices of a replica span.
+
+    Raises:
+        InputError: they do not divide evenly among them.
+    """
+    per_node = plan.cluster.devices_per_node
+    nodes = -(-devices // per_node)
+    if devices % nodes:
+        says = f"a replica spans {nodes} nodes of {per_node}, and must take as many devices on each"
+        raise InputError("plan.stages", devices, says)
+    return nodes
 
 
 def check_own_schedule(plan: Plan) -> None:

@@ -15,9 +15,8 @@ import sys
 import threading
 from functools import partial
 
-from xgpt.core.schema import Plan
 from xgpt.serving.engines import build_engine
-from xgpt.serving.order import EngineOrder, Nodes
+from xgpt.serving.order import EngineOrder
 from xrunner.channel.ends import EngineEnd
 from xrunner.channel.host import EngineHost, HostedEngine
 from xrunner.channel.messages import decode_down
@@ -38,7 +37,7 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     order = EngineOrder.model_validate_json(sys.stdin.buffer.read())
     log_json(order.log_level)
-    if _is_alone(order.plan):
+    if _is_alone(order):
         keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
     host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), decode_down), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
@@ -50,10 +49,9 @@ def main() -> None:
 
 
 def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
-    plan, is_alone = order.plan, _is_alone(order.plan)
-    nodes = None if order.nodes is None else Nodes.of(*order.nodes)
+    is_alone = _is_alone(order)
     listener = CoreWaitMeter(on_step) if order.core_waits and is_alone else on_step
-    engine = build_engine(plan, listener, nodes, order.batching, reuse=order.reuse)
+    engine = build_engine(order.plan, listener, order.batching, order.ray, reuse=order.reuse)
     if is_alone:
         take_cores()
     # Loaded modules stay: the garbage collector would go through them in the middle of a step.
@@ -62,9 +60,9 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
     return engine
 
 
-def _is_alone(plan: Plan) -> bool:
+def _is_alone(order: EngineOrder) -> bool:
     """Return whether this process executes the steps itself, on a CPU."""
-    return plan.num_devices == 1 and plan.cluster.device.type == "cpu"
+    return order.plan.num_devices == 1 and order.plan.cluster.device.type == "cpu" and order.ray is None
 
 
 if __name__ == "__main__":

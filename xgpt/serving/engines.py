@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from xgpt.core import policies
 from xgpt.core.errors import MachineError
-from xgpt.core.network import address_towards
 from xgpt.core.policies import Schedule
 from xgpt.core.policies.build import row_tokens
 from xgpt.core.policies.routing import ReplicaRouter
 from xgpt.core.schema import Batching, Plan
 from xgpt.core.schema.step_log import StepRecord
-from xgpt.serving.checking import check_devices
-from xgpt.serving.order import Nodes
+from xgpt.serving.checking import check_devices, nodes_of
 from xprofiler.store import check_engine
 from xrunner.build import WorkerSettings, build_row_worker, build_worker, warm_up, whole_worker
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.executor import RemoteExecutor
-from xrunner.cluster.launching import LauncherSettings
-from xrunner.cluster.nodes import Node
-from xrunner.cluster.sockets import Secret
 from xrunner.cluster.workers import Workers
 from xrunner.engine import Engine
 from xrunner.executor import Deployer, Executor, WorkerLost
@@ -35,33 +29,35 @@ from xrunner.worker import Worker
 def build_engine(
     plan: Plan,
     on_step: Callable[[StepRecord], None] | None = None,
-    nodes: Nodes | None = None,
     batching: Batching = "flat",
+    ray: str | None = None,
     *,
     reuse: bool = True,
 ) -> Engine | Replicas:
     """Return the engine of a plan, with its weights loaded and warmed up.
 
-    One device runs in this process, several in a process each. `close` ends them.
+    One device of this machine runs in this process, all others in a process each. `close` ends them.
 
     Args:
-        nodes: machines that run the plan; None: this one only.
         batching: layout of whole batches; in rows, requests share no K/V.
+        ray: address of the Ray cluster whose machines run the plan; None: this machine runs it.
         reuse: whether requests share the K/V of what their prompts have in common.
 
     Raises:
-        InputError: the plan is for another engine, or does not go with `batching`.
-        MachineError: the plan's devices are not on this machine.
+        InputError: the plan is for another engine, or does not go with `batching`; no Ray cluster answers.
+        MachineError: the plan's devices are not on this machine, or not in the Ray cluster.
     """
     check_engine(plan, "native")
-    check_devices(plan, 1 if nodes is None else nodes.count)
+    if ray is None:
+        check_devices(plan)
     if batching != "flat":
         return Engine(policies.build_rows(plan, batching), _row_worker(plan, batching), on_step=on_step)
     if plan.replicas > 1:
         router = ReplicaRouter.of(plan) if reuse and plan.shares_prompts else None
-        return Replicas(partial(build_replica, plan, reuse=reuse), plan.replicas, on_step=on_step, router=router)
-    if plan.devices_per_replica > 1:
-        return build_replica(plan, 0, on_step, nodes, reuse=reuse)
+        build = partial(build_replica, plan, reuse=reuse, ray=ray)
+        return Replicas(build, plan.replicas, on_step=on_step, router=router)
+    if plan.devices_per_replica > 1 or ray is not None:
+        return build_replica(plan, 0, on_step, reuse=reuse, ray=ray)
     schedule = policies.build(plan)
     worker = _one_worker(plan, schedule)
     return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker), reuse=reuse)
@@ -71,12 +67,12 @@ def build_replica(
     plan: Plan,
     number: int,
     on_step: Callable[[StepRecord], None] | None = None,
-    nodes: Nodes | None = None,
     *,
     reuse: bool = True,
+    ray: str | None = None,
 ) -> Engine:
     """Return the engine of one replica, with a process for each of its devices."""
-    workers = _workers(plan, number, nodes)
+    workers = _workers(plan, number, ray)
     return Engine(policies.build(plan), workers, on_step=on_step, deploy=_redeployer_of(workers), reuse=reuse)
 
 
@@ -136,19 +132,18 @@ def _redeployer_of(workers: RemoteExecutor) -> Deployer:
     return deploy
 
 
-def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
+def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
     """Return the executor of a replica's workers, a process for each device."""
     deployment = Deployment.of(plan)
-    if nodes is None:
-        workers = Workers(deployment.num_workers, first_device=replica * deployment.num_workers)
+    total = deployment.num_workers
+    if ray is None:
+        workers = Workers(total, first_device=replica * total)
     else:
-        workers = Workers(
-            deployment.num_workers,
-            num_nodes=nodes.count,
-            host=address_towards(nodes.address),
-            port=nodes.port,
-            secret=Secret.from_passphrase(nodes.passphrase),
-        )
+        from xrunner.cluster import on_ray  # Ray is an optional package
+
+        count = nodes_of(plan, total)
+        machines = on_ray.machines(ray, count, total // count, gpus=plan.cluster.device.type == "gpu")
+        workers = Workers(total, host=on_ray.host(), machines=machines)
     executor = RemoteExecutor(workers, deployment)
     try:
         executor.deploy()
@@ -159,19 +154,3 @@ def _workers(plan: Plan, replica: int, nodes: Nodes | None) -> RemoteExecutor:
         executor.close()
         raise
     return executor
-
-
-def join_nodes(plan: Plan, nodes: Nodes) -> None:
-    """Run this machine's share of a plan's workers for the first machine's engine, until that ends or SIGTERM.
-
-    Raises:
-        MachineError: the plan's devices are not on this machine, or the first machine does not answer.
-    """
-    check_devices(plan, nodes.count)
-    secret = Secret.from_passphrase(nodes.passphrase).private
-    node = Node(nodes.rank, LauncherSettings(f"tcp://{nodes.rendezvous}", secret, address_towards(nodes.address)))
-    previous = signal.signal(signal.SIGTERM, lambda *_: node.end())
-    try:
-        node.run()
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.schema import Plan
 from xgpt.serving.admin import admin_server
-from xgpt.serving.checking import check_runs
 from xgpt.serving.running import running
 from xrunner.server import EngineClient, Limits, ServedModel
 from xrunner.server.handover import PERIOD_S, RESTARTS
@@ -78,7 +77,6 @@ def serve_behind_gateway(plan: Plan, request: ServeRequest, limits: Limits) -> N
     Raises:
         MachineError: the engine does not start, fails again and again, or a port is taken.
     """
-    check_runs(plan, request.nnodes, request.engine)
     with running(plan, request) as (engine, model):
         asyncio.run(_serve(plan, request, limits, engine, model))
 

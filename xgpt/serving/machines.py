@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from xgpt.core.errors import InputError
 from xgpt.core.processes import stops_on_signal
 from xgpt.core.schema import Plan
-from xgpt.serving.order import check_rank
 from xrunner.vllm.command import launch
 from xrunner.vllm.machines import Machines, follow
 
@@ -28,7 +27,8 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
         InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
     """
     count, rank, each = request.nnodes, request.node_rank, plan.devices_per_replica
-    check_rank(rank, count)
+    if rank >= count:
+        raise InputError("node_rank", rank, f"machines are numbered from 0 to {count - 1}")
     here, rest = divmod(plan.num_devices, count)
     if rest or (here % each and each % here):
         accepted = f"{plan.replicas} replicas of {each} devices do not divide evenly among the machines"

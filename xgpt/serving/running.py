@@ -15,7 +15,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.io import StepLogWriter
 from xgpt.core.schema import Plan, Profile
 from xgpt.serving.checking import missing
-from xgpt.serving.order import EngineOrder, Nodes
+from xgpt.serving.order import EngineOrder
 from xprofiler.store import check_engine, profile_of
 from xrunner import server
 from xrunner.channel.remote import EngineProcess, RemoteEngine
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def running(
-    plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None
+    plan: Plan, request: ServeRequest, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
     """Start the engine of a plan in a process of its own, its planner and its step log; end them with the context.
 
     Args:
-        nodes: machines that run the plan; None: this one only.
+        machines: those on which vLLM runs the plan; None: this one only.
 
     Yields:
         The engine's client, not yet started, and the model with its tokenizer.
@@ -58,7 +58,7 @@ def running(
         if planner is not None:
             planner.start()  # it loads while the engine does
             at_end.callback(planner.stop)
-        engine = start_engine(plan, request, nodes)
+        engine = start_engine(plan, request, machines)
         at_end.callback(engine.close)
         if log is not None:
             engine.listen(log)
@@ -83,7 +83,7 @@ def running(
         )
 
 
-def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | None = None) -> RemoteEngine:
+def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = None) -> RemoteEngine:
     """Return the engine of a plan, ready to take requests: ours in a process of its own, or vLLM.
 
     Raises:
@@ -91,9 +91,7 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | No
         MachineError: the engine does not start.
     """
     if request.engine == "vllm":
-        assert not isinstance(nodes, Nodes)
-        return VllmEngine(plan, reuse=request.reuse, machines=nodes)
-    assert not isinstance(nodes, Machines)
+        return VllmEngine(plan, reuse=request.reuse, machines=machines)
     check_engine(plan, "native")
 
     def launch(plan: Plan) -> EngineProcess:
@@ -102,7 +100,7 @@ def start_engine(plan: Plan, request: ServeRequest, nodes: Nodes | Machines | No
             batching=request.batching,
             reuse=request.reuse,
             log_level=request.log_level,
-            nodes=None if nodes is None else (nodes.count, nodes.rank, nodes.rendezvous),
+            ray=request.ray,
             core_waits=request.step_log is not None,
         )
         command = (sys.executable, "-m", "xgpt.serving.engine_process")

@@ -18,10 +18,9 @@ from xgpt.core.errors import InputError
 from xgpt.core.outputs import check_step_log
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
-from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, located, missing
+from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, check_runs_on_ray, located, missing
 from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 from xgpt.serving.machines import follow_first, share_of
-from xgpt.serving.order import Nodes
 from xgpt.serving.running import running
 from xprofiler.others import differences
 from xprofiler.store import profile_of
@@ -118,17 +117,25 @@ class ServeRequest(ServeFields):
         accepted = f"the plan counts on reusing {share} of prompt tokens: leave it out, or plan without a trace"
         raise InputError(field, getattr(self, field), accepted)
 
-    def nodes(self) -> Nodes | None:
-        """Return the machines that run the plan together; None: this one is alone.
+    def check_machines(self) -> None:
+        """Refuse options for several machines that the engine does not have.
 
         Raises:
-            InputError: something is missing.
+            InputError: xgpt's own engine reaches other machines through Ray only, vLLM through its own options only.
         """
-        return Nodes.of(self.nnodes, self.node_rank, self.rendezvous)
+        if self.engine == "vllm":
+            if self.ray is not None:
+                raise InputError("ray", self.ray, "vLLM reaches other machines through `nnodes`: leave it out")
+            return
+        for name in ("nnodes", "node_rank", "master_addr"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise InputError(name, getattr(self, name), "xgpt's own engine reaches other machines through `ray`")
+        if self.ray is not None and self.batching != "flat":
+            raise InputError("ray", self.ray, f"batching={self.batching} runs on this machine only: leave it out")
 
 
 def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = lambda line: None) -> None:
-    """Serve until SIGTERM or SIGINT; on a machine other than the first, run this one's share of the workers.
+    """Serve until SIGTERM or SIGINT; under vLLM, on a replica's machines after its first, run this one's part of it.
 
     Args:
         on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
@@ -147,11 +154,10 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     request.tls()
     request.check_batching(plan)
     request.check_reuse(plan)
-    limits, nodes, machines = request.limits(plan), None, None
+    request.check_machines()
+    limits, machines = request.limits(plan), None
     if request.engine == "vllm":
         plan, machines = share_of(plan, request)
-    else:
-        nodes = request.nodes()
     if request.front == "smg":
         check_gateway(plan, request)
     if (request.answer_within_s or request.answer_within_of) and not plan.estimate.predicts_rate:
@@ -161,7 +167,11 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         span = 1 if machines is None else machines.count
         on_note(f"vLLM {check_plan_for_vllm(plan, span)}{'' if request.dry_run else ': starting'}")
     elif request.dry_run:
-        check_plan(plan, request.nnodes)
+        check_plan(plan, request.ray)
+    elif request.ray is not None:
+        check_runs_on_ray(plan, request.ray)
+    else:
+        check_runs(plan)
     if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()
@@ -171,16 +181,12 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     if (differs := _differences(plan, request)) is not None:
         on_note(differs)
     with _no_end_by_hangup():
-        if nodes is not None and nodes.rank:
-            from xgpt.serving.engines import join_nodes  # it loads torch
-
-            join_nodes(plan, nodes)
-        elif machines is not None and machines.rank:
+        if machines is not None and machines.rank:
             follow_first(plan, machines)
         elif request.front == "smg":
             serve_behind_gateway(plan, request, limits)
         else:
-            _serve(plan, request, limits, machines or nodes)
+            _serve(plan, request, limits, machines)
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:
@@ -206,14 +212,13 @@ def _no_end_by_hangup() -> Iterator[None]:
         signal.signal(signal.SIGHUP, previous)
 
 
-def _serve(plan: Plan, request: ServeRequest, limits: Limits, nodes: Nodes | Machines | None) -> None:
+def _serve(plan: Plan, request: ServeRequest, limits: Limits, machines: Machines | None) -> None:
     keys, tls = request.keys(plan), request.tls()
-    check_runs(plan, 1 if nodes is None else nodes.count, request.engine)
     with ExitStack() as at_end:
         tracer = open_tracer(request.otlp_endpoint)
         if tracer is not None:
             at_end.callback(tracer.close)
-        engine, model = at_end.enter_context(running(plan, request, nodes))
+        engine, model = at_end.enter_context(running(plan, request, machines))
         app = server.create_app(
             engine,
             model,

@@ -4,7 +4,7 @@ A Deployment and steps enter; tokens leave. Tensors travel in torch.distributed 
 a worker forwards a control message before its device starts on it. Source: ORCA sec. 4.1.
 
 - `deployment`: which worker holds what; `messages`, `sockets`: the control plane; `tensors`: the tensor plane
-- `process`: what a worker runs; `launcher`: what starts the workers of a machine, and starts them anew
+- `process`: what a worker runs; `launcher`: what starts the workers of a machine; `on_ray`: starts it on other machines
 - `workers`: starts and watches all workers, from the engine's process; `executor`: the same as one
-  `xrunner.executor.Executor`; `nodes`: what runs on machines other than the first
+  `xrunner.executor.Executor`
 """

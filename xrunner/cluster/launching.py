@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Protocol
 
 import msgspec
 
@@ -28,7 +29,7 @@ class LauncherSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         engine: the endpoint at which the engine's process listens to its workers.
-        secret: the private key that all machines share.
+        secret: the private key that the engine's process and all workers share.
         host: address of the interface that sockets bind to.
         first_device: number of the first device on this machine that the replica has.
     """
@@ -68,12 +69,43 @@ class Working(msgspec.Struct, frozen=True, tag=True):
 _decode = msgspec.json.Decoder(Exited | Working).decode
 
 
+class MachineLauncher(Protocol):
+    """Starts the workers of one machine and reports which have ended. Belongs to one thread.
+
+    Attributes:
+        sees_workers: whether the workers are processes of this machine, so that the kernel says whether they run.
+    """
+
+    sees_workers: bool
+
+    def start(self, order: StartWorkers) -> None:
+        """Replace the running workers; do not wait for it."""
+
+    def exited(self) -> list[Exited]:
+        """Return the workers that have ended since the last call.
+
+        Raises:
+            MachineError: the launcher has ended, or hangs; its workers end with it.
+        """
+
+    def is_at_work(self) -> bool:
+        """Return whether it is starting, or waits for a processor or a machine."""
+
+    def excuse_silence(self) -> None:
+        """Restart the measurement of the launcher's silence: this process itself did not run."""
+
+    def close(self) -> None:
+        """End the workers and the launcher."""
+
+
 class LauncherProcess:
-    """The launcher of this machine's workers, which are its own children. Belongs to one thread.
+    """The launcher of this machine's workers, which are its own children.
 
     Raises:
         MachineError: no interface of this machine has the address that sockets are to bind to.
     """
+
+    sees_workers = True
 
     def __init__(self, settings: LauncherSettings) -> None:
         interface = interface_of(settings.host)

@@ -115,55 +115,11 @@ class Transfer(_Message):
     begin: list[Beginning]
 
 
-class Start(_Message):
-    """To another machine: replace its workers by these (`launching.StartWorkers`)."""
-
-    epoch: int
-    first: int
-    count: int
-    total: int
-
-
-class JoinAccepted(_Message):
-    """To another machine: the engine knows it."""
-
-
-class JoinRefused(_Message):
-    """To another machine: its number is taken, or too high."""
-
-
-class Stop(_Message):
-    """To another machine: stop, since the first machine stops."""
-
-
 class StoreAnswer(_Message):
     """The values of the keys that a `StoreCall` names, after it; None: there is no such key."""
 
     number: int
     values: list[bytes | None]
-
-
-# From another machine ----------------------------------------------------------------------------------------
-
-
-class Join(_Message):
-    """Machine `node` is running; sent regularly. `incarnation` is a random number that tells its processes apart."""
-
-    node: int
-    incarnation: int
-
-
-class WorkerExited(_Message):
-    """A worker of that machine has ended."""
-
-    epoch: int
-    worker: int
-
-
-class StopAcknowledged(_Message):
-    """Machine `node` has received `Stop`."""
-
-    node: int
 
 
 # From a worker -----------------------------------------------------------------------------------------------
@@ -234,13 +190,11 @@ class Moved(_Message):
 
 
 ToWorker = Deploy | Work | RunEncoder | Transfer
-ToNode = Start | JoinAccepted | JoinRefused | Stop
-ToEngine = Hello | Loaded | WorkerAlive | StoreCall | Join | WorkerExited | StopAcknowledged
+ToEngine = Hello | Loaded | WorkerAlive | StoreCall
 WorkerAnswer = Done | EncoderRan | Moved
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-decode_to_node = msgspec.msgpack.Decoder(ToNode).decode
 decode_store_answer = msgspec.msgpack.Decoder(StoreAnswer).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_answer = msgspec.msgpack.Decoder(WorkerAnswer).decode

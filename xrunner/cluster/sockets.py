@@ -7,7 +7,6 @@ and later, a message beyond a limit ends its connection.
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import os
 import secrets
@@ -15,7 +14,6 @@ import sys
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils import z85
 
 from xgpt.core.errors import MachineError
 
@@ -42,15 +40,6 @@ class Secret:
     def of(cls, private: bytes) -> Secret:
         return cls(zmq.curve_public(private), private)
 
-    @classmethod
-    def from_passphrase(cls, passphrase: str) -> Secret:
-        """Return the secret that a passphrase gives on every machine.
-
-        An eavesdropper on a connection's first bytes can test guesses against them; scrypt makes each cost 16 MiB.
-        """
-        key = hashlib.scrypt(passphrase.encode(), salt=b"xgpt cluster", n=2**14, r=8, p=1, dklen=32)
-        return cls.of(z85.encode(key))
-
 
 class Sockets:
     """Opens sockets that share a secret, and closes them all. Belongs to one thread.
@@ -65,22 +54,22 @@ class Sockets:
         self._host = host
         self._opened: list[zmq.Socket[bytes]] = []
 
-    def bind(self, kind: int, port: int | None = None, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
+    def bind(self, kind: int, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[bytes], str]:
         """Return a socket that listens, and its endpoint.
 
-        On loopback without a port it is a Unix socket; elsewhere without a port, any free one is taken.
+        On loopback it is a Unix socket; elsewhere any free port is taken.
 
         Args:
             max_bytes: largest message that a peer may send.
 
         Raises:
-            MachineError: the interface is not here, or the port is taken.
+            MachineError: the interface is not here, or no port is free.
         """
         opened = self._open(kind)
         opened.curve_server = True
         opened.maxmsgsize = max_bytes
         opened.handshake_ivl = 1000 * HANDSHAKE_S
-        if port is None and sys.platform == "linux" and ipaddress.ip_address(self._host).is_loopback:
+        if sys.platform == "linux" and ipaddress.ip_address(self._host).is_loopback:
             # An abstract name is no file: nothing of it is left when a process is killed.
             opened.set(zmq.IPC_FILTER_UID, os.getuid())
             endpoint = f"ipc://@xgpt-{secrets.token_hex(16)}"
@@ -88,12 +77,9 @@ class Sockets:
             return opened, endpoint
         address = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            if port is None:
-                port = opened.bind_to_random_port(f"tcp://{address}")
-            else:
-                opened.bind(f"tcp://{address}:{port}")
+            port = opened.bind_to_random_port(f"tcp://{address}")
         except zmq.ZMQError as error:
-            raise MachineError(f"cannot bind a control socket to {self._host}:{port or '*'}: {error}") from None
+            raise MachineError(f"cannot bind a control socket to {self._host}: {error}") from None
         return opened, f"tcp://{address}:{port}"
 
     def connect(self, kind: int, endpoint: str, identity: bytes = b"") -> zmq.Socket[bytes]:

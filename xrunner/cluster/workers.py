@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
@@ -15,13 +16,13 @@ from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.processes import is_at_work
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.launching import LauncherProcess, LauncherSettings, StartWorkers
+from xrunner.cluster.launching import LauncherProcess, LauncherSettings, MachineLauncher, StartWorkers
 from xrunner.cluster.sockets import CONTROL_BYTES, Secret, Sockets
 from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
 
 SILENCE_S = 4.0
-"""A worker, or another machine, that has been silent for this time counts as lost, unless it is seen to work."""
+"""A worker that has been silent for this time counts as lost, unless it is seen to work."""
 BUSY_S = 60.0
 """A worker that is seen to work, or that loads out of sight on another machine, may be silent for this time."""
 START_S = 120.0
@@ -32,8 +33,6 @@ RESTARTS = 3
 PERIOD_S = 60.0
 """More than `RESTARTS` restarts within this time end the server."""
 POLL_MS = 50
-STOP_S = 5.0
-"""Time in which other machines must acknowledge that they stop."""
 
 
 class DeploymentRefused(XgptError):
@@ -57,32 +56,19 @@ class WorkerStatus:
 
 
 @dataclass(slots=True)
-class _Node:
-    """Another machine: the process that starts its workers, and the epoch of those that it was ordered to start."""
-
-    sender: bytes
-    incarnation: int
-    heard_s: float
-    epoch: int = 0
-
-
-@dataclass(slots=True)
 class _Shared:
     """What the watching thread and the engine's thread share; hold `changed` to access the rest.
 
     Attributes:
         epoch: of the current workers; all workers of an epoch are started together.
         lost: why a worker is lost; None if none is.
-        gone: other machines that have acknowledged to stop.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     epoch: int = 1
     members: dict[int, WorkerStatus] = field(default_factory=dict)
-    nodes: dict[int, _Node] = field(default_factory=dict)
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
     lost: str | None = None
-    gone: set[int] = field(default_factory=set)
 
 
 class Workers:
@@ -90,42 +76,38 @@ class Workers:
 
     Args:
         num_workers: one for each device.
-        num_nodes: machines, with equal numbers of workers; each machine but this one runs a `nodes.Node`.
         host: address of the interface that this machine's sockets bind to.
-        port: port at which workers and other machines reach the engine; None: any free one.
-        secret: secret that all machines share; None: a new one.
         first_device: number of this machine's first device for these workers.
+        machines: for each machine, what starts its launcher; all machines have equal numbers of workers.
 
     Raises:
-        MachineError: no interface has that address, or the port is taken.
+        MachineError: no interface has that address.
     """
 
     def __init__(
         self,
         num_workers: int,
         *,
-        num_nodes: int = 1,
         host: str = "127.0.0.1",
-        port: int | None = None,
-        secret: Secret | None = None,
         first_device: int = 0,
+        machines: Sequence[Callable[[LauncherSettings], MachineLauncher]] = (LauncherProcess,),
     ) -> None:
         self.num_workers = num_workers
         self.host = host
-        self.secret = secret or Secret.new()
-        self._num_nodes = num_nodes
+        self.secret = Secret.new()
+        self._machines = machines
         self._restarts: list[float] = []
         self._shared = _Shared()
         self._orders: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
         self._closing = False
         self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
-        self._socket, endpoint = self._sockets.bind(zmq.ROUTER, port, CONTROL_BYTES)
+        self._socket, endpoint = self._sockets.bind(zmq.ROUTER, CONTROL_BYTES)
         self._keys = EpochKeys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
-        self._launcher: LauncherProcess | None = LauncherProcess(self._settings)
+        self._launchers: list[MachineLauncher | None] = [launch(self._settings) for launch in machines]
         self._started_epoch = 0
-        """The epoch whose workers the launcher was ordered to start."""
+        """The epoch whose workers the launchers were ordered to start."""
         self._watching = threading.Thread(target=self._watch, name="workers", daemon=True)
         self._watching.start()
 
@@ -212,15 +194,7 @@ class Workers:
             self._shared.lost = None
 
     def close(self) -> None:
-        """End this machine's workers and launcher, and order other machines to stop."""
-        if self._closing:
-            return
-        shared = self._shared
-        with shared.changed:
-            nodes = dict(shared.nodes)
-            for node in nodes.values():
-                self._orders.put((node.sender, m.encode(m.Stop())))
-            shared.changed.wait_for(lambda: shared.gone.issuperset(nodes), STOP_S)
+        """End all workers and launchers."""
         self._closing = True
         self._watching.join()
 
@@ -230,7 +204,7 @@ class Workers:
         with shared.changed:
             while len(shared.members) < self.num_workers:
                 self.check()
-                if self._launcher is not None and self._launcher.is_at_work():
+                if any(launcher is not None and launcher.is_at_work() for launcher in self._launchers):
                     deadline = time.monotonic() + START_S
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.num_workers)) - set(shared.members))
@@ -243,7 +217,7 @@ class Workers:
     def _watch(self) -> None:
         try:
             while not self._closing:
-                self._wait()
+                self._socket.poll(POLL_MS)
                 with self._shared.changed:
                     while self._socket.poll(0):
                         sender, content = self._socket.recv_multipart()
@@ -253,35 +227,25 @@ class Workers:
                 while not self._orders.empty():
                     self._socket.send_multipart(self._orders.get())
         finally:
-            if self._launcher is not None:
-                self._launcher.close()
+            for launcher in self._launchers:
+                if launcher is not None:
+                    launcher.close()
             self._sockets.close()
 
-    def _wait(self) -> None:
-        """Wait for a message, or until it is time to check for silence."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        if self._launcher is not None:
-            poller.register(self._launcher, zmq.POLLIN)
-        poller.poll(POLL_MS)
-
     def _start(self) -> None:
-        """Order each machine, once an epoch, to start its workers."""
+        """Order each machine's launcher, once an epoch, to start its workers."""
         shared = self._shared
         if shared.lost is not None:
             return
         if self._keys.epoch != shared.epoch:
             self._keys.begin(shared.epoch)
-        count = self.num_workers // self._num_nodes
-        if self._started_epoch != shared.epoch:
-            self._launcher = self._launcher or LauncherProcess(self._settings)
-            self._launcher.start(StartWorkers(shared.epoch, 0, count, self.num_workers))
-            self._started_epoch = shared.epoch
-        for number, node in shared.nodes.items():
-            if node.epoch != shared.epoch:
-                order = m.Start(shared.epoch, number * count, count, self.num_workers)
-                self._orders.put((node.sender, m.encode(order)))
-                node.epoch = shared.epoch
+        if self._started_epoch == shared.epoch:
+            return
+        self._started_epoch = shared.epoch
+        count = self.num_workers // len(self._machines)
+        for number, launch in enumerate(self._machines):
+            launcher = self._launchers[number] = self._launchers[number] or launch(self._settings)
+            launcher.start(StartWorkers(shared.epoch, number * count, count, self.num_workers))
 
     def _handle(self, sender: bytes, message: m.ToEngine) -> None:
         shared = self._shared
@@ -300,56 +264,32 @@ class Workers:
                     member.heard_s = time.monotonic()
                     member.control_bytes, member.tensor_bytes = message.control_bytes, message.tensor_bytes
                     member.busy_s = message.busy_s
-            case m.Join():
-                self._handle_join(sender, message)
-            case m.WorkerExited(epoch, worker) if epoch == shared.epoch:
-                self._report_loss(f"worker {worker} has died")
-            case m.StopAcknowledged(node):
-                shared.gone.add(node)
-                shared.changed.notify_all()
-
-    def _handle_join(self, sender: bytes, join: m.Join) -> None:
-        """Register a machine under its number, unless another one has it."""
-        nodes = self._shared.nodes
-        node = nodes.get(join.node)
-        if node is not None and node.incarnation == join.incarnation:
-            node.heard_s = time.monotonic()
-        elif node is not None or not 0 < join.node < self._num_nodes:
-            self._orders.put((sender, m.encode(m.JoinRefused())))
-            return
-        else:
-            nodes[join.node] = _Node(sender, join.incarnation, time.monotonic())
-        self._orders.put((sender, m.encode(m.JoinAccepted())))
 
     def _check_silence(self) -> None:
-        """Detect workers that have ended (on this machine at once) or fallen silent."""
+        """Detect workers that have ended or fallen silent."""
         now, shared = time.monotonic(), self._shared
         if now - self._looked_s > SILENCE_S / 4:  # this process did not run, so it received nothing
             for member in shared.members.values():
                 member.heard_s = now
-            for node in shared.nodes.values():
-                node.heard_s = now
-            if self._launcher is not None:
-                self._launcher.excuse_silence()
+            for launcher in self._launchers:
+                if launcher is not None:
+                    launcher.excuse_silence()
         self._looked_s = now
         for worker, member in shared.members.items():
             silent_s = now - member.heard_s
             if silent_s > SILENCE_S and not self._is_excused(worker, member, silent_s):
                 self._report_loss(f"worker {worker} has been silent for {silent_s:.0f} s")
-        for number, node in list(shared.nodes.items()):
-            if now - node.heard_s > SILENCE_S:
-                del shared.nodes[number]
-                self._report_loss(f"machine {number} has been silent for {SILENCE_S:.0f} s")
-        if self._launcher is None:
-            return
-        try:
-            for exited in self._launcher.exited():
-                if exited.epoch == shared.epoch:
-                    self._report_loss(f"worker {exited.worker} has died")
-        except MachineError as error:
-            self._launcher.close()
-            self._launcher = None
-            self._report_loss(str(error))
+        for number, launcher in enumerate(self._launchers):
+            if launcher is None:
+                continue
+            try:
+                for exited in launcher.exited():
+                    if exited.epoch == shared.epoch:
+                        self._report_loss(f"worker {exited.worker} has died")
+            except MachineError as error:
+                launcher.close()
+                self._launchers[number] = None
+                self._report_loss(str(error))
 
     def _is_excused(self, worker: int, member: WorkerStatus, silent_s: float) -> bool:
         """Return whether a silent worker works: it compiles or loads, or is short of processors.
@@ -358,7 +298,8 @@ class Workers:
         sight: there, one that builds its part may be silent for `BUSY_S`.
         """
         is_loading = worker not in self._shared.loaded
-        if worker >= self.num_workers // self._num_nodes:
+        launcher = self._launchers[worker * len(self._machines) // self.num_workers]
+        if launcher is None or not launcher.sees_workers:
             return is_loading and silent_s < BUSY_S
         return silent_s < (LOAD_S if is_loading else BUSY_S) and is_at_work(member.hello.pid)
 

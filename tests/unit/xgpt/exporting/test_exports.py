@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,11 +247,10 @@ def test_the_exported_start_of_our_own_engine_is_one_that_it_takes(tmp_path: Pat
     first = Stage(devices=tuple(range(8)), tp=8, decode_layers=(0, 12), kv_blocks=800)
     plan = fitting(RRA).model_copy(update={"cluster": two_nodes, "stages": (first,), "replicas": 2})
     script = export(plan, "script")["start.sh"]
-    words = run_script(script, tmp_path, env={"NODE_RANK": "1", "HEAD": "h"})
+    words = run_script(script, tmp_path)
     assert words.pop(0) == "serve"
-    given = serve.make_context("serve", words).params
-    assert (given["nnodes"], given["node_rank"], given["rendezvous"]) == (2, 1, "h:29400")
-    assert "XGPT_CLUSTER_SECRET" in script
+    assert serve.make_context("serve", words).params["ray"] == "auto"
+    assert "ray start --head" in script and "RAY_AUTH_TOKEN" in script
 
 
 def test_no_requirement_is_a_strangers_package_of_our_name() -> None:
@@ -395,13 +395,18 @@ def test_several_nodes_of_our_own_engine_are_a_group_whose_leader_answers() -> N
     group = spec["leaderWorkerTemplate"]
     assert (spec["replicas"], group["size"], group["restartPolicy"]) == (2, 2, "RecreateGroupOnPodRestart")
     assert objects["Service"]["spec"]["selector"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
-    for role, keys in (("leader", "/etc/xgpt/keys/keys"), ("worker", None)):
+    for role in ("leader", "worker"):
         (container,) = group[f"{role}Template"]["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-        given = serve.make_context("serve", filled(container["command"][4:], VALUES)).params
-        assert (given["nnodes"], given["node_rank"], given["rendezvous"]) == (2, 1, "a-0.a.ns:29400")
-        assert (given["api_key_file"], given["engine"]) == (keys, "native")
-        assert {"XGPT_CLUSTER_SECRET"} <= {entry["name"] for entry in container["env"]}
+        words = filled(container["command"], VALUES)
+        if role == "leader":
+            start, _, command = words[2].partition(" && exec ")
+            assert words[:2] == ["sh", "-c"] and "--head" in start.split()
+            given = serve.make_context("serve", shlex.split(command)[4:]).params
+            assert (given["api_key_file"], given["engine"], given["ray"]) == ("/etc/xgpt/keys/keys", "native", "auto")
+        else:
+            assert words[:3] == ["ray", "start", "--address=a-0.a.ns:6379"]
+        assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} <= {entry["name"] for entry in container["env"]}
     pods = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "xgpt-opt-125m"}}}]
     policy = objects["NetworkPolicy"]["spec"]
     assert {"from": pods} in policy["ingress"] and {"to": pods} in policy["egress"]

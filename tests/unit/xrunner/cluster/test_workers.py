@@ -1,10 +1,9 @@
-"""Workers, launchers and machines that start, end and come back, as the engine's process sees them."""
+"""Workers and launchers that start, end and come back, as the engine's process sees them."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,24 +15,14 @@ import zmq
 
 from tests.fakes import eventually
 from tests.rings import few
-from xgpt.core.errors import MachineError
 from xrunner.cluster import messages as m
-from xrunner.cluster import nodes
 from xrunner.cluster import workers as workers_module
-from xrunner.cluster.launching import LauncherSettings
-from xrunner.cluster.nodes import Node
 from xrunner.cluster.sockets import Secret, Sockets
 from xrunner.cluster.store import EngineStore, EpochKeys
 from xrunner.cluster.workers import Workers
 from xrunner.executor import WorkerLost
 
 HOST = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as opened:
-        port: int = opened.getsockname()[1]
-    return port
 
 
 def pids(workers: Workers) -> list[int]:
@@ -126,76 +115,6 @@ def test_nothing_is_killed_but_children_of_the_launcher(alone: Workers) -> None:
     finally:
         bystander.kill()
         bystander.wait()
-
-
-class Joined:
-    """Another machine, which is this one: host names are the same, too."""
-
-    def __init__(self, port: int, secret: Secret) -> None:
-        self.node = Node(1, LauncherSettings(f"tcp://{HOST}:{port}", secret.private, HOST))
-        self.error: MachineError | None = None
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.node.run()
-        except MachineError as error:
-            self.error = error
-
-    def end(self) -> None:
-        self.node.end()
-        self.thread.join(20)
-
-
-@pytest.mark.long
-def test_machines_of_one_name_are_told_apart() -> None:
-    secret, port = Secret.from_passphrase("a" * 16), free_port()
-    with Workers(2, num_nodes=2, port=port, secret=secret) as workers:
-        other = Joined(port, secret)
-        before = pids(workers)
-        assert parent(before[0]) != parent(before[1])
-        for worker in (1, 0):
-            old = pids(workers)
-            os.kill(old[worker], signal.SIGKILL)
-            comes_back(workers, *old)
-        os.kill(parent(pids(workers)[1]), signal.SIGKILL)  # the other machine's launcher
-        comes_back(workers)
-        workers._restarts.clear()
-        old = pids(workers)
-        other.end()  # the machine goes, and another comes in its place
-        assert not is_running(old[1])
-        other = Joined(port, secret)
-        comes_back(workers, *old)
-    other.thread.join(20)
-    assert not other.thread.is_alive() and other.error is None
-
-
-@pytest.mark.long
-def test_one_machine_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "MEET_S", 2.0)
-    secret, port = Secret.from_passphrase("b" * 16), free_port()
-    with Workers(2, num_nodes=2, port=port, secret=secret) as workers:
-        first = Joined(port, secret)
-        pids(workers)
-        second = Joined(port, secret)
-        second.thread.join(20)
-        assert "node rank 1 is taken" in str(second.error)
-        assert not is_lost(workers)
-    first.thread.join(20)
-    assert first.error is None
-
-
-@pytest.mark.parametrize("passphrase", few(["c" * 16, "d" * 16]))
-def test_an_engine_that_is_not_there_or_has_another_secret(passphrase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "MEET_S", 1.0)
-    sockets = Sockets(Secret.from_passphrase("d" * 15 + "e"), HOST)
-    port = free_port()
-    sockets.bind(zmq.ROUTER, port)
-    alone = Joined(port, Secret.from_passphrase(passphrase))
-    alone.thread.join(20)
-    assert "cannot be reached" in str(alone.error)
-    sockets.close()
 
 
 # The store -------------------------------------------------------------------------------------------------------

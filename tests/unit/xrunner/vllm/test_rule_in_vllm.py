@@ -279,7 +279,6 @@ def test_a_machine_without_vllm_says_where_to_name_it(monkeypatch: pytest.Monkey
 
 
 def test_what_vllm_does_not_take_of_serves_options_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XGPT_CLUSTER_SECRET", "x" * 16)
     (tmp_path / "plan.json").write_text(dump_json(exportable(here(RRA), str(tmp_path))))
     options = ["--engine", "vllm", "--nnodes", "2", "--master-addr", "127.0.0.1"]
     refused = CliRunner().invoke(cli, ["serve", str(tmp_path / "plan.json"), *options])

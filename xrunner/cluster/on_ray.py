@@ -1,0 +1,173 @@
+"""Start and watch workers on several machines through Ray, which places one launcher on each of them.
+
+Ray (https://docs.ray.io, "Placement Groups" and "Actors") says which machines are free and alive. All else is as on one
+machine: an actor holds the machine's `LauncherProcess`, workers report to the engine's process over its encrypted
+sockets, and tensors travel in torch.distributed groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import get_node_ip_address
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from xgpt.core.errors import InputError, MachineError
+from xrunner.cluster.launching import (
+    ALIVE_S,
+    SILENCE_S,
+    Exited,
+    LauncherProcess,
+    LauncherSettings,
+    MachineLauncher,
+    StartWorkers,
+)
+
+MEET_S = 600.0
+"""Time in which Ray must have the machines that a replica needs, at the start and after one is lost."""
+AGAIN_S = 1.0
+"""Least time between two attempts to start a launcher."""
+_connecting = threading.Lock()
+
+
+def machines(
+    address: str, count: int, devices: int, *, gpus: bool
+) -> list[Callable[[LauncherSettings], MachineLauncher]]:
+    """Reserve devices on machines of a Ray cluster, and return what starts the launcher of each.
+
+    Args:
+        address: the cluster's; `auto`: that of the cluster which this machine is part of.
+        count: machines; several are different ones.
+        devices: on each machine.
+
+    Raises:
+        InputError: no Ray cluster is at that address.
+        MachineError: the cluster has too few free devices for `MEET_S` seconds.
+    """
+    _connect(address)
+    bundle = {"GPU": float(devices)} if gpus else {"CPU": float(devices)}
+    group = placement_group([bundle] * count, strategy="STRICT_SPREAD" if count > 1 else "PACK")
+    try:
+        ray.get(group.ready(), timeout=MEET_S)
+    except GetTimeoutError:
+        wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines for {MEET_S:.0f} s"
+        raise MachineError(f"Ray has not had {wanted}; `ray status` shows what it has") from None
+    return [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
+
+
+def host() -> str:
+    """Return the address by which other machines of the Ray cluster reach this one."""
+    return str(get_node_ip_address())
+
+
+def _connect(address: str) -> None:
+    """Join the Ray cluster as a driver, once."""
+    with _connecting:
+        if ray.is_initialized():
+            return
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of a thread that takes no signals
+        try:
+            ray.init(address=address, configure_logging=False)
+        except (ConnectionError, RayError, ValueError) as error:
+            accepted = f"no cluster answers there; `ray start --head` starts one ({str(error).splitlines()[0]})"
+            raise InputError("ray", address, accepted) from None
+
+
+class _Machine:
+    """The launcher of one machine, as a Ray actor. Its calls are carried out one after the other."""
+
+    def __init__(self, settings: LauncherSettings, threads: str | None) -> None:
+        # Ray sets it to the actor's CPUs, of which the launcher itself takes none.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = threads
+        self._launcher = LauncherProcess(msgspec.structs.replace(settings, host=host()))
+
+    def start(self, order: StartWorkers) -> None:
+        self._launcher.start(order)
+
+    def exited(self) -> list[Exited]:
+        """Return the workers that have ended; wait a little until there are any, or the launcher reports."""
+        select.select([self._launcher], [], [], ALIVE_S)
+        return self._launcher.exited()
+
+
+class RayLauncher:
+    """A `MachineLauncher` on the machine of one bundle of a placement group.
+
+    Ray starts it there once the machine is alive. If that is lost, the launcher ends, and the next one is placed on the
+    same machine when it has come back, or on another with as many free devices.
+    """
+
+    sees_workers = False
+
+    def __init__(self, group: PlacementGroup, number: int, gpus: float, settings: LauncherSettings) -> None:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+        options: dict[str, Any] = {"scheduling_strategy": strategy, "num_cpus": 0, "num_gpus": gpus}
+        self._create = partial(
+            ray.remote(_Machine).options(**options).remote, settings, os.environ.get("OMP_NUM_THREADS")
+        )
+        self._number = number
+        self._order: StartWorkers | None = None
+        self._is_there = self._is_broken = False
+        self._heard_s = time.monotonic()
+        self._place()
+
+    def _place(self) -> None:
+        """Have Ray start the actor, with the order that it has to carry out."""
+        self._placed_s, self._is_broken = time.monotonic(), False
+        self._actor: Any = self._create()
+        self._calls = [self._actor.exited.remote()]
+        if self._order is not None:
+            self.start(self._order)
+
+    def start(self, order: StartWorkers) -> None:
+        self._order = order
+        self._calls.insert(0, self._actor.start.remote(order))
+
+    def exited(self) -> list[Exited]:
+        ended: list[Exited] = []
+        now = time.monotonic()
+        silent_s = now - self._heard_s
+        if silent_s > (SILENCE_S if self._is_there else MEET_S):
+            raise MachineError(f"the launcher of machine {self._number} has been silent for {silent_s:.0f} s")
+        if self._is_broken:
+            if now - self._placed_s > AGAIN_S:
+                self._place()
+            return []
+        ready, self._calls = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        try:
+            for call in ready:
+                ended += ray.get(call) or ()
+        except (RayError, MachineError) as error:
+            if self._is_there:
+                reason = str(error).strip().splitlines()[0]
+                raise MachineError(f"the launcher of machine {self._number} is lost: {reason}") from None
+            # Until Ray knows that a machine is gone, it places actors there, which die at once.
+            self._is_broken = True
+            return []
+        if ready:
+            self._is_there, self._heard_s = True, now
+        if not self._calls:
+            self._calls = [self._actor.exited.remote()]
+        return ended
+
+    def is_at_work(self) -> bool:
+        return not self._is_there
+
+    def excuse_silence(self) -> None:
+        self._heard_s = time.monotonic()
+
+    def close(self) -> None:
+        ray.kill(self._actor)
