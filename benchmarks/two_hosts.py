@@ -161,6 +161,8 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
             servers += [start(number, path, engine) for number in range(2)]
         else:
             nodes = [start_node(number, directory) for number in range(2)]
+            while not any(line.startswith(f"*:{RAY_PORT} ") for line in listening(0)):
+                time.sleep(0.5)
             servers += [start(0, path, engine), *nodes]
         yield _url(servers[0], directory), servers
     finally:

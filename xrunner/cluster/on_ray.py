@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from xrunner.cluster.launching import (
 
 MEET_S = 600.0
 """Time in which Ray must have the machines that a replica needs, at the start and after one is lost."""
+CONNECT_S = 5.0
+"""Time in which the head of the cluster must answer."""
 AGAIN_S = 1.0
 """Least time between two attempts to start a launcher."""
 _connecting = threading.Lock()
@@ -78,8 +81,11 @@ def _connect(address: str) -> None:
             return
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of a thread that takes no signals
         try:
+            if address != "auto":  # Ray would wait for minutes, and stop all threads meanwhile
+                where, _, port = address.rpartition(":")
+                socket.create_connection((where, int(port)), CONNECT_S).close()
             ray.init(address=address, configure_logging=False)
-        except (ConnectionError, RayError, ValueError) as error:
+        except (OSError, RayError, ValueError) as error:
             accepted = f"no cluster answers there; `ray start --head` starts one ({str(error).splitlines()[0]})"
             raise InputError("ray", address, accepted) from None
 
