@@ -10,6 +10,7 @@ import time
 
 from xgpt.core.errors import MachineError
 
+CONNECT_S = 5.0
 NAMED_WITHIN_S = 30.0
 SIOCGIFADDR = 0x8915
 """Linux's ioctl for an interface's address."""
@@ -23,6 +24,17 @@ def interface_of(host: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == host:
                 return name
     return None
+
+
+def reach(address: str) -> None:
+    """Connect to HOST:PORT, and close the connection.
+
+    Raises:
+        OSError: nothing listens there, or it does not answer in time.
+        ValueError: the address has no port.
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), CONNECT_S).close()
 
 
 def address_towards(host: str, *, named_within_s: float = NAMED_WITHIN_S) -> str:

@@ -11,6 +11,7 @@ from xgpt.checkpoints import hub
 from xgpt.checkpoints.files import read_spec, weight_files
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.machine import detect, num_cores
+from xgpt.core.network import reach
 from xgpt.core.schema import EngineKind, Plan, Profile
 from xprofiler.store import check_engine, dtype_of, profile_of
 from xrunner.vllm import TESTED_VERSION
@@ -163,16 +164,23 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
 
 
 def check_runs_on_ray(plan: Plan, address: str) -> None:
-    """Refuse a plan that xgpt's own engine cannot run on the machines of any Ray cluster.
+    """Refuse a plan that xgpt's own engine cannot run on the machines of a Ray cluster.
 
     Raises:
-        InputError: Ray is not installed, the plan is for another engine, or a replica does not divide evenly.
+        InputError: Ray is not installed, no cluster answers, the plan is for another engine, or a replica does not
+            divide evenly.
     """
     if find_spec("ray") is None:
         raise InputError("ray", address, "install Ray on every machine: pip install 'xgpt-serve[ray]'")
     check_own_schedule(plan)
     check_engine(plan, "native")
     nodes_of(plan, plan.devices_per_replica)
+    try:
+        if address != "auto":
+            reach(address)
+    except (OSError, ValueError):
+        accepted = "no Ray cluster answers there: give HOST:PORT of its head, or `auto` on one of its machines"
+        raise InputError("ray", address, accepted) from None
 
 
 def nodes_of(plan: Plan, devices: int) -> int:

@@ -142,7 +142,7 @@ def _workers(plan: Plan, replica: int, ray: str | None) -> RemoteExecutor:
         from xrunner.cluster import on_ray  # Ray is an optional package
 
         count = nodes_of(plan, total)
-        machines = on_ray.machines(ray, count, total // count, gpus=plan.cluster.device.type == "gpu")
+        machines = on_ray.reserve(ray, count, total // count, gpus=plan.cluster.device.type == "gpu")
         workers = Workers(total, host=on_ray.host(), machines=machines)
     executor = RemoteExecutor(workers, deployment)
     try:

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -98,6 +100,19 @@ class MachineLauncher(Protocol):
         """End the workers and the launcher."""
 
 
+@dataclass(frozen=True, slots=True)
+class MachineGroup:
+    """The machines on which workers run, as many on each.
+
+    Attributes:
+        launches: for each machine, what starts its launcher.
+        free: is called when no workers will run there any more.
+    """
+
+    launches: Sequence[Callable[[LauncherSettings], MachineLauncher]]
+    free: Callable[[], object] = lambda: None
+
+
 class LauncherProcess:
     """The launcher of this machine's workers, which are its own children.
 
@@ -186,3 +201,6 @@ class LauncherProcess:
         with contextlib.suppress(BrokenPipeError):  # `exited` reports it
             self._input.write(msgspec.json.encode(what) + b"\n")
             self._input.flush()
+
+
+THIS_MACHINE = MachineGroup([LauncherProcess])

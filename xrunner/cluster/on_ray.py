@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,33 +19,30 @@ import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util import get_node_ip_address
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from xgpt.core.errors import InputError, MachineError
+from xgpt.core.network import reach
 from xrunner.cluster.launching import (
     ALIVE_S,
     SILENCE_S,
     Exited,
     LauncherProcess,
     LauncherSettings,
-    MachineLauncher,
+    MachineGroup,
     StartWorkers,
 )
 
 MEET_S = 600.0
-"""Time in which Ray must have the machines that a replica needs, at the start and after one is lost."""
-CONNECT_S = 5.0
-"""Time in which the head of the cluster must answer."""
+"""Time in which Ray must have the machines that a replica needs, and its head must answer, after one is lost."""
 AGAIN_S = 1.0
-"""Least time between two attempts to start a launcher."""
+"""Time between two attempts to reach the head, or to start a launcher."""
 _connecting = threading.Lock()
 
 
-def machines(
-    address: str, count: int, devices: int, *, gpus: bool
-) -> list[Callable[[LauncherSettings], MachineLauncher]]:
-    """Reserve devices on machines of a Ray cluster, and return what starts the launcher of each.
+def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGroup:
+    """Reserve devices on machines of a Ray cluster, and return what starts the launcher of each and frees them.
 
     Args:
         address: the cluster's; `auto`: that of the cluster which this machine is part of.
@@ -66,7 +61,8 @@ def machines(
     except GetTimeoutError:
         wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines for {MEET_S:.0f} s"
         raise MachineError(f"Ray has not had {wanted}; `ray status` shows what it has") from None
-    return [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
+    launches = [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
+    return MachineGroup(launches, partial(remove_placement_group, group))
 
 
 def host() -> str:
@@ -81,13 +77,28 @@ def _connect(address: str) -> None:
             return
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of a thread that takes no signals
         try:
-            if address != "auto":  # Ray would wait for minutes, and stop all threads meanwhile
-                where, _, port = address.rpartition(":")
-                socket.create_connection((where, int(port)), CONNECT_S).close()
+            if address != "auto":
+                _await_head(address)
             ray.init(address=address, configure_logging=False)
-        except (OSError, RayError, ValueError) as error:
-            accepted = f"no cluster answers there; `ray start --head` starts one ({str(error).splitlines()[0]})"
-            raise InputError("ray", address, accepted) from None
+        except (OSError, RayError) as error:
+            raise InputError("ray", address, f"no Ray cluster answers there: {str(error).splitlines()[0]}") from None
+
+
+def _await_head(address: str) -> None:
+    """Wait until the head of a cluster answers; Ray itself would stop all threads of the process meanwhile.
+
+    Raises:
+        OSError: it does not answer in time.
+    """
+    deadline = time.monotonic() + MEET_S
+    while True:
+        try:
+            reach(address)
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(AGAIN_S)
 
 
 class _Machine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
@@ -16,7 +15,7 @@ from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.processes import is_at_work
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.launching import LauncherProcess, LauncherSettings, MachineLauncher, StartWorkers
+from xrunner.cluster.launching import THIS_MACHINE, LauncherSettings, MachineGroup, MachineLauncher, StartWorkers
 from xrunner.cluster.sockets import CONTROL_BYTES, Secret, Sockets
 from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
@@ -78,7 +77,7 @@ class Workers:
         num_workers: one for each device.
         host: address of the interface that this machine's sockets bind to.
         first_device: number of this machine's first device for these workers.
-        machines: for each machine, what starts its launcher; all machines have equal numbers of workers.
+        machines: those on which the workers run; they are free again after `close`.
 
     Raises:
         MachineError: no interface has that address.
@@ -90,7 +89,7 @@ class Workers:
         *,
         host: str = "127.0.0.1",
         first_device: int = 0,
-        machines: Sequence[Callable[[LauncherSettings], MachineLauncher]] = (LauncherProcess,),
+        machines: MachineGroup = THIS_MACHINE,
     ) -> None:
         self.num_workers = num_workers
         self.host = host
@@ -105,7 +104,7 @@ class Workers:
         self._socket, endpoint = self._sockets.bind(zmq.ROUTER, CONTROL_BYTES)
         self._keys = EpochKeys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
-        self._launchers: list[MachineLauncher | None] = [launch(self._settings) for launch in machines]
+        self._launchers: list[MachineLauncher | None] = [launch(self._settings) for launch in machines.launches]
         self._started_epoch = 0
         """The epoch whose workers the launchers were ordered to start."""
         self._watching = threading.Thread(target=self._watch, name="workers", daemon=True)
@@ -194,9 +193,12 @@ class Workers:
             self._shared.lost = None
 
     def close(self) -> None:
-        """End all workers and launchers."""
+        """End all workers and launchers, and free their machines."""
+        if self._closing:
+            return
         self._closing = True
         self._watching.join()
+        self._machines.free()
 
     def _await_all(self) -> dict[int, WorkerStatus]:
         shared = self._shared
@@ -242,8 +244,8 @@ class Workers:
         if self._started_epoch == shared.epoch:
             return
         self._started_epoch = shared.epoch
-        count = self.num_workers // len(self._machines)
-        for number, launch in enumerate(self._machines):
+        count = self.num_workers // len(self._launchers)
+        for number, launch in enumerate(self._machines.launches):
             launcher = self._launchers[number] = self._launchers[number] or launch(self._settings)
             launcher.start(StartWorkers(shared.epoch, number * count, count, self.num_workers))
 
@@ -298,7 +300,7 @@ class Workers:
         sight: there, one that builds its part may be silent for `BUSY_S`.
         """
         is_loading = worker not in self._shared.loaded
-        launcher = self._launchers[worker * len(self._machines) // self.num_workers]
+        launcher = self._launchers[worker * len(self._launchers) // self.num_workers]
         if launcher is None or not launcher.sees_workers:
             return is_loading and silent_s < BUSY_S
         return silent_s < (LOAD_S if is_loading else BUSY_S) and is_at_work(member.hello.pid)
