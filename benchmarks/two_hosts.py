@@ -287,13 +287,16 @@ def kill_each(
     engine = options.engine
     for number in (number for number in range(2) if str(number) in options.kill):
         for kind in processes(number):
-            if (number, kind) == (0, FRONT):
+            if (number, kind) == (0, FRONT) or (kind == NODE[1] and NODE[0] in processes(number)):
                 continue
             if engine == "native":
                 time.sleep(PERIOD_S)  # more than three restarts within it would end the server
             asking = ask_on_first(url, KILL_REQUESTS)
             time.sleep(KILL_AFTER_S)
-            os.kill(processes(number)[kind], signal.SIGKILL)
+            running = processes(number)
+            for killed in NODE if kind in NODE else [kind]:  # a node is started anew as a whole
+                if killed in running:
+                    os.kill(running[killed], signal.SIGKILL)
             if kind == FRONT:
                 servers[number].wait(60)
                 servers[number] = start(number, path, engine)
