@@ -45,11 +45,11 @@ INTERFACE = "xgpt-link"
 """Its name in both namespaces; each end is made under a name of its own, as both begin in the same namespace."""
 TOKEN = "0123456789abcdef" * 2
 KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", "xrunner.cluster.launcher",
-         "ray::_Machine", "xgpt.serving.engine_process", "xgpt serve", "gcs_server/gcs_server",
+         "ray::_Machine", "xgpt.serving.engine_process", "xgpt serve", "gcs/gcs_server",
          "raylet/raylet ")  # fmt: skip
 """What command lines of the processes contain, the most telling first."""
 FRONT = "xgpt serve"
-NODE = ("gcs_server/gcs_server", "raylet/raylet ")
+NODE = ("gcs/gcs_server", "raylet/raylet ")
 """The processes with which `ray start` ends."""
 RAY_PORT = 6379
 CONCURRENCY = 16
