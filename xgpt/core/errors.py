@@ -30,14 +30,17 @@ class InfeasibleError(XgptError):
         nearest_bound_s: the smallest value of the bound in `binding` that some schedule keeps; None: no value helps.
         binding: the constraint that binds, e.g. "latency_bound_s" or "memory".
 
+        reason: what takes the time, if the latency bound cannot be kept.
+
     Attributes:
         warnings: reasons to doubt the refusal, one sentence each.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, nearest_bound_s: float | None, binding: str) -> None:
+    def __init__(self, message: str, *, nearest_bound_s: float | None, binding: str, reason: str = "") -> None:
         super().__init__(message)
+        self.reason = reason
         self.nearest_bound_s = nearest_bound_s
         self.binding = binding
         self.warnings: tuple[str, ...] = ()

@@ -30,13 +30,13 @@ def never_kept(
     """
     constraint = scheduler.problem.constraint
     given = {name: bound for name in BOUNDS if (bound := getattr(constraint, name)) is not None}
-    binding, base = next(iter(given)), 1.0
+    binding, base, reason = next(iter(given)), 1.0, ""
     try:
         scheduler.best_of_each(kinds)
     except InfeasibleError as error:  # even requests that do not wait break the bounds
         if error.binding not in given:
             return error
-        binding = error.binding
+        binding, reason = error.binding, error.reason
         base = max(1.0, (error.nearest_bound_s or 0.0) / given[binding])
     names = sorted(given, key=lambda name: name != binding)
     one = next((name for name in names if len(names) > 1 and keeps(constraint.model_copy(update={name: None}))), None)
@@ -50,7 +50,7 @@ def never_kept(
     binding = next(iter(nearest))
     kept = " and ".join(_named(nearest)) if len(given) > 1 else f"{nearest[binding]:g} s"
     bound, one_keeps = ("bounds", "one keeps together are") if len(nearest) > 1 else ("bound", "one keeps is")
-    reason = why_slow(scheduler.candidates, kinds) if "latency_bound_s" in nearest else ""
+    reason = (reason or why_slow(scheduler.candidates, kinds)) if "latency_bound_s" in nearest else ""
     return InfeasibleError(
         f"{binding}: {where}, at however low an arrival rate; the nearest {bound} that {one_keeps} {kept}{reason}",
         nearest_bound_s=nearest[binding] if len(nearest) == 1 else None,
