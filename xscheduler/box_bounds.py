@@ -6,9 +6,9 @@ that corner does not fit in memory. There is one exception: in rra on several st
 encode phase pass all stages while some stages idle, and more iterations make these steps smaller. A point may exceed
 the corner by the time that this saves within the box, which is at most the idle time. Batches of static and of waa's
 encode lane are not monotone: the largest settings bound the requests served in a period, and the smallest settings
-bound the period. As boxes shrink, the bounds approach the predictions. A box is dropped once its slow corner breaks a
-latency bound, so the remaining boxes are those that the constraint allows. xscheduler.placement_bounds bounds whole
-placements.
+bound the period. If a waa cap holds few encode batches, more is served than the closed form says, and Little's law is
+the bound. As boxes shrink, the bounds approach the predictions. A box is dropped once its slow corner breaks a latency
+bound, so the remaining boxes are those that the constraint allows. xscheduler.placement_bounds bounds whole placements.
 
 None of this is taken on trust: `breach` draws random boxes and points inside them, and if a point exceeds the bound of
 its box, another search that needs no bounds takes over.
@@ -16,7 +16,6 @@ its box, another search that needs no bounds takes over.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -55,7 +54,7 @@ def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Ar
     if not space.constraint.bounds_latency:
         return floor.excess[slow::corners]
     micro = float(space.placement.microbatches)
-    least = space.forecast.box_latencies(space.models.floor, floor.performance, corners, micro)
+    least = space.forecast.box_latencies(space.models.floor, floor.lesser, floor.performance, corners, micro)
     if least is None:
         return floor.excess[slow::corners]
     return excess_of(space.constraint, *least, floor.left[slow::corners])
@@ -84,18 +83,13 @@ def box_bounds(space: Space, evaluation: Evaluation, floor: Evaluation, corners:
             `corners` entries: the corner with the lowest values first, the one with the highest last.
         fast: index of the fast corner; None if there is none.
     """
-    most, least = evaluation.performance, floor.performance
     low, high = slice(0, None, corners), slice(corners - 1, None, corners)
     if fast is not None:
         return np.minimum(floor.throughput[fast::corners] * _saved(floor, corners, fast) * (1 + SLACK), space.bound)
     bound_s, slack = space.constraint.latency_bound_s or np.inf, 1 + space.constraint.headroom
-    micro = np.full(len(most.throughput[high]), float(space.placement.microbatches))
-    largest = most.take(high)
-    if space.between:
-        largest = replace(largest, encode_batch=largest.encode_batch + 1)
-    per_replica = space.forecast.box_throughput(
-        space.models.floor, most.take(low), largest, least.take(low), micro, bound_s / slack
-    )
+    least, most, on_floor = evaluation.lesser.take(low), evaluation.performance.take(high), floor.lesser.take(low)
+    micro = np.full(len(most.throughput), float(space.placement.microbatches))
+    per_replica = space.forecast.box_throughput(space.models.floor, least, most, on_floor, micro, bound_s / slack)
     return np.minimum(space.placement.replicas * per_replica * (1 + SLACK), space.bound)
 
 

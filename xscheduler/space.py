@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
@@ -133,8 +133,8 @@ class Space:
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
-            between: whether a point stands for all real batch sizes between its own and one less: it then has the
-                throughput of the largest and the times of the smallest one.
+            between: whether a point stands for all real batch sizes between its own and one less: its own has the
+                throughput, and the smallest one the times that must keep the constraint (`Evaluation.lesser`).
             left: share of the latency bound that settings may use, by token budget; 0: they are not allowed; None: all
                 of it.
         """
@@ -313,22 +313,41 @@ class Space:
         return self._evaluate(self.models.floor, columns)
 
     def _evaluate(self, model: Any, columns: dict[str, Ints]) -> Evaluation:
+        return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
+
+    def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
+        """Predict points; those smaller by the step are the least batches that they stand for."""
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
-        found = self.forecast.evaluate(model, **columns, **fixed)
-        if self.between:
-            names = (self.forecast.load, *self.forecast.follows)
-            less = {name: np.maximum(columns[name] - 1, self._least(name)) for name in names}
+        found = lesser = self.forecast.evaluate(model, **columns, **fixed)
+        if step:
+            less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
             lesser = self.forecast.evaluate(model, **{**columns, **less}, **fixed)
-            times = {
-                name: getattr(lesser, name) for name in ("latency", "ttft", "tpot", "encode_batch", "decode_batch")
-            }
-            found = replace(found, **times)
         left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
-        return Evaluation(found, self, left)
+        return Evaluation(found, self, left, lesser)
+
+    def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
+        """Predict the real batches that points stand for: from one to the next in so many steps, side by side."""
+        names = self._growing()
+        points: dict[str, Array] = {name: np.repeat(values.astype(float), count) for name, values in columns.items()}
+        fine = names[-1]
+        points[fine] -= np.tile(np.arange(count - 1.0, -1.0, -1.0) / count, len(points[fine]) // count)
+        step = {name: 1 / count if name == fine else 1.0 for name in names}
+        return self._predicted(self.models.model, {**points, fine: np.maximum(points[fine], self._least(fine))}, step)
+
+    def _growing(self) -> tuple[str, ...]:
+        """Return the variables that grow along a load curve."""
+        return (self.forecast.load, *self.forecast.follows)
 
     def _least(self, name: str) -> int:
         return next(int(axis.values[0]) for axis in self.axes if axis.variable.name == name)
+
+    def smaller(self, settings: PolicySettings) -> dict[str, Ints]:
+        """Return settings that differ from these by a smaller batch only, as columns."""
+        values = next(axis.values for axis in self.axes if axis.variable.name == self.forecast.load)
+        values = values[values < getattr(settings, self.forecast.load)]
+        others = {axis.variable.name: getattr(settings, axis.variable.name) for axis in self.axes}
+        return {name: np.full(len(values), value) for name, value in others.items()} | {self.forecast.load: values}
 
     def settings(self, columns: dict[str, Ints], index: int) -> PolicySettings:
         values = {name: int(column[index]) for name, column in columns.items()}
@@ -347,8 +366,16 @@ def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromis
 class Evaluation:
     """Predictions of some points, and which of them are allowed."""
 
-    def __init__(self, performance: Performance, space: Space, left: Array | None = None) -> None:
+    def __init__(
+        self,
+        performance: Performance,
+        space: Space,
+        left: Array | None = None,
+        lesser: Performance | None = None,
+    ) -> None:
         self.performance = performance
+        self.lesser = performance if lesser is None else lesser
+        """Predictions of the least batches that the points stand for; their times must keep the constraint."""
         self.left: Array = np.ones(len(performance.throughput)) if left is None else left
         """Share of the latency bound that each point may use."""
         self._constraint = space.constraint
@@ -388,6 +415,8 @@ class Evaluation:
     def take(self, indices: Ints) -> Evaluation:
         """Return the evaluation of some of the points, in this order."""
         taken = Evaluation(self.performance.take(indices), self._space)
+        if self.lesser is not self.performance:
+            taken.lesser = self.lesser.take(indices)
         taken.__dict__.update(
             {name: values[indices] for name, values in vars(self).items() if isinstance(values, np.ndarray)}
         )
@@ -412,8 +441,8 @@ class Evaluation:
     @cached_property
     def excess(self) -> Array:
         """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all are kept."""
-        performance = self.performance
-        return excess_of(self._constraint, performance.latency, performance.ttft, performance.tpot, self.left)
+        times = self.lesser
+        return excess_of(self._constraint, times.latency, times.ttft, times.tpot, self.left)
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:

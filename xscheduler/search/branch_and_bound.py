@@ -33,6 +33,8 @@ BLOCKS_AT_ONCE = 24
 
 PARTS = {1: 8, 2: 2}
 """Parts into which a block is cut along each variable, by the number of variables."""
+PARTS_OF_A_BATCH = 16
+"""Real batches that are predicted from one whole batch to the next."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """(lowest indices, highest indices, branch)"""
@@ -172,13 +174,20 @@ class _Search:
         slow, fast = ends_of(parent.space)
         bounds = box_bounds(parent.space, evaluation, floor, num_corners, fast)
         least = least_excess(parent.space, floor, num_corners, slow)
+        single: list[tuple[tuple[int, ...], int]] = []
+        serves_more = parent.space.forecast.promises_too_little(evaluation.performance)
         for k, box in enumerate(boxes):
             at = k * num_corners
             if not evaluation.in_memory[at + slow] or least[k] > LATENCY_TOLERANCE:
                 continue
-            if box[0] == box[1]:
-                continue
             bound = float(bounds[k])
+            if box[0] == box[1]:
+                if parent.space.between and bound > self.best_throughput:
+                    if serves_more[at]:
+                        self.best_throughput = bound
+                    else:
+                        single.append((box[0], box[2]))
+                continue
             promise = bound / (1 + THROUGHPUT_TOLERANCE)
             if fast is not None and evaluation.fits[at + fast]:
                 # A corner that does not fit in memory predicts nothing: only the bound counts.
@@ -189,6 +198,10 @@ class _Search:
                 heapq.heappush(parent.blocks, _Block(-priority, box, bound))
             else:
                 self.unexplored = max(self.unexplored, bound)
+        if single:  # real batches may serve more than the whole ones at both ends
+            parts = parent.space.evaluate_parts(parent.columns(single), PARTS_OF_A_BATCH)
+            self.predictions += 2 * len(parts.throughput)
+            self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))
 
     def _keep_best(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
         throughput: npt.NDArray[np.float64] = np.where(evaluation.feasible, evaluation.throughput, -np.inf)

@@ -140,6 +140,10 @@ class Forecast(ABC, Generic[M]):
         most = min(getattr(plan.policy, self.load), int(inside))
         return self.estimate(model, plan.policy.model_copy(update={self.load: most}))
 
+    def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
+        """Return which predicted settings may serve more than predicted by more than chance: bounds count for them."""
+        return np.zeros(len(found.throughput), bool)
+
     # Bounds ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -161,7 +165,7 @@ class Forecast(ABC, Generic[M]):
         return high.encode_batch / floor.cycle
 
     def box_latencies(
-        self, model: M, floor: Performance, corners: int, microbatches: float
+        self, model: M, lesser: Performance, floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array] | None:
         """Return lower bounds on latency, time to first token and time per output token of each box.
 
@@ -169,7 +173,8 @@ class Forecast(ABC, Generic[M]):
 
         Args:
             model: the model on the lower tables.
-            floor: its predictions for the corners of all boxes, `corners` for each box, one box after the other.
+            lesser, floor: its predictions for the corners of all boxes, `corners` for each box, one box after the
+                other: with the smallest batches that they stand for, and with their own.
         """
         return None
 

@@ -123,6 +123,10 @@ class Stays:
         """Return the mean seconds for which a request is inside. # [n, points]"""
         return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
 
+    def least(self, lanes: LanePair, step: Array) -> Array:
+        """Seconds, if no request waits for an iteration to join. # [n, points]"""
+        return self.mean(lanes, step) - step * self.transferred / 2
+
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:
         """Return the requests of earlier batches still inside when a batch enters, relative to a batch. # [n, points]
 

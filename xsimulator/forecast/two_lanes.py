@@ -18,6 +18,7 @@ average. If devices are CPU cores, moving K/V takes their compute time, so both 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xsimulator.costs.curves import Array
@@ -28,6 +29,19 @@ from xsimulator.forecast.encode_lane import EncodeLane
 from xsimulator.forecast.lane_balance import FINER, GRID, LEVELS, LanePair, Stays, Waiting, locate, size_for
 from xsimulator.forecast.performance import Performance
 from xsimulator.lengths import Lengths
+
+FEW_BATCHES = 4
+"""Encode batches, with one request more each, of a cap below which the closed form may promise too little."""
+Bools = npt.NDArray[np.bool_]
+
+
+def is_tight(cap: Array, encode_batch: Array) -> Bools:
+    """Return whether few batches fit under a cap, so that the closed form promises too little (by up to 77%).
+
+    A batch enters as soon as the few requests that are in its way have ended; the closed form waits until their mean
+    number is low enough, as is right for many. What Little's law allows bounds such settings.
+    """
+    return cap < FEW_BATCHES * (encode_batch + 1)
 
 
 class TwoLaneModel:
@@ -127,7 +141,8 @@ class TwoLaneModel:
         limit = np.maximum(limit, encode_batch / np.maximum(least_interval, moving))
         rounds = self._decoding.rounds(encode_batch, largest_batch, microbatches, size_for(cap / microbatches))
         lanes = LanePair(encode_batch, largest_batch, through, moving, microbatches, rounds)
-        batch, step = self._balance(lanes, Waiting(1 / largest_batch, sd * sd, interval, limit), cap)
+        waiting = Waiting(1 / largest_batch, sd * sd, interval, limit)
+        batch, step = self._balance(lanes, waiting, cap, is_tight(cap, largest_batch))
         # If larger batches take longer per request, fewer requests in decode serve more.
         up_to = np.where(lanes.decoding <= batch[:, None], lanes.decoding / rounds, 0.0).max(axis=1)
         most = np.minimum(np.maximum(batch / step, up_to) / mean_decodes, limit)
@@ -147,22 +162,31 @@ class TwoLaneModel:
             served = np.maximum(served, np.where(share < 1, at_end / np.maximum(longest, 1e-300), served))
         return np.where(allowed.any(axis=1), np.minimum(most, served / mean_decodes), 0.0)
 
-    def _balance(self, lanes: LanePair, waiting: Waiting, cap: Array) -> tuple[Array, Array]:
+    def _balance(
+        self, lanes: LanePair, waiting: Waiting, cap: Array, never_waits: Bools | None = None
+    ) -> tuple[Array, Array]:
         """Return the requests in decode and the seconds of an iteration at which as many are inside as the cap allows.
 
         The result lies on the chord of a segment of the last division, so it is slightly low.
+
+        Args:
+            never_waits: whether no slot is counted as free, so that the result is an upper bound (Little's law).
         """
         mean_decodes = max(self.mean_decodes, 1e-9)
         rate = lanes.decoding / (mean_decodes * lanes.rounds)
         stays = rate * self._stays.mean(lanes, lanes.rounds)
         # At least rate x stay requests are inside (Little's law), and at most one batch more.
         first, _ = locate(stays + lanes.largest_batch[:, None] + self._forming(lanes) + waiting(rate), cap)
-        last, _ = locate(stays, cap + 1)
+        last, _ = locate(stays if never_waits is None else rate * self._stays.least(lanes, lanes.rounds), cap + 1)
         low, high = lanes.at(first), np.minimum(lanes.at(last + 1), lanes.serving(waiting.limit, mean_decodes))
         for _ in range(LEVELS):
             points = low[:, None] + np.maximum(high - low, 0.0)[:, None] * FINER
             step = lanes.step(points)
-            index, share = locate(self._inside(lanes, points / (mean_decodes * step), step, waiting), cap)
+            rate = points / (mean_decodes * step)
+            inside = self._inside(lanes, rate, step, waiting)
+            if never_waits is not None:
+                inside = np.where(never_waits[:, None], rate * self._stays.least(lanes, step), inside)
+            index, share = locate(inside, cap)
             rows = np.arange(len(cap))
             low, high = points[rows, index], points[rows, index + 1]
         batch = low + share * (high - low)

@@ -14,7 +14,7 @@ from xsimulator.forecast.base import Columns, Forecast, Ints, PlacementLimits, S
 from xsimulator.forecast.lane_balance import as_interpolated
 from xsimulator.forecast.performance import Performance
 from xsimulator.forecast.placements import BoundTerms, LeastSteps
-from xsimulator.forecast.two_lanes import TwoLaneModel
+from xsimulator.forecast.two_lanes import TwoLaneModel, is_tight
 
 
 class Waa(Forecast[TwoLaneModel]):
@@ -49,6 +49,9 @@ class Waa(Forecast[TwoLaneModel]):
 
     def is_allowed(self, found: Performance) -> npt.NDArray[np.bool_]:
         return found.encode_batch <= found.peak_requests
+
+    def promises_too_little(self, found: Performance) -> npt.NDArray[np.bool_]:
+        return is_tight(found.peak_requests, found.encode_batch)
 
     def predict(self, model: TwoLaneModel, columns: Columns) -> Performance:
         microbatches = column(columns, "decode_microbatches")
@@ -88,10 +91,10 @@ class Waa(Forecast[TwoLaneModel]):
         return model.most(low.encode_batch, high.encode_batch, high.peak_requests, microbatches, bound_s)
 
     def box_latencies(
-        self, model: TwoLaneModel, floor: Performance, corners: int, microbatches: float
+        self, model: TwoLaneModel, lesser: Performance, floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array]:
         # The number of requests in decode falls as larger encode batches take more of the cap, so no corner is the slow
         # one: the bound combines the lowest times of the encode lane with those of the decode lane.
-        low, high = floor.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
-        batch = floor.decode_batch.reshape(-1, corners).min(axis=1)
+        low, high = lesser.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
+        batch = lesser.decode_batch.reshape(-1, corners).min(axis=1)
         return model.least(low, high, batch, np.full(len(low), microbatches))
