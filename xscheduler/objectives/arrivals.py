@@ -43,6 +43,8 @@ DOUBT = 0.06
 """A plan is simulated if its rate in closed form is at most this share below the best one."""
 DOUBT_NEARBY = 0.15
 """The same for plans on the best plan's placement: the closed form may be off by as much, and they are few."""
+ALIKE = 1.05
+"""Largest ratio of two batches that count as equal."""
 MOST_SETTLED = 12
 """Largest number of further placements whose best plan is simulated."""
 DRAWS = (1, 2)
@@ -132,7 +134,7 @@ class Arrivals(Objective):
         near = [name for name in order if ranked[name][0][1] > BEHIND * best.rate]
         # By now each policy's simulation is compiled, which happens once on a machine and does not count.
         self._until = time.perf_counter() + MOST_SECONDS
-        best = self._settled(self._best_rival(self._best_nearby(best), near))
+        best = self._with_least_batch(self._settled(self._best_rival(self._best_nearby(best), near)))
         kind = choice_of(best.plan.policy, ranked)
         found[kind] = best
         capacities = {name: search.found(edges=search is best) for name, search in found.items()}
@@ -279,6 +281,32 @@ class Arrivals(Objective):
                 best.precision = SHARP
                 self._branches.best_rate = best.rate
         self._ended_early = not self._branches.tighten(self._until)
+        return best
+
+    def _with_least_batch(self, best: CapacitySearch) -> CapacitySearch:
+        """Return the plan with about the smallest batch that keeps the same rate, if times per token are bounded.
+
+        Beyond that rate all steps are full, and small ones still keep the bound.
+        """
+        plan, rate = best.plan, best.rate
+        space = self.scheduler.space_of(plan)
+        smaller = space.smaller(plan.policy)
+        sizes = [*smaller[space.forecast.load].tolist(), getattr(plan.policy, space.forecast.load)]
+        high = len(sizes) - 1
+        if self._in_loop.tpot_s is None or not high:
+            return best
+        serves = space.evaluate(smaller).throughput > rate
+        low = int(serves.argmax()) if serves.any() else high
+        while sizes[high] > ALIKE * sizes[low]:
+            middle = (low + high) // 2
+            other = self.scheduler.plan_at(space, space.settings(smaller, middle), plan.search)
+            search = None if other is None else CapacitySearch(self.finish(other), self.scheduler.problem.profile, rate)
+            self._simulations += 1
+            if search is None or not search.keeps(rate):
+                low = middle + 1
+            else:
+                search.precision = best.precision
+                best, high = search, middle
         return best
 
     def _sampled_by_optuna(self, best: CapacitySearch) -> CapacitySearch:

@@ -42,8 +42,8 @@ def planned(tmp_path: Path, classes: str = TWO, **asked: object) -> Planned:
 
 
 def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_does_not_starve(tmp_path: Path) -> None:
-    # Beyond capacity steps are full: their size decides the time per token, the order only who enters first.
-    found = planned(tmp_path, order="in-time", fix={"max_batch": 128, "token_budget": 2048})
+    # Beyond capacity steps are full: of batches that keep the same rate the plan has the smallest, with short steps.
+    found = planned(tmp_path, order="in-time")
     plan = found.best
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert (plan.constraint.ttft_s, plan.constraint.tpot_s) == (1.0, 0.05)
