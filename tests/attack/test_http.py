@@ -157,9 +157,8 @@ def test_clients_that_do_not_read(
 ) -> None:
     """Their deadline frees what they hold, and their connections end."""
     deadline_s = 4
-    raw = request(
-        {"prompt": [5, 6, 7], "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True, "deadline_s": deadline_s}
-    )
+    fields = {"prompt": [5, 6, 7], "n": 8, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    raw = request(fields | {"deadline_s": deadline_s}, extra="Connection: close\r\n")
     with unharmed(300), ExitStack() as opened:
         clients = []
         begin_s = time.monotonic()
