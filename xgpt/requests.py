@@ -258,7 +258,7 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     """Which waiting request enters next: fcfs, the earliest arrival; in-time, the earliest of as many as can keep
     `ttft_s`, then the others, the longest prompts; sjf, the shortest prompt; lpt, the longest output (finishes a given
     set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
-    fix: Annotated[dict[str, PositiveInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
+    fix: Annotated[dict[str, NonNegativeInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Hold a control variable at a value, as token_budget=8192 or max_batch=128. Those of the placement: tp, ep, pp,
     replicas, and tp_devices, the devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 hold [2 1] on
     three. With `order=das`: eta_percent, and of rows row_tokens (TCB's L) and row_batches: with 2, a batch enters where

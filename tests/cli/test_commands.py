@@ -458,7 +458,7 @@ def test_placements_are_held(xgpt: Xgpt) -> None:
     ("fix", "code", "said"),
     [
         ("max_bach=3", 2, "did you mean max_batch?"),
-        ("max_batch=0", 2, "a whole number of at least 1"),
+        ("max_batch=0", 2, "it is at least 1"),
         ("max_batch", 2, "write NAME=N"),
         ("tp=3", 1, "32 attention heads do not divide by 3"),
         ("max_batch=9999", 1, "fits in memory with max_batch=9999"),

@@ -152,9 +152,9 @@ class Held(click.ParamType):
         try:
             number = whole(text)
         except ValueError:
-            number = 0
-        if not name or number < 1:
-            raise InputError("--fix", value, "write NAME=N, a whole number of at least 1")
+            number = -1
+        if not name or number < 0:
+            raise InputError("--fix", value, "write NAME=N, with a whole number")
         return name, number
 
 

@@ -233,5 +233,5 @@ class Pinned(Frozen):
 
     policy: PolicyChoice = "auto"
     """The policy, or the group of policies."""
-    fixed: dict[str, PositiveInt] = Field(default_factory=dict)
+    fixed: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Fixed values of control variables and of placement variables."""
