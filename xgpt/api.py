@@ -1,4 +1,4 @@
-"""The Python API: a function for each command, with typed keyword arguments; `import xgpt` brings them.
+"""The Python API: one function for each command, with typed keyword arguments; `import xgpt` provides them.
 
 Functions print nothing, never exit, and raise only `XgptError`. Times are in seconds, rates are per second, lengths are
 in tokens, prices are for one device and hour. A plan is a `Plan` or the path of its plan.json; models, clusters and
@@ -74,13 +74,13 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 FIELDS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("options.json").read_bytes())
-"""The fields of each command's request, with their texts."""
+"""The fields of each command's request, with their descriptions."""
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _takes(request: type[RequestBase]) -> Callable[[F], F]:
-    """Return a decorator that gives a function's signature and docstring the fields of its request."""
+    """Return a decorator that adds the fields of a request to a function's signature and docstring."""
     command = next(name for name, each in REQUESTS.items() if each is request)
 
     def decorate(function: F) -> F:
@@ -107,7 +107,7 @@ def _takes(request: type[RequestBase]) -> Callable[[F], F]:
 
 
 def _documented(command: str, known: Collection[str]) -> str:
-    """Return the lines of a docstring about the fields of a request; fields that are known already are left out."""
+    """Return the docstring lines about the fields of a request, except the fields in `known`."""
     lines = []
     for field in FIELDS.get(command, ()):
         if field["name"] not in known:
@@ -134,16 +134,16 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
         **asked
 
     Raises:
-        InputError: an argument is not accepted, or does not go with another one.
-        InfeasibleError: no schedule keeps the bounds; the error has the nearest bound that can be kept.
-        MachineError: this machine cannot be measured, or cannot run the plan that was made for it.
+        InputError: an argument is not accepted, or cannot be combined with another one.
+        InfeasibleError: no schedule keeps the bounds; the error states the nearest bound that can be kept.
+        MachineError: this machine cannot be measured, or cannot run the plan made for it.
     """
     return solve(latency_bound_s=latency_bound_s, progress=progress, **asked).best
 
 
 @_takes(PlanRequest)
 def solve(*, latency_bound_s: float | None, progress: Progress | None = None, **asked: Unpack[PlanKeywords]) -> Planned:
-    """Return the whole result of planning: each policy's best plan, and the clusters that were compared.
+    """Return the full result of planning: each policy's best plan, and the compared clusters.
 
     >>> import xgpt
     >>> planned = xgpt.solve(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -169,20 +169,20 @@ def fleet(
     progress: Progress | None = None,
     **asked: Unpack[FleetKeywords],
 ) -> FleetPlan:
-    """Return how many replicas of which plan hold each interval of a day's load at the least cost.
+    """Return the replicas of each plan that serve each interval of a day's load at the least cost.
 
         day = xgpt.fleet("day.csv", model="llama-3.1-8b", among={"h100x8": 2.9, "a100x16": 1.4}, latency_bound_s=15)
         day.planned.cost, day.constant.figures.cost, day.gap
 
     Args:
         trace: CSV or JSON lines with times, or YAML of rates and workloads over hours.
-        latency_bound_s: seconds from arrival to the last token; None: no bound on it.
+        latency_bound_s: bound on the seconds from arrival to the last token; None: no bound.
         progress: is called with (done, total, what is being done).
         **asked
 
     Raises:
         InputError: an argument is not accepted, or the trace is malformed.
-        InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
+        InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
         MachineError: this machine cannot be measured.
     """
     from xgpt.fleet_planning import plan_fleet
@@ -199,7 +199,7 @@ def autoscale(
     stop: Event | None = None,
     **asked: Unpack[AutoscaleKeywords],
 ) -> Recommendation | None:
-    """Recommend how many replicas of each kind a fleet should have now, and publish the numbers as a Prometheus metric.
+    """Recommend the number of replicas of each kind that a fleet needs now, and publish it as a Prometheus metric.
 
         xgpt.autoscale("fleet.json", scrape=["http://127.0.0.1:8000"], on_note=print)
         xgpt.autoscale("fleet.json", arrival_rate_per_s=12, once=True).replicas
@@ -209,9 +209,8 @@ def autoscale(
 
     Args:
         fleet: the plan of a day, or the path of its fleet.json.
-        on_note: is called with a line about each look at the load.
-        stop: the function returns once it is set; None: on signals only.
-        **asked
+        on_note: is called with a line about each reading of the load.
+        stop: the function returns once it is set; None: only signals end it. **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -230,10 +229,10 @@ def simulate_autoscale(fleet: FleetPlan | PathLike, trace: PathLike, *, look_s: 
 
     Args:
         trace: a day's load, as for `fleet`.
-        look_s: seconds between two looks at the load.
+        look_s: seconds between two readings of the load.
 
     Raises:
-        InputError: the trace is malformed, or a plan's profile is not here.
+        InputError: the trace is malformed, or a plan's profile is not on this machine.
     """
     from xgpt.autoscaling import recommend
 
@@ -290,7 +289,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
         **asked
 
     Raises:
-        InputError: a model, cluster or table is not known, or the model does not run in that dtype there.
+        InputError: a model, cluster or table is not known, or the model cannot run in that dtype there.
         MachineError: this machine cannot be measured.
     """
     from xgpt.served_profile import as_served
@@ -301,7 +300,7 @@ def profile(*, progress: Progress | None = None, **asked: Unpack[ProfileKeywords
 
 @_takes(SimulateRequest)
 def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simulated:
-    """Return a run of a plan, request by request, on the simulated engine.
+    """Return the result of running a plan on the simulated engine, request by request.
 
     >>> import xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -314,7 +313,8 @@ def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simula
         **asked
 
     Raises:
-        InputError: the plan cannot hold the requests, its profile is not here, or arguments do not go together.
+        InputError: the plan cannot hold the requests, its profile is not on this machine, or arguments cannot be
+            combined.
     """
     from xprofiler.store import profile_of
     from xsimulator.run import run_simulation
@@ -322,10 +322,10 @@ def simulate(plan: Plan | PathLike, **asked: Unpack[SimulateKeywords]) -> Simula
     request = request_of(SimulateRequest, dict(asked))
     plan = _plan(plan)
     if request.burstiness is not None and request.arrival_rate_per_s is None:
-        raise InputError("burstiness", request.burstiness, "it goes with `arrival_rate_per_s`")
+        raise InputError("burstiness", request.burstiness, "it needs `arrival_rate_per_s`")
     for name in ("arrival_rate_per_s", "own_times"):
         if request.clients is not None and getattr(request, name):
-            raise InputError("clients", request.clients, f"it goes without `{name}`")
+            raise InputError("clients", request.clients, f"it cannot be combined with `{name}`")
     if request.clients is not None and request.clients < plan.replicas:
         raise InputError(
             "clients", request.clients, f"the plan has {plan.replicas} replicas: give at least one for each"
@@ -352,11 +352,11 @@ def calibrate(
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
 
     Args:
-        measured: results of `vllm bench serve`, AIPerf, guidellm or genai-perf, one or more.
-        **asked
+        measured: one or more result files of `vllm bench serve`, AIPerf, guidellm or genai-perf. **asked
 
     Raises:
-        InputError: a file is no such result, the plan cannot hold its requests, or its profile is not here.
+        InputError: a file is not such a result, the plan cannot hold its requests, or its profile is not on this
+            machine.
     """
     from xgpt.calibrating import calibrate as fit
     from xgpt.calibrating import read_loads
@@ -369,7 +369,7 @@ def calibrate(
 
 @_takes(ReplanRequest)
 def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywords]) -> Replanned:
-    """Return the best plan under other lengths than a running plan was made for, its gain, and the switch's cost.
+    """Return the best plan for other lengths than those of a running plan, its gain, and the cost of the switch.
 
     >>> import tempfile, xgpt
     >>> plan = xgpt.plan(model="llama-3.1-8b", cluster="h200x1", workload="azure-conv", latency_bound_s=8,
@@ -382,9 +382,8 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
     (1000, False)
 
     Args:
-        lengths: a trace (CSV, JSON lines), or the URL of a running server: then the plan that it runs now is judged,
-            under the lengths that it has observed.
-        **asked
+        lengths: a trace (CSV, JSON lines), or the URL of a running server, whose current plan is then judged under the
+        lengths that it has observed. **asked
 
     Raises:
         InputError: the trace is malformed, or the server runs another model.
@@ -405,16 +404,15 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
 @_takes(BenchRequest)
 def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
-    """Return predicted and measured figures of a plan on this machine, or a client's figures of an endpoint.
+    """Return predicted and measured figures of a plan on this machine, or a client's measurements of an endpoint.
 
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
-        target: a plan, which is served in a process of its own while it is measured, or the URL of any endpoint.
-        **asked
+        target: a plan, which a separate process serves during the measurement, or the URL of any endpoint. **asked
 
     Raises:
-        InputError: the plan cannot hold the requests, or arguments do not go together.
+        InputError: the plan cannot hold the requests, or arguments cannot be combined.
         MachineError: the server does not start or dies, or nothing answers at the endpoint.
     """
     from xgpt import benchmark as benches
@@ -425,15 +423,15 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
     profile = request.profile
     is_url = isinstance(target, str) and target.startswith(("http://", "https://"))
     if profile is not None and is_url:
-        raise InputError("profile", str(profile), "it goes with a plan; a URL's steps are not known")
+        raise InputError("profile", str(profile), "it needs a plan; the steps of a URL are not known")
     if is_url and request.calibrate:
-        raise InputError("calibrate", request.calibrate, "it goes with a plan; a URL's steps are not known")
+        raise InputError("calibrate", request.calibrate, "it needs a plan; the steps of a URL are not known")
     if request.ca_file is not None and not is_url:
-        raise InputError("ca_file", str(request.ca_file), "it goes with an https URL")
+        raise InputError("ca_file", str(request.ca_file), "it needs an https URL")
     if request.batching != "flat" and is_url:
-        raise InputError("batching", request.batching, "it goes with a plan; the server behind a URL has its own")
+        raise InputError("batching", request.batching, "it needs a plan; the server at a URL has its own")
     if request.saturated and request.arrival_rate_per_s is not None:
-        raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "`saturated` goes without it")
+        raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
     of_what = str(target) if is_url else _plan(target)
     workload = None
     if request.workload is not None:
@@ -493,7 +491,7 @@ def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -
         **asked
 
     Raises:
-        InputError: the plan's profile is not here, or its memory cannot hold its own workload.
+        InputError: the plan's profile is not on this machine, or its memory cannot hold its workload.
     """
     import numpy as np
 
@@ -504,7 +502,7 @@ def report(plan: Plan | FleetPlan | PathLike, **asked: Unpack[ReportKeywords]) -
     request = request_of(ReportRequest, dict(asked))
     if isinstance(plan, FleetPlan) or (not isinstance(plan, Plan) and _is_fleet(plan)):
         if request.profile is not None:
-            raise InputError("profile", str(request.profile), "a fleet's page simulates nothing: leave it out")
+            raise InputError("profile", str(request.profile), "the page of a fleet needs no profile: leave it out")
         return fleet_report(_fleet(plan))
     plan = _plan(plan)
     return report(plan, profile_of(plan, request.profile), np.random.default_rng(request.seed))
@@ -517,7 +515,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
     Args:
         port: port to listen on; 0: any free one.
-        on_ready: is called with the page's address, which has a token: whoever knows it may ask.
+        on_ready: is called with the page's address, which contains a token that grants access.
 
     Raises:
         MachineError: the port cannot be opened.
@@ -528,7 +526,7 @@ def ui(*, port: int = 0, on_ready: Callable[[str], None] = lambda url: None) -> 
 
 
 def doctor() -> list[Finding]:
-    """Return what was found of this machine, with advice where something keeps its figures from being trusted.
+    """Return findings about this machine, with advice on problems that make its figures unreliable.
 
         >>> import xgpt
     >>> len(xgpt.doctor()) > 0
@@ -537,7 +535,7 @@ def doctor() -> list[Finding]:
     It takes a few seconds.
 
     Raises:
-        Nothing: what cannot be examined is a finding, too.
+        Nothing: a failed examination is a finding.
     """
     from xgpt.diagnosis import examine
 
@@ -553,8 +551,7 @@ def serve(
         xgpt.serve("plan.json", port=8001, replan=False)
 
     Args:
-        on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
-        **asked
+        on_note: is called with each line about what is started, and in a dry run about what this machine lacks. **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -567,14 +564,14 @@ def serve(
 
 @contextmanager
 def served(plan: Plan | PathLike, *, engine: EngineKind = "native", replan: bool = False) -> Iterator[str]:
-    """Serve a plan in a process of its own, on a free port of this machine, for as long as the block lasts.
+    """Serve a plan in a separate process, on a free port of this machine, until the block ends.
 
         with xgpt.served("plan.json") as url:
             httpx.post(f"{url}/v1/completions", json={...})
 
     Args:
         engine: engine that runs the plan.
-        replan: switch to better plans when lengths change.
+        replan: whether the server switches to better plans when lengths change.
 
     Yields:
         The server's URL.
@@ -597,7 +594,7 @@ def _arrivals(load: LoadFields, default: int, burstiness: float = 1.0) -> tuple[
     arrivals = None if rates is None else ArrivalProcess.at(rates, burstiness)
     of_stages = None if arrivals is None else arrivals.num_requests
     if of_stages is not None and load.num_requests is not None:
-        accepted = f"the stages bring {of_stages}: leave it out, or leave the last stage's seconds out"
+        accepted = f"the stages contain {of_stages} requests: leave it out, or leave out the last stage's seconds"
         raise InputError("num_requests", load.num_requests, accepted)
     return arrivals, of_stages or load.num_requests or default
 

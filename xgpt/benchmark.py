@@ -59,13 +59,13 @@ from xsimulator.run import (
 Server = Callable[["Plan", Path, Path], AbstractContextManager[str]]
 
 FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
-"""Figures that are read off a log; latencies count from admission."""
+"""Figures that are computed from a log; latencies count from admission."""
 NOTABLE_WAIT = 0.1
-"""A step that waited for a core for at least this share of its time counts as one that waited."""
+"""Share of a step's time from which its wait for a core counts."""
 MARGIN = 0.01
-"""Share by which figures of two equal runs differ: where the window ends, and when the client sends."""
+"""Share by which figures of two equal runs differ, from the end of the window and the times of sending."""
 URL_VOCABULARY = 1000
-"""Token ids below this are sent to an endpoint whose vocabulary is not known; any vocabulary is larger."""
+"""Token ids below this number are sent to an endpoint with an unknown vocabulary; any vocabulary is larger."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,12 @@ class Load:
     """The requests with which a plan or an endpoint is measured.
 
     Attributes:
-        num_requests: requests that are measured; more are sent, so that they are measured in a steady state.
-        workload: their lengths; None: the plan's own, for an endpoint those of summarization.
+        num_requests: number of measured requests; more are sent, so that the state is steady.
+        workload: their lengths; None: those of the plan, or of summarization for an endpoint.
         arrivals: the times at which they are sent; None: a closed loop.
-        stream: ask for streamed answers. Figures of a plan come from the engine's log in any case; the client shares
-            the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth longer.
+        stream: whether answers are streamed. Figures of a plan come from the engine's log in any case; the client
+            shares the machine with the engine, and reading tokens one by one makes decode steps on two cores a tenth
+            longer.
         concurrency: outstanding requests of the closed loop against an endpoint.
         ca_file: certificate authorities for an https endpoint (PEM); None: the system's.
     """
@@ -97,7 +98,7 @@ class Benched:
     Attributes:
         report: predicted and measured figures of a plan, or the client's figures of an endpoint.
         steps: the steps that the plan's engine executed.
-        profile: the plan's profile, fitted to these steps; None: not asked for.
+        profile: the plan's profile, fitted to these steps; None: not requested.
     """
 
     report: BenchReport | UrlReport
@@ -116,15 +117,15 @@ def bench(
     calibrate: bool = False,
     saturated: bool = False,
 ) -> Benched:
-    """Measure a plan, served here by a process of its own, or the endpoint behind a URL.
+    """Measure a plan, which a separate process serves here, or the endpoint at a URL.
 
-    A plan that was made for arrivals is measured at the arrival rate that it promises, unless the load says otherwise
-    or its profile is not on this machine.
+    A plan that was made for arrivals is measured at its predicted arrival rate, unless the load has another one or the
+    profile is not on this machine.
 
     Args:
         seed: of the requests.
         batching: layout of a whole batch.
-        profile: the plan's profile; None: the copy kept on this machine.
+        profile: the plan's profile; None: the copy on this machine.
         calibrate: fit the profile to the measured steps.
         saturated: keep requests always waiting, even if the plan was made for arrivals.
 
@@ -140,7 +141,7 @@ def bench(
     if profile is None:
         try:
             profile = profile_of(target)
-        except InputError:  # at saturation the plan says what to expect
+        except InputError:  # at saturation the plan contains the prediction
             if calibrate or load.arrivals is not None or load.workload is not None:
                 raise
     promised = target.estimate.capacity
@@ -163,14 +164,14 @@ def bench_plan(
     engine: EngineKind = "native",
     server: Server | None = None,
 ) -> tuple[BenchReport, list[StepRecord]]:
-    """Serve the plan in a process of its own, replay sampled requests over HTTP, and read the engine's step log.
+    """Serve the plan in a separate process, replay sampled requests over HTTP, and read the engine's step log.
 
-    Without arrivals the loop is closed: as many requests are outstanding as keep the engine saturated, and the
-    prediction is the plan's estimate. With them, and for another workload than the plan's, it is what the simulated
-    engine does with the same requests.
+    Without arrivals the loop is closed: enough requests are outstanding to keep the engine saturated, and the
+    prediction is the plan's estimate. With arrivals, and for another workload than the plan's, the prediction is a
+    simulation of the same requests.
 
     Args:
-        profile: the plan's profile; None: not on this machine, and not needed where the plan's own workload saturates
+        profile: the plan's profile; None: it is not on this machine, and not needed if the plan's workload saturates
             it.
 
     Raises:
@@ -186,7 +187,7 @@ def bench_plan(
 
 
 class Drawn(NamedTuple):
-    """Requests of a load; arrivals_s is zero where the loop is closed. # each [requests]"""
+    """Requests of a load; arrivals_s is zero in a closed loop. # each [requests]"""
 
     inputs: Ints
     outputs: Ints
@@ -195,7 +196,7 @@ class Drawn(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What a served plan did with a load: what was drawn, what the client saw, seconds by worker, and the steps."""
+    """The replay of a load: the drawn requests, the client's results, busy seconds of workers, and executed steps."""
 
     drawn: Drawn
     results: list[ClientResult]
@@ -212,10 +213,10 @@ def replayed(
     engine: EngineKind = "native",
     server: Server | None = None,
 ) -> Replayed:
-    """Serve the plan in a process of its own, and replay the requests of a load over HTTP.
+    """Serve the plan in a separate process, and replay the requests of a load over HTTP.
 
     Args:
-        drawn: the requests; None: those that `draw` gives, with as many more as keep the state steady.
+        drawn: the requests; None: those of `draw`, with enough more to keep the state steady.
 
     Raises:
         MachineError: the server does not start, or dies, or all requests fail.
@@ -253,7 +254,7 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
     counted = requests_to_end(plan, load.num_requests) if arrivals is None else load.num_requests
-    total = counted + plan.replicas * outstanding_requests(plan)  # as many are still there when those have ended
+    total = counted + plan.replicas * outstanding_requests(plan)  # as many are outstanding when those have ended
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
     return Drawn(inputs, outputs, times, workload.output.lengths[-1])
@@ -281,18 +282,18 @@ def _report(
     results: Sequence[ClientResult],
     busy_s: Mapping[str, float],
 ) -> BenchReport:
-    """Return the measurements beside their predictions, and the predictions at the measured pace of the steps."""
+    """Return measurements with their predictions, and predictions at the measured pace of the steps."""
     workload, arrivals = load.workload or plan.workload, load.arrivals
     measured = read_log(plan, workload, log, load.num_requests, saturated=arrivals is None)
     times = None if arrivals is None else times_of(plan, log, load.num_requests)
-    # Steps before and after the window do not count: the machine's pace may have been another one then.
+    # Steps before and after the window do not count, since the machine's pace may have differed.
     if arrivals is None:
         within = window_of(log, warm_up_of(plan, log), load.num_requests)
     else:
         within = steps_of_first(log, load.num_requests)
     steps = None
     if profile is not None:
-        # Steps of a pipeline wait for each other, so its workers tell what they took, of the whole run.
+        # Steps of a pipeline wait for each other, so its workers report their times, over the whole run.
         steps = paces_of_workers(plan, profile, log, busy_s) if busy_s else paces(plan, profile, log, within)
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
@@ -344,7 +345,7 @@ def _report(
 
 
 def _at_rest(plan: Plan, profile: Profile, load: Load, drawn: Drawn) -> list[dict[str, float]]:
-    """Return the figures of the requests at the paces between which machines at rest are."""
+    """Return the figures of the requests at the slowest and the fastest pace of idle machines."""
     return [_simulated(plan, profile, load, drawn, pace) for pace in PACES_AT_REST]
 
 
@@ -357,7 +358,7 @@ def _core_waits(
     within: Sequence[StepRecord],
     steps: Paces,
 ) -> CoreWaits | None:
-    """Return what steps lost by waiting for cores, and the gaps without that, measured and predicted at their pace."""
+    """Return the time that steps waited for cores, and the gaps without these waits, measured and predicted."""
     if any(record.core_wait_ns is None for record in within):
         return None
     waited_ns = [record.core_wait_ns or 0 for record in within]
@@ -373,15 +374,14 @@ def _core_waits(
 
 
 def _claimed(plan: Plan, load: Load) -> dict[str, float]:
-    """Return the plan's own figures, which hold for its workload at saturation; empty for any other load."""
+    """Return the plan's figures if the load is its workload at saturation; else an empty result."""
     if load.arrivals is not None or load.workload != plan.workload:
         return {}
     return {name: getattr(plan.estimate, name) for name in FIGURES}
 
 
 def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pace: float) -> dict[str, float]:
-    """Return the figures of the very requests that were sent, on the simulated engine, each step `pace` times as long
-    as the plan says."""
+    """Return the figures of a simulation of the sent requests, with each step `pace` times as long as in the plan."""
     assert profile is not None and load.workload is not None
     closed = load.arrivals is None
     slower = plan.profile.model_copy(update={"slowdown": pace * plan.profile.slowdown})
@@ -396,7 +396,7 @@ def _simulated(plan: Plan, profile: Profile | None, load: Load, drawn: Drawn, pa
 
 
 def _figures(measured: Measured, times: RequestTimes | None) -> dict[str, float]:
-    """Return figures by name; where requests arrive, their times count from arrival."""
+    """Return figures by name; if requests arrive, their times count from arrival."""
     found = {name: float(getattr(measured, name)) for name in FIGURES}
     if times is not None:
         del found["ttft_s"]
@@ -410,7 +410,7 @@ def bench_url(url: str, load: Load, rng: np.random.Generator) -> UrlReport:
     Requests arrive at the load's rate; without one, `concurrency` of them are always outstanding.
 
     Raises:
-        InputError: `ca_file` holds no certificate, or XGPT_API_KEY is not a key.
+        InputError: `ca_file` contains no certificate, or XGPT_API_KEY is not a key.
         MachineError: nothing answers there, or every request failed.
     """
     workload, num_requests = load.workload, load.num_requests
@@ -453,11 +453,11 @@ def served(
     replan: bool = False,
     options: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Run `xgpt serve` in a process of its own, on a free port, and yield its URL; the process ends with the block.
+    """Run `xgpt serve` in a separate process, on a free port, and yield its URL; the process ends with the block.
 
     Args:
-        directory: where the plan is written.
-        replan: let the server change to other plans.
+        directory: directory in which the plan is written.
+        replan: whether the server may switch to other plans.
         options: further options of `xgpt serve`.
     """
     plan_path = directory / "plan.json"
@@ -470,7 +470,7 @@ def served(
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # also where this process is killed
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # even if this process is killed
     )
     assert process.stderr is not None
     try:

@@ -1,9 +1,8 @@
-"""Fit a plan's step times to what a user measured: the results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
+"""Fit a plan's step times to a user's measurements: results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
-Each measured load is simulated with its own lengths and its own clients or arrival rate. A factor on all step times, a
-constant for each step, and the time of a request outside of the engine's loop are then fitted to the mean time between
-tokens and the mean time to the first token. Of several loads every second one is left out of the fit, and tells its
-error.
+Each measured load is simulated with its lengths and its clients or arrival rate. A factor on all step times, a constant
+for each step, and the time of a request outside the engine's loop are then fitted to the mean time between tokens and
+the mean time to the first token. With several loads, every second one is left out of the fit and shows its error.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ ROUNDS = 3
 
 
 class MeasuredLoad(NamedTuple):
-    """What a benchmark measured at one load.
+    """The measurements of a benchmark at one load.
 
     Attributes:
-        inputs, outputs: tokens of the requests; a single mean if the file says no more.
-        clients, rate_per_s: how they were sent: so many at once, or so many a second.
-        throughput_rps, ttft_s, tpot_s: requests a second, and means of the first token's and the others' times.
+        inputs, outputs: tokens of the requests; only the mean if the file has no more.
+        clients, rate_per_s: number of concurrent clients, or requests sent each second.
+        throughput_rps, ttft_s, tpot_s: requests a second, and mean times to the first token and between tokens.
     """
 
     source: str
@@ -49,7 +48,7 @@ class MeasuredLoad(NamedTuple):
 
     @property
     def workload(self) -> Workload:
-        """The lengths."""
+        """Histograms of the lengths."""
         lengths = (histogram_of(np.maximum(1, np.rint(of)).astype(int)) for of in (self.inputs, self.outputs))
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
 
@@ -63,8 +62,8 @@ class CalibratedLoads:
     """A profile fitted to measured loads.
 
     Attributes:
-        engine: the plan's engine with the fitted time of a request; None: the plan names none.
-        output: what was fitted, and the errors before and after.
+        engine: the plan's engine with the fitted time of a request; None: the plan has none.
+        output: the fitted values, and the errors before and after.
     """
 
     profile: Profile
@@ -85,13 +84,13 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
     found = np.asarray([figures for figures, is_used in zip(first, used, strict=True) if is_used])
     pace, step_s = _line(found[:, 2], measured[:, 2])
     path_s, changed_plan = 0.0, plan
-    for _ in range(ROUNDS):  # at another pace other batches form
+    for _ in range(ROUNDS):  # batches depend on the pace
         changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
         found = np.asarray([predicted(changed_plan, changed, load) for load in fitted_to])
         ratio = float(np.exp(np.mean(np.log(measured[:, 2] / found[:, 2]))))
         pace, step_s = pace * ratio, step_s * ratio
         if plan.engine is not None:
-            low = int(measured[:, 1].argmin())  # at the lowest load hardly anything waits
+            low = int(measured[:, 1].argmin())  # at the lowest load hardly any request waits
             path_s = max(path_s + float(measured[low, 1] - found[low, 1]), -plan.engine.before_admission_s)
     changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
     last = [predicted(changed_plan, changed, load) for load in loads]
@@ -114,7 +113,7 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
 
 
 def _line(predicted_s: np.ndarray[Any, Any], measured_s: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Return the factor and the constant, at least 0, that take predicted gaps to measured ones."""
+    """Return the factor and the constant, at least 0, that turn predicted gaps into measured ones."""
     if len(predicted_s) > 1 and predicted_s.max() > 1.1 * predicted_s.min():
         weight = 1 / measured_s
         factor, constant = np.linalg.lstsq(
@@ -126,7 +125,7 @@ def _line(predicted_s: np.ndarray[Any, Any], measured_s: np.ndarray[Any, Any]) -
 
 
 def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
-    """Return the profile with all times multiplied, and a constant added to each step's."""
+    """Return the profile with all times multiplied by `pace`, and `step_s` added to each step."""
     found = profile.slowed(pace)
     overhead = found.overhead.model_copy(update={"seconds": tuple(step_s + s for s in found.overhead.seconds)})
     text = f"all steps x{pace:.4g} and {1e3 * step_s:.3g} ms each, fitted to a user's benchmark"
@@ -134,7 +133,7 @@ def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
 
 
 def with_path(plan: Plan, path_s: float) -> Plan:
-    """Return the plan on its engine, with so many seconds more before a request is seen."""
+    """Return the plan with `path_s` more seconds before its engine sees a request."""
     if plan.engine is None or not path_s:
         return plan
     sources = plan.engine.sources | {"before_admission_s": "fitted to a user's benchmark (xgpt calibrate)"}
@@ -143,7 +142,7 @@ def with_path(plan: Plan, path_s: float) -> Plan:
 
 
 def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> tuple[float, float, float]:
-    """Return what `NAMES` are of a plan under a load, by simulation."""
+    """Return the simulated figures `NAMES` of a plan under a load."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
     arrivals = None if load.rate_per_s is None else ArrivalProcess.at(load.rate_per_s)
     run = run_simulation(plan, profile, load.workload, count, arrivals, 0, clients=load.clients)
@@ -156,7 +155,7 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
     """Return the loads of a result file of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
     Raises:
-        InputError: the file is none of these, or lacks a figure.
+        InputError: the file is not such a result, or lacks a figure.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -166,11 +165,11 @@ def read_loads(path: Path) -> list[MeasuredLoad]:
         found = list(_loads(data, path.name))
     except (KeyError, TypeError, IndexError) as error:
         raise InputError(
-            "measured", str(path), f"it lacks {error}: give a whole result of a streamed benchmark"
+            "measured", str(path), f"it lacks {error}: give the complete result of a streamed benchmark"
         ) from None
     if not found:
         known = "`vllm bench serve --save-result`, AIPerf (profile_export_aiperf.json), guidellm (benchmarks.json)"
-        raise InputError("measured", str(path), f"it is no result of {known} or genai-perf")
+        raise InputError("measured", str(path), f"it is not a result of {known} or genai-perf")
     return found
 
 
@@ -196,7 +195,7 @@ def _of_vllm(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
-    """AIPerf and genai-perf name their figures alike."""
+    """Return a load of AIPerf or genai-perf, whose figures have the same names."""
 
     def mean(key: str) -> float:
         figure = data[key]
@@ -214,7 +213,7 @@ def _of_nvidia(data: dict[str, Any], name: str) -> MeasuredLoad:
 
 
 def _found(config: Any, key: str) -> float | None:
-    """Return the number of this key, wherever it is within a configuration; None: there is none."""
+    """Return the number under this key at any depth of a configuration; None: there is none."""
     if not isinstance(config, dict):
         return None
     value = config.get(key)

@@ -1,7 +1,7 @@
 """The load client: replays requests against a completions endpoint and records when each token arrives.
 
-It shares the machine with the engine that it measures, so it speaks plain HTTP (`xgpt.connection`), reads the event
-stream by hand, and keeps only the fields of an event that are used below.
+The client shares the machine with the measured engine. To save time it uses plain HTTP (`xgpt.connection`), parses the
+event stream itself, and decodes only the fields of an event that are used below.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ClientRequest:
 
     Attributes:
         prompt_ids: token ids.
-        output_length: tokens after which the output shall end; None: when the model or `max_tokens` ends it.
-        max_tokens: the most that the server is told to expect.
+        output_length: tokens after which the output ends; None: the model or `max_tokens` ends it.
+        max_tokens: largest number of tokens, as the server is told.
         send_at_s: when to send it, from the start of the replay; None in a closed loop.
     """
 
@@ -40,7 +40,7 @@ class ClientRequest:
 
 
 class ServerTimes(msgspec.Struct):
-    """The server's own view: seconds from taking a request in to its first step, first token, last token."""
+    """Times measured by the server: seconds from receiving a request to its first step, first token and last token."""
 
     queued_s: float
     ttft_s: float
@@ -49,15 +49,15 @@ class ServerTimes(msgspec.Struct):
 
 @dataclass(slots=True)
 class ClientResult:
-    """What came of a request; times in seconds from the start of the replay.
+    """The result of a request; times in seconds from the start of the replay.
 
     Attributes:
-        send_s: when it was sent.
-        token_s: when each token came; tokens that came in one read share a time.
+        send_s: time at which it was sent.
+        token_s: time at which each token arrived; tokens of one read have the same time.
         token_ids: the tokens.
-        end_s: when the answer was complete, or had failed.
-        server: the server's own times; None where the request failed.
-        error: why it failed, in one line.
+        end_s: time at which the answer was complete, or had failed.
+        server: times measured by the server; None if the request failed.
+        error: the reason of the failure, in one line.
     """
 
     send_s: float
@@ -112,23 +112,24 @@ async def replay(
     ca_file: Path | None = None,
     api_key: str | None = None,
 ) -> list[ClientResult]:
-    """Send requests to the server at `url` (without /v1) and read their streams; results in the same order.
+    """Send requests to the server at `url` (without /v1), read their answers, and return results in the same order.
 
     Args:
-        concurrency: closed loop: the number of requests outstanding; each end sends the next. None: open loop, each is
-            sent at its `send_at_s`, regardless of the others.
-        stream: read each token as it comes; otherwise whole answers, which cost client and server less.
-        enough: closed loop: stop when this number has ended, and leave out those under way.
+        concurrency: number of outstanding requests in a closed loop, in which each end of a request sends the next;
+            None: an open loop, in which each request is sent at its `send_at_s`.
+        stream: whether tokens are read as they arrive; complete answers cost client and server less.
+        enough: in a closed loop, the number of finished requests after which the replay stops; running ones are left
+            out.
         ca_file, api_key: see `Connection`.
 
     Raises:
-        InputError: `concurrency` below 1, or requests whose `send_at_s` does not fit the kind of loop.
-        MachineError: no such server answers. What becomes of single requests is in their results.
+        InputError: `concurrency` is below 1, or the `send_at_s` of requests does not fit the kind of loop.
+        MachineError: no such server answers. Errors of single requests are in their results.
     """
     if concurrency is not None and concurrency < 1:
-        raise InputError("concurrency", concurrency, "a closed loop takes 1 or more")
+        raise InputError("concurrency", concurrency, "a closed loop needs 1 or more")
     if any((request.send_at_s is None) == (concurrency is None) for request in requests):
-        accepted = "a closed loop takes no send_at_s, an open loop one for each request"
+        accepted = "a closed loop needs requests without send_at_s, an open loop requests with it"
         raise InputError("concurrency", concurrency, accepted)
     async with _Connections(url, ca_file, api_key) as connections:
         async with connections.one() as connection:
@@ -176,7 +177,7 @@ async def _served_model(connection: Connection, url: str) -> _Model:
 
 
 class _Connections:
-    """As many as requests are under way at once."""
+    """A pool of connections, one for each running request."""
 
     def __init__(self, url: str, ca_file: Path | None, api_key: str | None) -> None:
         self._url = url
@@ -191,11 +192,11 @@ class _Connections:
     async def __aexit__(self, *_: object) -> None:
         for connection in self._all:
             connection.close()
-        await asyncio.sleep(0)  # asyncio closes them when the loop turns again
+        await asyncio.sleep(0)  # asyncio closes them in the next iteration of the loop
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """Lend a connection that no other request uses meanwhile."""
+        """Yield a connection that no other request uses meanwhile."""
         if not self._idle:
             self._all.append(Connection(self._url, self._ca_file, self._api_key))
             self._idle.append(self._all[-1])
@@ -244,7 +245,7 @@ class _Client:
         return result
 
     def _ending(self, request: ClientRequest) -> dict[str, Any]:
-        """How the server at hand is told after how many tokens the output ends, which its schedule does not learn."""
+        """Return the fields that tell the server, but not its schedule, after how many tokens the output ends."""
         if self._model.owned_by == "xgpt":
             return {"output_length": request.output_length}
         if self._model.owned_by != "vllm":

@@ -16,7 +16,7 @@ DIRECTORY = Path("demo")
 LATENCY_BOUND_S = 9.8
 NUM_REQUESTS = 120
 MOST_RUNS = 2
-"""Runs after which the demo stops measuring a machine that others keep busy."""
+"""Largest number of measurements on a busy machine."""
 
 
 def plan_for(bound_s: float, path: str) -> None:
@@ -40,11 +40,11 @@ def measure(path: str) -> None:
             return
         if run + 1 < MOST_RUNS:
             click.echo("the machine is busier than when it was profiled: measuring again")
-    click.echo("the machine stayed busier than when it was profiled; `xgpt plan` profiles it anew once it is at rest")
+    click.echo("the machine stayed busier than when it was profiled; `xgpt plan` profiles it again once it is idle")
 
 
 def _run(command: list[str]) -> None:
-    """Run one xgpt command as a user would, showing it first; an error ends the demo with its exit code."""
+    """Print one xgpt command and run it; an error ends the demo with the command's exit code."""
     _show(command)
     try:
         xgpt(command)
@@ -58,7 +58,7 @@ def _show(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Plan, serve and bench the default model; everything lands in ./demo."""
+    """Plan, serve and measure the default model; all files are written to ./demo."""
     DIRECTORY.mkdir(exist_ok=True)
     path = str(DIRECTORY / "plan.json")
     plan_for(LATENCY_BOUND_S, path)

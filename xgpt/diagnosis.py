@@ -1,4 +1,4 @@
-"""Describe this machine as xgpt sees it, and list what keeps figures measured on it from being trusted."""
+"""Describe this machine, and list problems that make figures measured on it unreliable."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from xgpt.core.schema import Frozen, Profile
 from xgpt.core.version import __version__
 
 STEADY = 0.10
-"""Share by which slow repeats of one product may exceed the median on a machine whose profile can be trusted."""
+"""Largest share by which slow repeats of one product may exceed the median if a profile is to be reliable."""
 CLOCK_S = 1.0
 """Seconds for which the clock is observed."""
 FEW_FILES = 1024
-"""A limit on open files up to which a higher one is advised: an endpoint needs one for each connection."""
+"""Limit on open files up to which a higher one is recommended; an endpoint needs one file for each connection."""
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16", "amx_int8")
 """Instruction sets that speed up matrix products, as Linux names them."""
 
@@ -33,15 +33,15 @@ class Finding(Frozen):
     """A line of `xgpt doctor`."""
 
     name: str
-    """What it is."""
+    """Name of the property."""
     value: str
-    """What was found."""
+    """Its value."""
     advice: str | None = None
-    """What to do about it; None: nothing."""
+    """Recommendation; None: none."""
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """Return what was found of the machine, of what is installed and of what is kept; takes two to four seconds.
+    """Return findings about the machine, installed software and cached files; it takes two to four seconds.
 
     Args:
         root: directory that contains proc.
@@ -65,7 +65,7 @@ def _devices() -> Finding:
 
 
 def instructions(root: Path = Path("/")) -> Finding:
-    """Return the instructions of this machine's processor that products gain from."""
+    """Return the processor's instruction sets that speed up matrix products."""
     try:
         flags = re.search(r"^flags\s*:(.*)$", (root / "proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -76,7 +76,7 @@ def instructions(root: Path = Path("/")) -> Finding:
 
 def _load() -> Finding:
     cores, load = num_cores(), os.getloadavg()[0]
-    advice = None if load < 0.5 else "other programs are running: figures measured now are those of a busy machine"
+    advice = None if load < 0.5 else "other programs are running: figures measured now are for a busy machine"
     return Finding(name="load", value=f"{load:.1f} on {cores} cores", advice=advice)
 
 
@@ -96,14 +96,14 @@ def _clock() -> Finding:
 
 
 def _profiles() -> list[Finding]:
-    """Return the profiles measured on this machine, and the layouts that they found fastest."""
+    """Return the profiles measured on this machine, and their fastest layouts."""
     directory = cache_dir() / "profiles"
     kept, broken = [], 0
     for path in sorted(directory.glob("*.json")):
         try:
             kept.append(load_json(path, Profile, "profile"))
         except InputError:
-            broken += 1  # of another version: they are measured again when they are asked for
+            broken += 1  # of another version: measured again when needed
     measured = [profile for profile in kept if profile.source == "measured"]
     if not measured:
         advice = "the first plan measures one, which takes about a minute for a small model"
@@ -113,7 +113,7 @@ def _profiles() -> list[Finding]:
     layouts = sorted({layout for profile in measured for layout in profile.layouts.values()})
     return [
         Finding(name="profiles", value=f"{len(measured)} measured{others}, in {directory}: {'; '.join(names)}"),
-        Finding(name="layouts", value=", ".join(layouts) or "as torch has them"),
+        Finding(name="layouts", value=", ".join(layouts) or "those of torch"),
     ]
 
 
@@ -138,5 +138,5 @@ def _disk() -> Finding:
     directory = cache_dir()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    advice = None if free > 2**30 and os.access(existing, os.W_OK) else "profiles and compiled kernels cannot be kept"
+    advice = None if free > 2**30 and os.access(existing, os.W_OK) else "profiles and compiled kernels cannot be stored"
     return Finding(name="cache", value=f"{directory}, {free / 2**30:.1f} GiB free", advice=advice)

@@ -85,7 +85,7 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
     if model.is_encoder_decoder or any(kind.recurrent is not None for kind in model.kinds):
         raise InputError("shared_prefix", tokens, f"of {model.name} engines keep no beginnings of prompts")
     if constraint.sla == "request" or constraint.maximise is not None:
-        raise InputError("shared_prefix", tokens, "it does not go with `sla=request` and `maximise`")
+        raise InputError("shared_prefix", tokens, "it cannot be combined with `sla=request` and `maximise`")
     if isinstance(request.workload, str):
         trace = load_trace(request.workload)
         if trace is not None and trace.prefixes is not None:
@@ -123,7 +123,7 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:
-            raise InputError("config", request.config, "it goes with a Hugging Face id as `model`")
+            raise InputError("config", request.config, "it needs a Hugging Face id as `model`")
         return model, None, None
     if request.config is not None and "model" not in request.model_fields_set:  # a config alone is a model, too
         return read_config(Path(request.config)), None, None

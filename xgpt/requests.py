@@ -620,12 +620,12 @@ def _check_objective(given: dict[str, Any]) -> None:
     under = "arrival_rate_per_s" if by_rate else f"objective={given['objective']}"
     of_arrivals = ("arrival_rate_per_s", "burstiness", "ttft_quantile", "tpot_quantile")
     if given.get("sla") == "request" and "maximise" in given:
-        raise InputError("maximise", given["maximise"], "it goes with `sla=length`")
+        raise InputError("maximise", given["maximise"], "it needs `sla=length`")
     for name in of_arrivals if saturated else ("sla", "maximise"):
         if name in given:
-            raise InputError(name, given[name], f"it goes with `objective={other}`: with `{under}` leave it out")
+            raise InputError(name, given[name], f"it needs `objective={other}`: with `{under}` leave it out")
     if not saturated and given.get("search") == "exhaustive":
-        accepted = f"it goes with `objective=saturated`: with `{under}` take branch-and-bound or optuna"
+        accepted = f"it needs `objective=saturated`: with `{under}` take branch-and-bound or optuna"
         raise InputError("search", "exhaustive", accepted)
     for name in ("ttft", "tpot"):
         if f"{name}_quantile" in given and f"{name}_s" not in given:
@@ -641,7 +641,7 @@ def _check_clusters(given: dict[str, Any]) -> None:
     if "arrival_rate_per_s" not in given:
         for name, by_rate in (("among", "among" in given), ("devices", given.get("devices") == "auto")):
             if by_rate:
-                raise InputError(name, given[name], "it goes with `arrival_rate_per_s`")
+                raise InputError(name, given[name], "it needs `arrival_rate_per_s`")
     if "among" in given:
         for name in ("cluster", "devices", "price", "profile"):
             if name in given:

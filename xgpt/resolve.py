@@ -45,7 +45,7 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
     if hub.is_id(name) and not Path(name).exists():
         return _load_by_id(name, config)
     if config is not None:
-        raise InputError("config", config, f"it goes with a Hugging Face id, which {name} is not")
+        raise InputError("config", config, f"it needs a Hugging Face id, which {name} is not")
     path = find_config("models", name)
     if path.is_dir():
         return read_spec(path), Path(os.path.abspath(path))  # a plan is served from elsewhere, too

@@ -28,7 +28,7 @@ def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None
     if method is None:
         for name in ("speculative_tokens", "acceptance", "draft_model"):
             if getattr(request, name) is not None:
-                raise InputError(name, getattr(request, name), "it goes with `speculative`")
+                raise InputError(name, getattr(request, name), "it needs `speculative`")
         return None
     if request.acceptance is None:
         raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
@@ -42,7 +42,7 @@ def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None
         raise InputError("speculative", method, f"{model.name} keeps states that cannot be searched; take mtp")
     for name in ("among", "maximise"):
         if getattr(request, name) is not None:
-            raise InputError(name, getattr(request, name), "it does not go with `speculative`")
+            raise InputError(name, getattr(request, name), "it cannot be combined with `speculative`")
     if request.devices == "auto":
         raise InputError("devices", "auto", "with `speculative` give a number")
     shares = _shares(request.acceptance, request.speculative_tokens)

@@ -86,13 +86,13 @@ def new_profile(
     spec, checkpoint = (model, None) if isinstance(model, ModelSpec) else load_model(model, config)
     devices = cluster if isinstance(cluster, ClusterSpec) else load_cluster(cluster)
     if framework is not None and import_from is None:
-        raise InputError("framework", framework, "it goes with `import_from`")
+        raise InputError("framework", framework, "it needs `import_from`")
     if kv_dtype is not None and engine == "vllm":
         raise InputError("kv_dtype", kv_dtype, "vLLM is measured with K/V in the type of `dtype`: leave it out")
     if engine == "vllm":
         if import_from is not None:
             raise InputError(
-                "import_from", import_from, "it does not go with `engine=vllm`, which measures: leave one out"
+                "import_from", import_from, "it cannot be combined with `engine=vllm`, which measures: leave one out"
             )
         return profile_vllm(spec, checkpoint, devices, dtype, progress)
     if import_from is not None:

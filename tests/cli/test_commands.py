@@ -485,7 +485,7 @@ def test_what_runs_now_is_a_plan(xgpt: Xgpt, tmp_path: Path) -> None:
     figures = json.loads(xgpt("simulate", path, "--arrival-rate", str(rate), "--requests", "400", "--json").out)
     assert figures["goodput"] > 0.95
     assert xgpt("report", path, "-o", str(tmp_path / "report.html")).code == 0
-    assert "goes with --current" in xgpt.fails(2, *asked, "-o", path)
+    assert "needs --current" in xgpt.fails(2, *asked, "-o", path)
 
 
 def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
@@ -499,7 +499,7 @@ def test_no_policy_vanishes_from_the_table_without_a_word(xgpt: Xgpt) -> None:
 def test_rows_take_a_plan_of_whole_batches(xgpt: Xgpt, plan: Path) -> None:
     line = xgpt.fails(2, "serve", str(plan), "--batching", "rows", "--dry-run")
     assert "--batching" in line and "--policy static" in line
-    assert "it goes with a plan" in xgpt.fails(2, "bench", "http://127.0.0.1:9", "--batching", "slots")
+    assert "it needs a plan" in xgpt.fails(2, "bench", "http://127.0.0.1:9", "--batching", "slots")
 
 
 def test_what_is_bounded_has_its_column(xgpt: Xgpt) -> None:

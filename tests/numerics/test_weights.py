@@ -82,7 +82,7 @@ def test_tied_head_shares_the_embedding(small_opt):
     [
         ({"model_type": "nonesuch"}, "known families: afmoe, .*, qwen3_moe, .*, t5"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before: False is not accepted"),
-        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; hidden_size must say the same"),
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim: 32 is not accepted; it must equal hidden_size"),
         ({"activation_function": "mish"}, "known activations"),
         ({"num_hidden_layers": 0}, "num_layers"),
         ({"num_hidden_layers": 3}, r"must hold model\.decoder\.layers\.2\."),
@@ -332,7 +332,7 @@ def test_dtype_that_the_config_leaves_out_is_that_of_the_weights(small_opt, tmp_
         ("t5-tied", {"relative_attention_max_distance": 16}, "must exceed half of relative_buckets, 32"),
         ("t5-tied", {"relative_attention_num_buckets": 2}, "relative_buckets"),
         ("t5-tied", {"dense_act_fn": "silu"}, "dense_act_fn: 'silu'.*feed_forward_proj says 'relu'"),
-        ("t5-tied", {"hidden_size": 60}, "d_model must say the same"),
+        ("t5-tied", {"hidden_size": 60}, "it must equal d_model"),
         ("llama-grouped", {"sliding_window": 16}, "sliding_window: 16"),
         ("llama-grouped", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ("llama-grouped", {"embedding_multiplier": 2.0}, "embedding_multiplier: 2.0.*remove it if"),

@@ -73,12 +73,12 @@ def test_an_error_names_arguments_here_and_options_at_the_command_line(capfd: py
     with pytest.raises(xgpt.InputError) as raised:
         xgpt.plan(latency_bound_s=8, objective="arrivals", sla="request")
     assert str(raised.value) == (
-        "sla: 'request' is not accepted; it goes with `objective=saturated`: with `objective=arrivals` leave it out"
+        "sla: 'request' is not accepted; it needs `objective=saturated`: with `objective=arrivals` leave it out"
     )
     with pytest.raises(SystemExit):
         main(["plan", "--latency-bound", "8", "--objective", "arrivals", "--sla", "request"])
     assert capfd.readouterr().err == (
-        "xgpt: --sla: 'request' is not accepted; it goes with --objective saturated: with --objective arrivals leave it"
+        "xgpt: --sla: 'request' is not accepted; it needs --objective saturated: with --objective arrivals leave it"
         " out\n"
     )
 

@@ -196,7 +196,7 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"acceptance": 0.5}, "acceptance: .*goes with `speculative`"),
+        ({"acceptance": 0.5}, "acceptance: .*needs `speculative`"),
         ({"speculative": "eagle"}, "acceptance is missing; `speculative` needs it"),
         ({"speculative": "mtp", "acceptance": 0.5}, "speculative: .*no layer for multi-token prediction"),
         ({"speculative": "eagle", "acceptance": 1.5}, "acceptance: 1.5 .*from 0 to 1"),

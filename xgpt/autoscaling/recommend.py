@@ -1,4 +1,4 @@
-"""Recommend a fleet's replicas: on the real clock, published as a metric, or over a simulated day."""
+"""Recommend a fleet's replicas: in real time, published as a metric, or over a simulated day."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from xscheduler.fleet.simulated_day import LENGTHS_S, RecommendedDay, simulate_d
 
 DAY_S = 86400
 RATE_SPAN_S = 600.0
-"""Time for which a rate that is given as a number is taken to have lasted before the first look."""
+"""Time for which a given rate counts as having lasted before the first reading."""
 WANTED, READY, NEED, AT = (
     "xgpt_replicas_wanted",
     "xgpt_replicas_ready",
@@ -42,11 +42,11 @@ WANTED, READY, NEED, AT = (
 def autoscale(
     fleet: FleetPlan, request: AutoscaleRequest, on_note: Callable[[str], None], stop: Event | None = None
 ) -> Recommendation | None:
-    """Recommend replicas until `stop` is set, publish them, and return the last recommendation; None: there is none.
+    """Recommend and publish replicas until `stop` is set; return the last recommendation, or None.
 
     Raises:
-        InputError: `scrape` names no kind of the fleet.
-        MachineError: the port cannot be opened, or no replica answers and `once` is asked for.
+        InputError: `scrape` has a kind that the fleet does not have.
+        MachineError: the port cannot be opened, or with `once` no replica answers.
     """
     ending = stop or Event()
     began_s = began_at(time.time(), request.day_begins)
@@ -71,7 +71,7 @@ def autoscale(
 
 @dataclass
 class _Live:
-    """Looks at the live load."""
+    """Readings of the live load, and their recommendations."""
 
     fleet: FleetPlan
     request: AutoscaleRequest
@@ -88,7 +88,7 @@ class _Live:
     def once(self, stop: Event) -> Recommendation | None:
         """Return the first recommendation from the live load."""
         found, note = self.look()
-        if self.request.scrape:  # arrivals are counted between two looks
+        if self.request.scrape:  # arrivals are counted between two readings
             if self.ready is None:
                 raise MachineError(note)
             stop.wait(self.request.look_s)
@@ -96,7 +96,7 @@ class _Live:
         return found
 
     def look(self) -> tuple[Recommendation | None, str]:
-        """Return what to recommend now (None: as before), and a line about it."""
+        """Return the current recommendation (None: unchanged), and a line about it."""
         now_s = time.time() - self.began_s
         seconds, self._looked_s = now_s - (self._looked_s or now_s), now_s
         rate = self.request.arrival_rate_per_s
@@ -108,8 +108,8 @@ class _Live:
         self.ready = None if traffic is None else traffic.ready
         if traffic is None or not seconds:
             self.last = self.recommender.as_planned(now_s)
-            why = "no replica answers" if traffic is None else "the first look only counts"
-            return self.last, f"{why}: as planned for this time of day; {self._in_words(self.last)}"
+            why = "no replica answers" if traffic is None else "the first reading only counts"
+            return self.last, f"{why}: replicas as planned for this time of day; {self._in_words(self.last)}"
         lengths = self._lengths(now_s, traffic)
         sample = LoadSample(now_s, seconds, traffic.num_requests, traffic.waiting, traffic.ready, *lengths)
         self.last = self.recommender.recommend(sample)
@@ -120,7 +120,7 @@ class _Live:
 
     def _in_words(self, found: Recommendation) -> str:
         wanted = ", ".join(f"{n} {kind.name}" for n, kind in zip(found.replicas, self.fleet.kinds, strict=True))
-        return f"{found.need_per_s:.3g} requests/s to hold: {wanted}"
+        return f"{found.need_per_s:.3g} requests/s to serve: {wanted}"
 
     def _lengths(self, now_s: float, traffic: ScrapedTraffic) -> tuple[float | None, float | None, int]:
         """Return the mean lengths of recent requests (None: too few), and the number of these requests."""
@@ -144,10 +144,10 @@ class _Metrics:
         self._labels = [(fleet_name(fleet), str(number), kind.name) for number, kind in enumerate(fleet.kinds)]
         labels = ("fleet", "kind", "name")
         self._wanted = Gauge(
-            WANTED, "Replicas that the load takes, by number and name of the kind.", labels, registry=registry
+            WANTED, "Replicas that the load needs, by number and name of the kind.", labels, registry=registry
         )
-        self._ready = Gauge(READY, "Replicas that answered the last look.", labels, registry=registry)
-        self._need = Gauge(NEED, "Requests/s that the wanted replicas must hold.", registry=registry)
+        self._ready = Gauge(READY, "Replicas that answered the last reading.", labels, registry=registry)
+        self._need = Gauge(NEED, "Requests/s that the wanted replicas must serve.", registry=registry)
         self._at = Gauge(AT, "When this was computed, in s since the epoch.", registry=registry)
 
     def __call__(self, found: Recommendation, ready: tuple[int, ...] | None) -> None:
@@ -180,7 +180,7 @@ def _published(fleet: FleetPlan, request: AutoscaleRequest) -> Iterator[_Metrics
 
 
 def began_at(clock_s: float, day_begins: str | None) -> float:
-    """Return when the planned day began: at the last `day_begins`, UTC; None: now.
+    """Return the time at which the planned day began: the last `day_begins`, in UTC; if that is None, now.
 
     Args:
         day_begins: HH:MM.
@@ -193,7 +193,7 @@ def began_at(clock_s: float, day_begins: str | None) -> float:
 
 
 def device_limits(fleet: FleetPlan) -> list[DeviceLimit]:
-    """Return the limit on devices that replicas on this machine share."""
+    """Return the limit on the devices of this machine, which its replicas share."""
     local = [number for number, kind in enumerate(fleet.kinds) if kind.plan.cluster.is_local]
     if not local:
         return []
@@ -235,7 +235,7 @@ class SimulatedFleet:
 
 
 def simulate(fleet: FleetPlan, trace: Path, look_s: float) -> SimulatedFleet:
-    """Return the outcome of a day on which a fleet follows recommendations at once, on the simulated clock.
+    """Return the outcome of a simulated day on which a fleet follows recommendations at once.
 
     Raises:
         InputError: the trace is malformed, or a plan's profile is not here.

@@ -19,7 +19,7 @@ RUNNING, WAITING = "xgpt_requests_running", "xgpt_requests_waiting"
 PROMPT, OUTPUT = "xgpt_prompt_tokens_total", "xgpt_output_tokens_total"
 TIMEOUT_S = 2.0
 AT_ONCE = 16
-"""Replicas that are read at the same time."""
+"""Number of replicas that are read at the same time."""
 
 
 class Counts(NamedTuple):
@@ -40,7 +40,7 @@ class Counts(NamedTuple):
 
 
 class ScrapedTraffic(NamedTuple):
-    """What replicas have received between two readings.
+    """The requests that replicas have received between two readings.
 
     Attributes:
         num_requests: requests that have arrived.
@@ -58,7 +58,7 @@ class ScrapedTraffic(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where replicas of a kind are found: all addresses of the URL's host.
+    """The address of replicas of one kind: all addresses of the URL's host.
 
     Attributes:
         kind: number of the kind.
@@ -70,10 +70,10 @@ class Target(NamedTuple):
 
 
 def target_of(text: str, kinds: Sequence[str]) -> Target:
-    """Return the target that a text like KIND=URL names; KIND may be left out if there is only one kind.
+    """Return the target in a text of the form KIND=URL; KIND may be left out if there is only one kind.
 
     Raises:
-        InputError: it has no such kind, or no http URL.
+        InputError: the kind is not known, or the URL is not one of http.
     """
     before, separator, rest = text.partition("http")
     name, url = before.removesuffix("="), (separator + rest).removesuffix("/metrics").rstrip("/")
@@ -96,7 +96,7 @@ class LoadReader:
 
     Args:
         num_kinds: number of the fleet's kinds.
-        api_key: key that the replicas demand; None: none.
+        api_key: key for the replicas; None: they require none.
     """
 
     def __init__(self, targets: Sequence[Target], num_kinds: int, api_key: str | None) -> None:
@@ -108,9 +108,9 @@ class LoadReader:
         self._is_first = True
 
     def read(self) -> ScrapedTraffic | None:
-        """Return what has arrived since the last reading; None: no replica answers.
+        """Return the requests that have arrived since the last reading; None: no replica answers.
 
-        The first reading counts no arrivals: it does not know since when they add up. A restarted replica counts from
+        The first reading counts no arrivals, since it does not know when they began. A restarted replica counts from
         zero.
         """
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -143,7 +143,7 @@ class LoadReader:
         """
         for kind, url in self._targets:
             parts = urlsplit(url)
-            if parts.scheme == "https":  # its certificate names the host, not an address
+            if parts.scheme == "https":  # its certificate is for the host, not for an address
                 yield kind, url
                 continue
             with suppress(OSError):

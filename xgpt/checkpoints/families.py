@@ -1,4 +1,4 @@
-"""Find the language model in a config.json, whatever its family is called, and fill in what transformers does."""
+"""Find the language model in a config.json of any family, and fill in the defaults of transformers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ ALIASES: Mapping[str, str] = {
     "step3p7": "step3p5",
     "step3p7_text": "step3p5",
 }
-"""Families that are another by the same fields."""
+"""Families that are read as another family with the same fields."""
 _TWO_KINDS = "experts for text and experts for images differ in size"
-_STATES_ONLY = "it has only state-space layers: nothing grows with tokens, so no K/V memory bounds a batch"
+_STATES_ONLY = "it has only state-space layers, so that no K/V memory limits a batch"
 NOT_READ: Mapping[str, str] = {
     "dbrx": "it nests sizes in objects that are not read",
     "diffusion_gemma": "it generates blocks of tokens by diffusion",
@@ -64,13 +64,13 @@ NOT_READ: Mapping[str, str] = {
     "zamba": "several of its layers share one block of weights",
     "zamba2": "several of its layers share one block of weights",
 }
-"""Families that are not read, and why."""
+"""Families that are not read, with the reason."""
 PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
-"""Where a config.json of a model that also reads images or sound holds its language model."""
+"""Fields that contain the language model, in a config.json of a model that also reads images or sound."""
 TOWERS = ("vision_config", "audio_config")
 """The fields that describe the encoders of images and sound."""
 LAYERS = ("vt_num_hidden_layers", "depth", "num_hidden_layers", "encoder_layers")
-"""What such parts call the number of their layers."""
+"""Names of the number of layers in such encoders."""
 
 
 def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, Any]]:
@@ -99,8 +99,8 @@ def language_model(config: dict[str, Any], source: str) -> tuple[str, dict[str, 
 def tower_params(config: Mapping[str, Any]) -> int:
     """Estimate the number of weights in a model's encoders of images and sound.
 
-    Their blocks have attention and two or three matrices between hidden and intermediate size; what merges several
-    patches into a token has two more. Positions, norms and patches are left out.
+    Their blocks have attention and two or three matrices between hidden and intermediate size; the merging of several
+    patches into a token has two more. Positions, norms and patch embeddings are not counted.
     """
     inner = config.get("thinker_config")
     parts = [config, inner] if isinstance(inner, dict) else [config]
@@ -123,7 +123,7 @@ def _tower(config: Mapping[str, Any]) -> int:
 
 
 def known_families() -> set[str]:
-    """Return every model_type that is read."""
+    """Return all model_types that can be read."""
     return {*FAMILIES, *PLAIN, *ALIASES}
 
 
@@ -138,7 +138,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
 
 
 def given_by_default(family: str) -> dict[str, Any]:
-    """Return the values that transformers gives fields which a config.json leaves out.
+    """Return the values that transformers uses for fields that a config.json leaves out.
 
     The table is made from transformers' config classes: `python -m tools.make_config_defaults`.
     """

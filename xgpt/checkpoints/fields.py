@@ -1,7 +1,8 @@
-"""Every field of a checkpoint's config.json: read, without effect on what the model computes, or refused.
+"""The fields of a checkpoint's config.json: those that are read, and those without effect on the model; others are
+refused.
 
-`transformers` 5 keeps each field that it does not know with the config, where code may look for it; so what is not in
-these tables is refused rather than ignored.
+`transformers` 5 keeps unknown fields in the config, where code may read them, so fields that are not in these tables
+are refused, not ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BOOKKEEPING = words("""
     problem_type return_dict sep_token_id task_specific_params tf_legacy_loss tokenizer_class torchscript
     transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
     """)
-"""Names, versions, other heads' labels, what output comes along, and how it is computed, not what."""
+"""Names, versions, labels of other heads, and settings of outputs and of the computation that do not change results."""
 
 TRAINING = words("""
     activation_dropout attention_dropout attn_pdrop classifier_activation dropout dropout_rate embd_pdrop
@@ -40,12 +41,12 @@ SEARCH = words("""
     no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
     """)
-"""How tokens are chosen, as configs of old versions say it: requests and generation_config.json decide that here."""
+"""Sampling settings in configs of old versions; here requests and generation_config.json set them."""
 
 COMMON = words("""
     bos_token_id dtype eos_token_id model_type quantization_config tie_word_embeddings torch_dtype vocab_size
     """)
-"""Read of every family."""
+"""Fields that are read for every family."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
@@ -55,19 +56,19 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False, None),
     "use_mrope": (False, None),
 }
-"""Fields of every family that are understood only at the values that change nothing."""
+"""Fields of every family that are accepted only with values that have no effect."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """What a family's config.json may say besides `COMMON`.
+    """The fields that a family's config.json may have besides `COMMON`.
 
     Attributes:
-        read: fields that the spec is made from.
-        only: fields of a variant, and their values that mean it is not there.
-        without_effect: what `transformers` does not look at.
-        aliases: other names of fields, which must then say the same.
-        untimed: what tokens depend on, but no time and no memory: fields of families that are planned for and not run.
+        read: fields that determine the spec.
+        only: fields of a variant, with the values for which the variant is absent.
+        without_effect: fields that `transformers` does not read.
+        aliases: other names of fields, which must then have the same value.
+        untimed: fields that affect tokens but neither times nor memory, in families that are planned but not run.
     """
 
     read: frozenset[str]
@@ -84,7 +85,7 @@ _ROTARY = words("""
     rope_scaling rope_theta
 """)
 _ROUTED = words("aux_loss_alpha output_router_logits router_aux_loss_coef router_jitter_noise seq_aux")
-"""Training of a router, and whether its scores come along."""
+"""Settings of a router's training, and of the output of its scores."""
 _FULL: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "use_sliding_window": (False, None)}
 
 _T5 = Fields(
@@ -198,7 +199,7 @@ FAMILIES: Mapping[str, Fields] = {
     "deepseek_v2": replace(
         _DEEPSEEK,
         read=_DEEPSEEK.read | {"topk_method"},
-        # transformers normalises no weights of this family, whatever its config says.
+        # transformers never normalises the weights of this family.
         only=_DEEPSEEK.only | {"norm_topk_prob": (False, None), "scoring_func": ("softmax",)},
     ),
     "deepseek_v3": replace(
@@ -213,10 +214,10 @@ FAMILIES: Mapping[str, Fields] = {
 
 
 def check_fields(family: str, config: Mapping[str, Any]) -> None:
-    """Refuse a config.json with a field, or a value of one, that is not understood.
+    """Check that all fields of a config.json, and their values, are known.
 
     Raises:
-        InputError: names the field.
+        InputError: a field or its value is not known; the message states the field.
     """
     known = FAMILIES[family]
     passed = (
@@ -234,15 +235,15 @@ def check_fields(family: str, config: Mapping[str, Any]) -> None:
                 raise InputError(f"config.json: {name}", value, f"only {accepted} is supported")
         elif name in known.aliases:
             if value not in (None, config.get(known.aliases[name])):
-                raise InputError(f"config.json: {name}", value, f"{known.aliases[name]} must say the same")
+                raise InputError(f"config.json: {name}", value, f"it must equal {known.aliases[name]}")
         elif name not in passed and not _is_off(name, value):
             raise InputError(
-                f"config.json: {name}", value, f"a {family} field that is not known; remove it if it changes nothing"
+                f"config.json: {name}", value, f"this field of {family} is not known; remove it if it has no effect"
             )
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether a value of a field that is not known says that there is no such thing."""
+    """Return whether the value of an unknown field means that its feature is absent."""
     if value is None or (isinstance(value, (list, dict, str)) and not value):
         return True
     if name.startswith(("use_", "do_", "scale_", "norm_")):

@@ -1,4 +1,4 @@
-"""Read the shape of a checkpoint from its config.json alone, without torch: planning needs no more."""
+"""Read the shape of a checkpoint from its config.json, without torch; planning needs no more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xgpt.core.io import parse
 from xgpt.core.schema import DType, ModelSpec
 
 STORED_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Safetensors' name for each dtype that weights may be stored in, and ours."""
+"""Names of the dtypes of stored weights in safetensors, with xgpt's names."""
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -27,24 +27,24 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0, 1),
     "repetition_penalty": (1e-3, 10),
 }
-"""Settings of generation_config.json that are defaults of requests, and the values that are taken."""
+"""Settings of generation_config.json that are defaults of requests, with their ranges."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Largest header that is read of a file of weights, as in the safetensors library; a sparse file can claim any size."""
+"""Largest accepted header of a file of weights, as in the safetensors library; a sparse file can claim any size."""
 
 ENCODER_DECODERS = ("t5", "mt5")
-"""Of the family t5."""
+"""Values of model_type that belong to the family t5."""
 
 
 def read_spec(directory: Path) -> ModelSpec:
     """Return the model that a directory in Hugging Face layout describes, as `transformers` 5 reads it.
 
-    Its stop tokens are those of generation_config.json, or without that file config.json, and the tokenizer's end
-    token, as in vLLM. Embedding and head are tied where config.json says so and no head is stored.
+    Stop tokens are those of generation_config.json, or of config.json without that file, and the tokenizer's end token,
+    as in vLLM. Embedding and head are tied if config.json says so and no head is stored.
 
     Raises:
-        InputError: there is no config.json, it is of a family or variant that is not supported, or it holds a field
-            that is not known; or the directory also holds an adapter.
+        InputError: there is no config.json, its family or variant is not supported, a field is not known, or the
+            directory also contains an adapter.
     """
     if _read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must hold a config.json")
@@ -54,7 +54,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def read_config(path: Path) -> ModelSpec:
-    """Return the model that a config.json alone describes: stop tokens and tied weights are taken from it.
+    """Return the model that a config.json describes, including stop tokens and tied weights.
 
     Raises:
         InputError: as `read_spec` does.
@@ -65,7 +65,7 @@ def read_config(path: Path) -> ModelSpec:
 
 
 def _read_spec(path: Path, directory: Path | None) -> ModelSpec:
-    """Return what config.json says, and the directory that holds it, if any."""
+    """Return the model in a config.json, and in the other files of its directory, if any."""
     config = _read_object(path) or {}
     generation = {} if directory is None else _read_object(directory / "generation_config.json") or {}
     headers = [] if directory is None else list(_headers(directory))
@@ -89,10 +89,10 @@ def spec_of(
     """Return the model that a config describes.
 
     Args:
-        generation: what generation_config.json holds.
-        headers: those of the weights' files, in JSON.
-        side: what hf_quant_config.json holds; None: there is none.
-        source: where the config was read from, for messages.
+        generation: content of generation_config.json.
+        headers: headers of the files of weights, in JSON.
+        side: content of hf_quant_config.json; None: there is none.
+        source: origin of the config, for messages.
 
     Raises:
         InputError: as `read_spec` does.
@@ -114,7 +114,7 @@ def spec_of(
         fields["default_dtype"] = stored
     if headers:
         is_stored = any('"lm_head.weight"' in header for header in headers)
-        # A T5's config cannot be trusted here: transformers 5 ties wherever no head is stored.
+        # A T5's config is unreliable here: transformers 5 ties if no head is stored.
         fields["tie_embeddings"] = not is_stored and (family in ENCODER_DECODERS or fields["tie_embeddings"])
     fields.setdefault("default_dtype", "bfloat16")  # as vLLM takes it
     if towers:
@@ -124,7 +124,7 @@ def spec_of(
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
-    """Return what generation_config.json says of how tokens are chosen: defaults of requests, as vLLM takes them.
+    """Return the sampling settings of generation_config.json, which are defaults of requests, as in vLLM.
 
     Raises:
         InputError: a value is out of its range.
@@ -146,7 +146,7 @@ def default_output(directory: Path) -> int | None:
 
 
 def _tokenizer_end(directory: Path) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names; None if it names no known token."""
+    """Return the id of the end token in tokenizer_config.json; None if it contains no known token."""
     settings = _read_object(directory / "tokenizer_config.json") or {}
     end = settings.get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
@@ -175,7 +175,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _headers(directory: Path) -> Iterator[str]:
-    """The headers of the weights' files, in JSON; an empty one of a broken file, which loading its weights reports.
+    """Yield the headers of the files of weights, in JSON; empty for a broken file, which loading reports.
 
     A safetensors file starts with the length of its header, 8 bytes little-endian, and the header.
     """
@@ -187,12 +187,12 @@ def _headers(directory: Path) -> Iterator[str]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights, as `transformers` chooses them; empty if there are none.
+    """Return the files of a checkpoint's weights, as `transformers` chooses them; empty if there are none.
 
-    model.safetensors, or the shards that model.safetensors.index.json names, each in the same directory.
+    These are model.safetensors, or the shards in model.safetensors.index.json, each in the same directory.
 
     Raises:
-        InputError: the index is broken, or names a file that is not there.
+        InputError: the index is broken, or contains a file that does not exist.
     """
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if single.is_file():
@@ -216,14 +216,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _stored_dtype(headers: Sequence[str]) -> DType | None:
-    """The dtype of the first file's weights, for configs that leave it out (GPT-2's); None if none can be read."""
+    """Return the dtype of the first file's weights, for configs without it (GPT-2); None if it cannot be read."""
     names = re.findall(rf'"dtype":\s*"({"|".join(STORED_DTYPES)})"', headers[0] if headers else "")
     dtypes = {STORED_DTYPES[name] for name in names}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any]) -> int:
-    """Return the token that a decoder starts with: generation_config.json's, or else config.json's."""
+    """Return the first token of a decoder, from generation_config.json or else config.json."""
     for where in (generation, config):
         for field in ("decoder_start_token_id", "bos_token_id"):
             if where.get(field) is not None:

@@ -13,12 +13,12 @@ from xgpt.core.schema.plan import HUB, is_hub_id
 
 
 def is_id(name: str) -> bool:
-    """Whether a model's name reads as ORGANISATION/MODEL."""
+    """Return whether a model's name has the form ORGANISATION/MODEL."""
     return is_hub_id(name) and not name.endswith((".yaml", ".yml"))
 
 
 def id_of(checkpoint: str | None) -> str | None:
-    """Return a plan's checkpoint if it is an id of the hub; None if it is a directory, or there is none.
+    """Return the hub id of a plan's checkpoint; None if it is a directory, or there is none.
 
     Raises:
         InputError: the hub does not allow such an id.
@@ -27,7 +27,7 @@ def id_of(checkpoint: str | None) -> str | None:
         return None
     model_id = checkpoint.removeprefix(HUB)
     if not is_hub_id(model_id):
-        raise InputError("plan.checkpoint", cut(checkpoint), "an id on the hub reads as ORGANISATION/MODEL")
+        raise InputError("plan.checkpoint", cut(checkpoint), "an id on the hub has the form ORGANISATION/MODEL")
     return model_id
 
 
@@ -47,12 +47,12 @@ def cached(model_id: str) -> Path | None:
 
 
 def shipped_as(model_id: str) -> str | None:
-    """Return the name of the shipped config with the same shape as an id; None if there is none."""
+    """Return the name of the shipped config with the same shape as the model of an id; None if there is none."""
     return next((name for name, ids in _shipped_ids().items() if model_id in ids), None)
 
 
 def id_of_shipped(name: str) -> str | None:
-    """Return an id of the hub that a shipped config describes; None if the hub has none, or uses the name for another
+    """Return the hub id of the model in a shipped config; None if the hub has none, or uses the name for another
     model."""
     return next(iter(_shipped_ids().get(name, ())), None)
 

@@ -1,6 +1,6 @@
-"""The command line: `commands` declares what each command takes, and a module of its name runs it.
+"""The command line: `commands` declares the arguments of each command, and the module with the command's name runs it.
 
-A command calls one function of xgpt.api and prints the result. Only click is imported before, so that
+A command calls one function of xgpt.api and prints the result. Only click is imported before that, so that
 `xgpt plan --help` answers at once.
 """
 
@@ -40,7 +40,7 @@ COMMANDS = (
 
 
 LONGEST_HELP = 200
-"""Characters of a command's first sentence."""
+"""Largest number of characters of a command's first sentence."""
 
 
 class _Commands(click.Group):
@@ -53,7 +53,7 @@ class _Commands(click.Group):
         return getattr(commands, name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List commands with the whole of their first sentences, on two lines where one is too short."""
+        """List commands with their complete first sentences, on two lines if necessary."""
         with formatter.section("Commands"):
             texts = [(name, getattr(commands, name).get_short_help_str(LONGEST_HELP)) for name in COMMANDS]
             formatter.write_dl(texts)
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _fail_with(missing)
     except BrokenPipeError:
-        # Whatever read our output has ended: there is nothing left to report to.
+        # The reader of our output has ended, so nothing can be reported.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
@@ -145,7 +145,7 @@ def _fail_with(error: XgptError) -> None:
 
 
 def _way_out(error: click.BadParameter) -> str:
-    """Return the end of an error about a missing argument, or about a value that an option does not have."""
+    """Return the end of an error about a missing argument or an unknown value of an option."""
     if isinstance(error, click.MissingParameter):
         return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
     type_ = None if error.param is None else error.param.type
@@ -154,7 +154,7 @@ def _way_out(error: click.BadParameter) -> str:
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:
-    """Return an error's message with the API's arguments written as options: `seed=1` becomes --seed 1."""
+    """Return an error's message with API arguments written as options: `seed=1` becomes --seed 1."""
     options = {param.name: max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
 
     def option(match: re.Match[str]) -> str:
@@ -162,12 +162,12 @@ def in_options(message: str, params: Sequence[click.Parameter]) -> str:
         return " ".join(filter(None, (options[name], value))) if name in options else match[0]
 
     message = re.sub(r"^([a-z_]+)(\.\d+)?(?=:| is )", lambda match: options.get(match[1], match[0]), message)
-    message = message.replace(": True is", " is", 1)  # a switch has no value to show
+    message = message.replace(": True is", " is", 1)  # a flag has no value
     return re.sub(r"`([a-z_]+(?:=[^`]*)?)`", option, message)
 
 
 def _fail(message: str, code: int) -> None:
     for handler in logging.getLogger().handlers:
-        handler.flush()  # so that nothing follows
+        handler.flush()  # so that the error is the last line
     click.echo(f"xgpt: {printable(' '.join(message.split()))}", err=True)
     sys.exit(code)

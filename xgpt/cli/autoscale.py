@@ -20,14 +20,14 @@ def run(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: flo
     """Run the command; see `xgpt.cli.commands`."""
     asked = options.given()
     if simulated_trace is not None:
-        refuse_idle(set(asked) - {"look_s"}, "it does not go with --simulate")
+        refuse_idle(set(asked) - {"look_s"}, "it cannot be combined with --simulate")
         with render.at_work("simulating"):
             figures: dict[str, Any] = dict(api.simulate_autoscale(fleet_path, simulated_trace, look_s=look_s).figures)
         rows = [[name, f"{value:.4g}"] for name, value in figures.items()]
         title, columns = "the day on the simulated clock", ["figure", "value"]
     elif once:
-        refuse_idle({"host", "port"}, "it does not go with --once, which publishes nothing")
-        with render.at_work("looking at the load"):
+        refuse_idle({"host", "port"}, "it cannot be combined with --once, which publishes nothing")
+        with render.at_work("reading the load"):
             found = api.autoscale(fleet_path, **asked)
         if found is None:
             return
@@ -38,7 +38,7 @@ def run(fleet_path: str, as_json: bool, simulated_trace: str | None, look_s: flo
         title, columns = f"replicas for {found.need_per_s:.3g} requests/s", ["kind", "replicas"]
     else:
         if as_json:
-            raise InputError("--json", as_json, "it goes with --simulate or --once")
+            raise InputError("--json", as_json, "it needs --simulate or --once")
         api.autoscale(fleet_path, **asked, on_note=lambda line: click.echo(line, err=True))
         return
     if as_json:

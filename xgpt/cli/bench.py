@@ -17,10 +17,10 @@ from xgpt.core.schema import UrlReport
 def run(target: str, calibrate: str | None, force: bool, as_json: bool, **_: Any) -> None:
     """Run the command; see `xgpt.cli.commands`."""
     if target.startswith(("http://", "https://")):
-        refuse_idle(["engine"], "it goes with a plan; a URL has its own")
-        refuse_idle(["saturated"], "it goes with a plan; a URL gets --arrival-rate or --concurrency")
+        refuse_idle(["engine"], "it needs a plan; the server at a URL has its own")
+        refuse_idle(["saturated"], "it needs a plan; use --arrival-rate or --concurrency for a URL")
     else:
-        refuse_idle(["concurrency"], "it goes with a URL; a plan is measured with as many requests as it runs, or more")
+        refuse_idle(["concurrency"], "it needs a URL; a plan is measured with at least as many requests as it runs")
     file = None if calibrate is None else output_file(calibrate, "calibrate")
     with render.at_work("serving requests"):
         found = api.bench(target, calibrate=calibrate is not None, **options.given())

@@ -31,7 +31,7 @@ def run(
         write(file, dump_json(found.profile))
     if engine_file is not None:
         if found.engine is None:
-            raise InputError("engine_output", engine_output, "the plan names no engine: leave it out")
+            raise InputError("engine_output", engine_output, "the plan has no engine: leave it out")
         write(engine_file, dump_json(found.engine))
     if as_json:
         click.echo(dump_json(found.output), nl=False)

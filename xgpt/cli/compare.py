@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def run(output: str | None, force: bool, as_json: bool, current: str | None, measure: bool, **_: Any) -> None:
     """Run the command; see `xgpt.cli.commands`."""
     if current is None:
-        refuse_idle(["output"], "it goes with --current: only what runs now is written")
+        refuse_idle(["output"], "it needs --current: only the current deployment is written")
     if not measure:
-        refuse_idle(["num_requests", "seed"], "it goes with --measure")
+        refuse_idle(["num_requests", "seed"], "it needs --measure")
     file = None if output is None else output_file(output)
 
     def announce(plan: Plan) -> None:

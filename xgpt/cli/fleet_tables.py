@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def summary(fleet: FleetPlan) -> Iterator[object]:
-    """What is asked for, the replicas, the day, and what it costs compared with other fleets."""
+    """Yield the bounds, the replicas, the day, and its cost compared with other fleets."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     bounds = {"latency": constraint.latency_bound_s, "ttft": constraint.ttft_s, "tpot": constraint.tpot_s}
     kept = ", ".join(f"{name} {bound:g} s" for name, bound in bounds.items() if bound is not None)
@@ -25,14 +25,14 @@ def summary(fleet: FleetPlan) -> Iterator[object]:
     yield day_table(fleet)
     yield costs_table(fleet)
     over, gap = fleet.constant.figures.cost / max(fleet.planned.cost, 1e-12) - 1, 100 * fleet.gap
-    yield f"planned for {fleet.load_factor:.2f} times the load: the least factor tried that keeps the share, simulated"
+    yield f"planned for {fleet.load_factor:.2f} times the load: the least tried factor that keeps the share"
     yield (
         f"proof: the clairvoyant optimum, with all changes paid, costs at most {gap:.2f}% less; with changes that are "
         f"free and take no time, no fleet costs less than {fleet.least_cost:.4g}"
     )
     yield f"the cheapest constant fleet costs {100 * over:.0f}% more"
     yield (
-        f"planned in {fleet.planning_s:.1f} s; {fleet.num_requests} requests simulated, again and again, in "
+        f"planned in {fleet.planning_s:.1f} s; {fleet.num_requests} requests simulated several times in "
         f"{fleet.verifying_s:.1f} s"
     )
 
@@ -56,7 +56,7 @@ def kinds_table(fleet: FleetPlan) -> Table:
 
 
 def day_table(fleet: FleetPlan) -> Table:
-    """Return a table of the day, equal intervals together."""
+    """Return a table of the day, with equal intervals merged."""
     rows = []
     numbered = enumerate(fleet.intervals)
     for _, part in groupby(numbered, key=lambda item: (item[1].replicas, item[1].lengths)):
@@ -81,7 +81,7 @@ def day_table(fleet: FleetPlan) -> Table:
 
 
 def costs_table(fleet: FleetPlan) -> Table:
-    """Return a table of what the planned fleet and the constant one cost and keep."""
+    """Return a table of the costs of the planned and the constant fleet, and of the requests within the bounds."""
 
     def row(name: str, figures: FleetFigures) -> list[str]:
         cost, hours = f"{figures.cost:.4g}", f"{figures.device_hours:.1f}"

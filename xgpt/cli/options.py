@@ -1,4 +1,4 @@
-"""Options of commands, made from what `xgpt.requests` declares, and help that lists them in groups."""
+"""The options of commands, made from the fields in `xgpt.requests`, and help that lists them in groups."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 OUTPUT = "Output"
-"""The group of options that no request has."""
+"""The group of options that are not fields of a request."""
 
 
 @cache
 def _declared() -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of every command's request, read from the file that is made from them."""
+    """Return the fields of every command's request, from the generated file options.json."""
     found: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).parents[1].joinpath("options.json").read_bytes())
     return found
 
@@ -65,10 +65,10 @@ class Command(click.Command):
 
 
 def command(name: str, most_used: tuple[str, ...] = ()) -> Callable[[F], Command]:
-    """Return a decorator that makes a command with the options of its request, run by `xgpt.cli.NAME.run`.
+    """Return a decorator that makes a command which has the options of its request and calls `xgpt.cli.NAME.run`.
 
     Args:
-        most_used: options outside of the request that help lists first.
+        most_used: options outside the request that help lists first.
     """
 
     def make(function: F) -> Command:
@@ -147,7 +147,7 @@ def in_options(text: str, flags: dict[str, str]) -> str:
 
 
 def given() -> dict[str, Any]:
-    """Return the fields of the running command's request that stand on its command line, by name."""
+    """Return the fields of the running command's request that are on its command line, by name."""
     context = click.get_current_context()
     options = [param.name for param in context.command.params if isinstance(param, RequestOption)]
     default = click.core.ParameterSource.DEFAULT
@@ -155,7 +155,7 @@ def given() -> dict[str, Any]:
 
 
 def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Return a shell completion of the names of shipped configs, then of files."""
+    """Return a shell completion of names of shipped configs and of files."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from xgpt.core.io import config_names
@@ -167,7 +167,7 @@ def _names(kind: ConfigKind) -> Callable[[click.Context, click.Parameter, str], 
 
 
 def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float | None) -> float | None:
-    """Return the latency bound; refuse a command without any bound (click reads options that are not given last)."""
+    """Return the latency bound; a command without any bound is an error (click reads missing options last)."""
     parts = (context.params.get(name) for name in ("ttft_s", "tpot_s"))
     is_given = context.get_parameter_source("latency_bound_s") is not click.core.ParameterSource.DEFAULT
     if not (is_given or context.resilient_parsing) and all(part is None for part in parts):
@@ -176,10 +176,13 @@ def _is_bounded(context: click.Context, option: click.Parameter, bound_s: float 
 
 
 def refuse_idle(names: Collection[str], accepted: str) -> None:
-    """Refuse those of the running command's options, by parameter, that were given and would have no effect.
+    """Check that options of the running command that would have no effect were not given.
+
+    Args:
+        accepted: end of the message, which states what the options need.
 
     Raises:
-        InputError: `accepted` says what they go with.
+        InputError: one was given.
     """
     context = click.get_current_context()
     for name in names:

@@ -1,4 +1,4 @@
-"""The options and the lines of files that commands write: all of them go through `xgpt.core.outputs`."""
+"""The options for files that commands write, and the lines about them; `xgpt.core.outputs` writes all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 WRITTEN = ("output", "engine_output", "calibrate", "timeline", "step_log")
-"""Parameters that name what a command writes; those of every other path name what it reads."""
+"""Parameters with paths that a command writes; it reads all other paths."""
 
 force_option = click.option(
     "--force", is_flag=True, help="Overwrite any file, even one that xgpt did not write or that this command reads."
@@ -31,14 +31,14 @@ def output_option(text: str, default: str | None = None, metavar: str = "FILE") 
 
 
 def output_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`, checked as far as it can be before the work.
+    """Return the file that the running command will write to `path`, checked as far as possible before the work.
 
     Args:
         name: the parameter that gave the path.
 
     Raises:
-        InputError: the file is the user's, or is read by this command, and --force is not given.
-        MachineError: the place cannot be written.
+        InputError: the file belongs to the user or is read by this command, and --force is not given.
+        MachineError: the path cannot be written.
     """
     file = unchecked_file(path, name)
     file.check()
@@ -55,7 +55,7 @@ def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def write(file: OutputFile, text: str) -> None:
-    """Write a file, and name it on standard error.
+    """Write a file, and print its path on standard error.
 
     Raises:
         XgptError: as `OutputFile.write` does.

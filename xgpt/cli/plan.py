@@ -35,12 +35,12 @@ def run(output: str, force: bool, as_json: bool, **_: Any) -> None:
 
 
 def _next(best: Plan, output: str) -> list[str]:
-    """Return what to do with the plan: serve it where this machine can run it."""
+    """Return the next command for the plan: serve it if it is for this machine, else report it."""
     return [f"next: xgpt {'serve' if best.cluster.is_local else 'report'} {output}"]
 
 
 def _summary(planned: Planned) -> Iterator[object]:
-    """Yield what was planned, each policy's plan, and the evidence for the chosen one."""
+    """Yield the subject, each policy's plan, and the evidence for the chosen one."""
     problem, best = planned.problem, planned.best
     bound_s = best.constraint.latency_bound_s
     bound = "no latency bound" if bound_s is None else f"latency bound {bound_s:g} s"
@@ -82,4 +82,4 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield f"warning: {best.seeded_weights}; plan with --model DIRECTORY to serve"
     elif best.seeded_weights:
         name = hub.id_of_shipped(best.model.name) or "DIRECTORY or --model ORGANISATION/NAME"
-        yield f"weights: the plan names none; plan with --model {name} to export it"
+        yield f"weights: the plan has none; plan with --model {name} to export it"

@@ -31,7 +31,7 @@ def run(output: str | None, force: bool, as_json: bool, engine: str, import_from
         for n, s in zip(layer.rest.points, layer.rest.seconds, strict=True)
     ]
     render.show(
-        render.table("all layers but attention", ["tokens", "ms", "tokens/s"], rows),
+        render.table("all layers except attention", ["tokens", "ms", "tokens/s"], rows),
         f"{profile.source} on {profile.device}, {profile.num_threads or '-'} threads, spread "
         f"{100 * profile.spread:.1f}%, sha256 {sha256(profile)[:12]}",
         *(

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def show(*parts: object) -> None:
-    """Print tables and text on standard output, at a width that pipes keep whole."""
-    # Names of models and workloads are text, whatever brackets or colons they have.
+    """Print tables and text on standard output, 120 characters wide if that is not a terminal."""
+    # Brackets and colons in the names of models and workloads are text, not markup.
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=120)
@@ -86,7 +86,7 @@ QUIET_S = 2.0
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show progress on standard error: a bar in a terminal, else a line for each stage of work that takes a while."""
+    """Show progress on standard error: a bar in a terminal, else a line for each stage of long work."""
     console = Console(stderr=True)
     bar = Bar(
         TextColumn("{task.description}"),
@@ -118,7 +118,7 @@ def progress_bar() -> Iterator[Progress]:
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Show on standard error what is being done, and for how long; show nothing if it is not a terminal."""
+    """Show an activity and its duration on standard error if that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -129,11 +129,11 @@ def at_work(what: str) -> Iterator[None]:
 
 
 LEAST = ("tok/s", "itl p99 ms", "whole s", "ttft s", "cost/Mtok", "gap", "tpot ms")
-"""Columns of plans that a narrow terminal leaves out, the first at the front."""
+"""Columns of plans that a narrow terminal leaves out, in this order."""
 
 
 def plans_table(plans: dict[str, Plan], title: str | None = None) -> Fitting:
-    """Return a table of both figures of each plan: its arrival rate, and its saturated throughput."""
+    """Return a table of each plan's figures, among them its arrival rate and its saturated throughput."""
     rows = []
     for kind, plan in plans.items():
         e = plan.estimate
@@ -193,7 +193,7 @@ def choices_table(choices: Sequence[ClusterChoice]) -> Table:
 
 
 def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
-    """Return a table of what looser latency bounds would gain over the chosen plan."""
+    """Return a table of the gains of looser latency bounds over the chosen plan."""
     rows = [
         [
             "none" if bound is None else f"{bound:.4g} s",
@@ -205,16 +205,16 @@ def relaxed_table(best: Plan, relaxed: dict[float | None, Plan]) -> Fitting:
     ]
     rate = "arrivals/s" if best.constraint.maximises_arrivals else "req/s"
     below = [f"{row[0]}: {settings_text(plan)}" for row, plan in zip(rows, relaxed.values(), strict=True)]
-    return Fitting("what relaxing the latency bound buys", ["bound", "best", rate, "gain"], rows, below=below)
+    return Fitting("gains from a looser latency bound", ["bound", "best", rate, "gain"], rows, below=below)
 
 
 ENDS = ("_mean_s", "_p50_s", "_p90_s", "_p99_s")
 TIMES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "whole": "whole time, s"}
-"""What requests take from their arrival on, by the beginning of a figure's name."""
+"""Labels of times from arrival, by the prefix of a figure's name."""
 
 
 def simulated_tables(run: Simulated) -> list[Table]:
-    """Return what a simulated run shows; of requests that arrive, their times in a table of their own."""
+    """Return tables of a simulated run; if requests arrive, their times are in a separate table."""
     figures = run.figures
     of_times = [] if run.times is None else [*run.times.figures]
     rows = [[name, f"{value:.4g}"] for name, value in figures.items() if name not in of_times]
@@ -238,11 +238,11 @@ METRICS = {
 
 
 SHOWN = ("throughput_rps", "latency_s", "ttft_s", "ttft_p50_s", "ttft_p99_s", "itl_p99_s", "whole_p50_s", "whole_p99_s")
-"""Figures of a measured plan that its table has; --json has all."""
+"""Figures in the table of a measured plan; --json has all."""
 
 
 def bench_table(report: BenchReport) -> Table:
-    """Return a table of the figures predicted and measured, with the error as it is.
+    """Return a table of predicted and measured figures with their errors.
 
     If requests arrive, times count from arrival, so the latency from admission is left out.
     """
@@ -252,7 +252,7 @@ def bench_table(report: BenchReport) -> Table:
         for f in report.figures
         if f.metric in SHOWN and not (arrives and f.metric == "latency_s")
     ]
-    load = f"at {report.arrival_rate_per_s:.4g} requests/s" if arrives else "that are always waiting"
+    load = f"at {report.arrival_rate_per_s:.4g} requests/s" if arrives else "always waiting"
     title = f"{report.policy} on {report.workload}"
     found = table(title, ["", "predicted", "range at rest", "measured", "error"], rows)
     found.caption, found.caption_justify = f"{report.num_requests} requests {load}, {report.window_s:.0f} s", "left"
@@ -264,7 +264,7 @@ def _range(figure: Comparison) -> str:
 
 
 def bench_report(report: BenchReport) -> list[object]:
-    """Return what a measured plan shows: its table, and notes below it."""
+    """Return the table of a measured plan, and the notes below it."""
     notes = bench_notes(report)
     if report.calibration is not None:
         notes += calibration_notes(report.calibration)
@@ -272,8 +272,8 @@ def bench_report(report: BenchReport) -> list[object]:
 
 
 def bench_notes(report: BenchReport) -> list[str]:
-    """Return lines on the bounds, on failures, and on what disturbed the machine, if steps took longer than the plan
-    allows for."""
+    """Return lines on the bounds, on failures, and on disturbances of the machine if steps took longer than the plan
+    allows."""
     notes = [] if report.differences is None else [report.differences]
     if report.bound_kept is not None and report.share_within_bound is not None:
         kept = "kept" if report.bound_kept else "BROKEN"
@@ -282,12 +282,12 @@ def bench_notes(report: BenchReport) -> list[str]:
             notes.append(f"bounds: {kept}: {share} within all bounds, counted from arrival")
         else:
             bound = f"latency bound {report.latency_bound_s:g} s"
-            notes.append(f"{bound}: {kept}, by the plan's own latency from admission; {share} within it")
+            notes.append(f"{bound}: {kept}, by the plan's latency from admission; {share} within it")
     if report.arrival_rate_per_s is None:
         throughput = report.figure("throughput_rps")
         if report.pace is not None and throughput.at_pace is not None:
             drawn = report.pace * throughput.at_pace / throughput.predicted - 1
-            notes.append(f"the requests drawn here move throughput by {100 * drawn:+.1f}% from the plan's long run")
+            notes.append(f"these requests alone change throughput by {100 * drawn:+.1f}% from the plan's long run")
         notes.append(f"from sending to the last token, waiting included, p99: {report.end_to_end_p99_s:.2f} s")
     if report.pace is not None and (report.is_disturbed or report.is_outside):
         notes.append(_diagnosis(report))
@@ -298,11 +298,11 @@ def bench_notes(report: BenchReport) -> list[str]:
 
 def _diagnosis(report: BenchReport) -> str:
     assert report.pace is not None
-    longer = f"{100 * (report.pace - 1):.0f}% longer than the profile says (the plan allows for {report.headroom:.0%})"
+    longer = f"{100 * (report.pace - 1):.0f}% longer than in the profile (the plan allows {report.headroom:.0%})"
     line = f"diagnosis: steps took {longer}"
     if (waits := report.core_waits) is not None and waits.share_of_steps > 0:
         share = f"{waits.share_of_steps:.1%} of them, {waits.seconds:.1f} s in all"
-        line += f"; other threads had the engine's cores in {share}, without which it is {100 * (waits.pace - 1):.0f}%"
+        line += f"; other threads used the engine's cores in {share}, without these it is {100 * (waits.pace - 1):.0f}%"
     rates = report.calibration_gflops
     if len(rates) == 2:
         line += f"; the machine did {rates[0]:.0f} GFLOP/s before and {rates[1]:.0f} after"
@@ -358,7 +358,7 @@ def calibrated_tables(found: CalibrateOutput) -> tuple[Fitting, ...]:
         f"{1e3 * found.path_s:+.3g} ms for each request outside of the loop"
     ]
     if all(load.used for load in found.loads):
-        below.append("one load: no error on a load that was not fitted to is known; give several")
+        below.append("there is only one load, so the error on other loads is not known; give several")
     return (
         Fitting(
             "predicted over measured", ["load", "figure", "measured", "before", "after", "fitted to"], rows, below=below
@@ -383,7 +383,7 @@ def decision_table(decision: Decision) -> Fitting:
 
 def decision_notes(decision: Decision, observation: Observation) -> list[str]:
     notes = [
-        f"lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens in the mean; distance "
+        f"lengths: inputs {decision.input_mean:.0f}, outputs {decision.output_mean:.0f} tokens on average; distance "
         f"to the plan's (Wasserstein) {observation.input_distance:.1f} and {observation.output_distance:.1f} tokens",
         f"decision: {decision.action}; {decision.reason}",
     ]
@@ -392,7 +392,7 @@ def decision_notes(decision: Decision, observation: Observation) -> list[str]:
     if decision.best is not None:
         what = "throughput" if decision.best.arrival_rate_per_s is None else "the arrival rate"
         notes.append(
-            f"gain {100 * decision.gain:+.1f}% of {what}; the switch holds requests up {decision.pause_s:.1f} s"
+            f"gain {100 * decision.gain:+.1f}% of {what}; the switch delays requests by {decision.pause_s:.1f} s"
         )
     return notes
 

@@ -19,7 +19,7 @@ def run(plan_path: str, output: str | None, force: bool, as_json: bool, **_: Any
     """Run the command; see `xgpt.cli.commands`."""
     file = None if output is None else output_file(output)
     given = load_json(Path(plan_path), Plan, "plan")
-    with render.at_work("judging what else could run"):
+    with render.at_work("searching for better plans"):
         found = api.replan(given, **options.given())
     if file is not None:
         write(file, dump_json(found.plan))

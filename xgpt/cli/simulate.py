@@ -30,7 +30,7 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
 
 
 def _tell_share(asked: dict[str, Any]) -> None:
-    """Say on standard error how much of the trace was replayed, unless all of it."""
+    """Print on standard error how much of the trace was replayed, unless all of it was."""
     trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
     if trace is not None and len(trace.input) > num_requests:
         share = f"the first {num_requests} of {len(trace.input)} requests"

@@ -1,4 +1,4 @@
-"""Kinds of values of options: numbers, times, rates, and those of one class of requests."""
+"""Types of option values: numbers, times, rates, and values for one class of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xgpt.core.numbers import decimal, whole
 
 
 class Whole(click.IntRange):
-    """An integer in a range; refuses 1_0 and digits of other alphabets, which Python would take."""
+    """An integer in a range; 1_0 and digits of other alphabets, which Python accepts, are errors."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
@@ -22,7 +22,7 @@ class Whole(click.IntRange):
 
 
 class Decimal(click.FloatRange):
-    """A number in a range; refuses nan, inf and what `Whole` refuses."""
+    """A number in a range; nan, inf and the errors of `Whole` are errors."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         try:
@@ -32,23 +32,23 @@ class Decimal(click.FloatRange):
 
 
 class OfClass(click.ParamType):
-    """A number above zero for all requests, or CLASS=NUMBER for those of one class: a pair, of "" without a class."""
+    """A number above zero for all requests, or CLASS=NUMBER for one class; it becomes a pair with the class or ""."""
 
     name = "[class=]seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
         of_class, equals, number = str(value).rpartition("=")
         if equals and not of_class:
-            self.fail(f"{value!r} names no class; give S or CLASS=S", param, ctx)
+            self.fail(f"{value!r} has no class before =; give S or CLASS=S", param, ctx)
         return of_class, Decimal(0, min_open=True).convert(number, param, ctx)
 
 
 LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
-"""Bounds of at least this many seconds draw a note on the unit, since they are usually meant in milliseconds."""
+"""Bounds from which a note on the unit is printed, since such values are usually in milliseconds."""
 
 
 class Seconds(click.ParamType):
-    """A time above zero; `inf` (where allowed) means no bound and becomes None."""
+    """A time above zero; `inf`, if allowed, means no bound and becomes None."""
 
     name = "seconds"
 
@@ -116,7 +116,7 @@ class Prices(click.ParamType):
 
 
 class Devices(click.ParamType):
-    """A number of devices, or auto; the API refuses any other text."""
+    """A number of devices, or auto; the API rejects other text."""
 
     name = "devices"
 
@@ -125,7 +125,7 @@ class Devices(click.ParamType):
 
 
 class DevicesOfEach(click.ParamType):
-    """A number of devices of every cluster, or of each: N, or CLUSTER=N,CLUSTER=N."""
+    """A number of devices, for all clusters or for each: N, or CLUSTER=N,CLUSTER=N."""
 
     name = "counts"
 
@@ -143,7 +143,7 @@ class DevicesOfEach(click.ParamType):
 
 
 class Held(click.ParamType):
-    """A control variable and its value, NAME=N: a pair."""
+    """A control variable and its value, NAME=N, as a pair."""
 
     name = "held"
 
@@ -186,4 +186,4 @@ KINDS: dict[str, click.ParamType] = {
     "seconds": Seconds(),
     "seconds_or_0": SecondsOrNone(0),
 }
-"""Kinds of values that a field's type does not tell (`xgpt.requests.Option.kind`)."""
+"""Types of option values that a field's type does not determine (`xgpt.requests.Option.kind`)."""

@@ -1,1 +1,1 @@
-"""Compare policies, each at its best, with each other and with a given `vllm serve` command."""
+"""Compare the best plans of policies with each other and with the current deployment."""

@@ -1,4 +1,5 @@
-"""How far a gain over what runs now hangs on assumptions: what mixed steps cost, pace, lengths and bursts."""
+"""The dependence of a gain over the current deployment on assumptions: cost of mixed steps, pace, lengths and
+bursts."""
 
 from __future__ import annotations
 
@@ -21,20 +22,20 @@ from xsimulator.capacity import capacity
 from xsimulator.forecast import FORECASTS
 
 MIXING = (-0.2, 0.2)
-"""What a step with prompts and decodes may cost beside what its engine is known for, as a share of its decodes."""
+"""Changes of an engine's cost of mixed steps, as a share of the time of a step's decodes."""
 PACES = (0.9, 1.15)
-"""Step times, as shares of the profile's."""
+"""Factors on the profile's step times."""
 OUTPUTS = (0.85, 1.15)
-"""Lengths of outputs, as shares of the workload's, if no trace shows how its halves differ."""
+"""Factors on output lengths, if there is no trace with two halves to compare."""
 BURSTS = 2.0
-"""Factor on how much the gaps between arrivals vary."""
+"""Factor on the variation of the gaps between arrivals."""
 
 
 class Assumption(NamedTuple):
-    """A way in which a prediction may be wrong.
+    """An assumption under which the prediction differs.
 
     Attributes:
-        mixing: what is added to the engine's cost of mixed steps.
+        mixing: change of the engine's cost of mixed steps.
         pace: factor on step times.
         workload: other lengths; None: the plan's.
     """
@@ -46,11 +47,11 @@ class Assumption(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A gain as it stands under every assumption.
+    """The range of a gain over all assumptions.
 
     Attributes:
-        least, most: the gain under the assumptions that are worst and best for it.
-        worst: the assumption under which it is least.
+        least, most: the smallest and the largest gain.
+        worst: the assumption with the smallest gain.
     """
 
     least: float
@@ -84,12 +85,8 @@ def _scaled(lengths: Histogram, factor: float) -> Histogram:
 
 
 def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[float]:
-    """Return the factor by which a plan's rate changes under each assumption, in closed form, and under bursts.
-
-    Under bursts its arrivals are simulated.
-
-    Args:
-        profile: the plan's.
+    """Return the factors by which a plan's rate changes under each assumption, in closed form, and under simulated
+    bursts.
     """
     now = _closed(plan, profile, Assumption("as planned"))
     if now <= 0:
@@ -103,7 +100,7 @@ def changes(plan: Plan, profile: Profile, among: Sequence[Assumption]) -> list[f
 def ranges(
     plans: Mapping[str, Plan], profile: Profile, current: Plan, current_profile: Profile, trace: TraceLengths | None
 ) -> dict[str, Range]:
-    """Return the range of each plan's gain for each device over what runs now."""
+    """Return the range of each plan's gain per device over the current deployment."""
     among = assumptions(current.workload, trace)
     names = [*(each.name for each in among), f"gaps between arrivals vary {BURSTS:g} times as much"]
     now = np.asarray(changes(current, current_profile, among))
@@ -116,7 +113,7 @@ def ranges(
 
 
 def _closed(plan: Plan, profile: Profile, under: Assumption) -> float:
-    """Return a plan's objective under an assumption, in closed form, with its settings as they are."""
+    """Return a plan's objective under an assumption, in closed form, with unchanged settings."""
     engine = plan.engine or load_engine("xgpt")
     engine = engine.model_copy(update={"mixing": max(0.0, engine.mixing + under.mixing)})
     problem = replace(Problem.of(plan, profile.slowed(under.pace)), engine=engine)

@@ -1,4 +1,4 @@
-"""Compare the policies, each at its best under one bound: predicted and, on this machine's devices, measured."""
+"""Compare the best plans of all policies under one bound: by prediction and, on this machine, by measurement."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from xscheduler.problem import Problem
 from xscheduler.schedule import scheduler
 
 RELAXATIONS = (1.25, 1.5, 2.0, None)
-"""Factors by which the latency bound is relaxed to see what that gains; None: no bound."""
+"""Factors by which the latency bound is relaxed to compute the gain; None: no bound."""
 
 
 OnStart = Callable[[Plan], None]
-"""A function that is given each plan before it is measured."""
+"""A function that is called with each plan before it is measured."""
 
 
 class Gain(NamedTuple):
     """The factor by which the best plan's highest arrival rate exceeds that of the current deployment.
 
     Attributes:
-        per_device: the same for each device.
+        per_device: that factor for the rate per device.
         num_devices, current_devices: devices of the best plan, and of the current deployment.
     """
 
@@ -62,14 +62,14 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True)
 class Compared:
-    """Every policy at its own best under one bound.
+    """The best plan of every policy under one bound.
 
     Attributes:
         plans: the best plan of each policy, the best of all first.
-        relaxed: the best plan under each looser latency bound, s; None: under none.
+        relaxed: the best plan under each looser latency bound, in s; None: without a bound.
         current: the current deployment, scored as a plan; None: none was given.
         notes: assumptions about the current deployment.
-        ranges: the range of each policy's gain for each device over the current deployment, whatever is assumed.
+        ranges: the range of each policy's gain per device over the current deployment, over all assumptions.
         measured: figures of each plan measured on this machine, by policy.
     """
 
@@ -104,7 +104,7 @@ def compare(
     progress: Progress | None = None,
     on_start: OnStart = lambda plan: None,
 ) -> Compared:
-    """Plan each policy at its best; if asked for, score the current deployment and measure the plans on this machine.
+    """Find each policy's best plan; if requested, score the current deployment and measure the plans on this machine.
 
     Args:
         current: the command of the current deployment, or a Compose file, pod or Helm values that start it.
@@ -112,9 +112,9 @@ def compare(
         seed: seed of that load's requests.
 
     Raises:
-        InputError: a name is not known, plans for another machine are to be measured, or the current deployment
-            cannot run the same work as the plans.
-        InfeasibleError: nothing keeps the constraint.
+        InputError: a name is not known, plans for another machine should be measured, or the current deployment cannot
+            run the same work as the plans.
+        InfeasibleError: no schedule keeps the constraint.
         MachineError: this machine cannot be profiled, or a server does not start.
     """
     cluster = request.cluster if isinstance(request.cluster, ClusterSpec) else load_cluster(request.cluster)
@@ -128,13 +128,13 @@ def compare(
     if running is not None and request.engine is None and request.profile is None and cluster.device.type == "gpu":
         engine = engine_name(running)
         request = request.model_copy(update={"engine": engine})
-        notes = (f"engine {engine}: the plans are for it, too, as the command starts it", *notes)
+        notes = (f"engine {engine}: the plans are also for this engine, which the command starts", *notes)
     if running is not None and running.drafts is not None:
         request, note = planned_with(request, running.drafts)
         notes = (note, *notes)
     problem = resolve(request, progress)
     if measured is not None and not problem.cluster.is_local:
-        accepted = "only plans for the machine at hand (`cluster=local`) can be measured"
+        accepted = "only plans for this machine (`cluster=local`) can be measured"
         raise InputError("measure", problem.cluster.name, accepted)
     scored, scored_profile, trace = None, problem.profile, None
     if running is not None:
@@ -143,7 +143,10 @@ def compare(
         running_problem = _as_run(request, problem, running, progress)
         if not _has_types(problem, running) and running_problem is not problem:
             weights, kv = types_of(problem, running)
-            notes = (*notes, f"scored with weights in {weights} and K/V in {kv}, as it runs, unlike the plans")
+            notes = (
+                *notes,
+                f"the current deployment is scored with weights in {weights} and K/V in {kv}, unlike the plans",
+            )
         scored = score_current(running_problem, running, longest)
         scored_profile = running_problem.profile
     plans = with_capacities(plan_each(problem, request.policy, request.search), problem.profile)
@@ -166,7 +169,8 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
-    """Return a line where the plan that gains most is not the one that holds up best, or none holds up."""
+    """Return lines if the plan with the largest gain has not the best worst case, or if no plan gains in the worst
+    case."""
     first, lines = next(iter(plans)), []
     if kind != first:
         lines.append(
@@ -174,12 +178,14 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
             f"assumed ({gains[first].worst}): {kind} holds up better"
         )
     if gains[kind].least < 1:
-        lines.append(f"no plan gains whatever is assumed: keep what runs now unless you measure ({gains[kind].worst})")
+        lines.append(
+            f"no plan gains under all assumptions: keep the current deployment unless you measure ({gains[kind].worst})"
+        )
     return lines
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the known engine nearest to a deployment's: the newest version up to its own, else the oldest."""
+    """Return the known engine closest to a deployment's: the newest version up to its version, else the oldest."""
 
     def version(name: str) -> tuple[int, ...]:
         return tuple(map(int, name.rpartition("-")[2].split(".")))
@@ -192,7 +198,7 @@ def engine_name(current: CurrentEngine) -> str:
 
 
 def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
-    """Return the types of weights and of K/V that a deployment on GPUs runs in."""
+    """Return the data types of weights and K/V of a deployment on GPUs."""
     dtype = current.dtype or problem.model.default_dtype
     return dtype, current.kv_dtype or ("bfloat16" if dtype == "float8" else dtype)
 
@@ -200,7 +206,7 @@ def types_of(problem: Problem, current: CurrentEngine) -> tuple[DType, DType]:
 def _as_run(
     request: PlanRequest, problem: Problem, current: CurrentEngine, progress: Progress | None = None
 ) -> Problem:
-    """Return the problem with step times in the types, and over the devices, that the deployment runs in and on."""
+    """Return the problem with step times for the data types and devices of the deployment."""
     if problem.cluster.device.type != "gpu" or request.profile is not None:
         return problem
     changes: dict[str, Any] = {}
@@ -221,13 +227,14 @@ def _has_types(problem: Problem, current: CurrentEngine) -> bool:
 
 
 def score_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> Plan:
-    """Return a plan with the settings and figures of a running engine: chunked prompts, K/V taken as requests grow.
+    """Return a plan with the settings and figures of a running engine, with chunked prompts and K/V allocated as
+    requests grow.
 
     Args:
-        longest: tokens of the workload's longest request; None: its longest input and longest output together.
+        longest: tokens of the workload's longest request; None: the sum of its longest input and longest output.
 
     Raises:
-        InputError: it takes more devices than the cluster has, runs in another dtype than the plans, or refuses
+        InputError: it needs more devices than the cluster has, runs in another dtype than the plans, or rejects
             requests of the workload.
         InfeasibleError: the model does not fit on them, or its K/V memory holds no request of the longest length that
             the engine accepts, so that it does not start.
@@ -261,7 +268,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
         _check_room(current, problem, holds, longest or _longest(problem))
     most = floor(space.capacity_beside(np.asarray([step_tokens]))[0])
     settings = ChunkedSettings(
-        # A step is a micro-batch's; vLLM's limits are those of a step, and of all requests inside.
+        # A step is that of one micro-batch; vLLM's limits are for a step and for all running requests.
         token_budget=micro * step_tokens,
         max_batch=max(1, min(current.max_num_seqs, most)),
         **placement.fixed,
@@ -271,7 +278,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def gain_of(best: Plan, current: Plan) -> Gain | None:
-    """Return a plan's gain over the current deployment; None: the latter keeps the bounds at no arrival rate."""
+    """Return a plan's gain over the current deployment; None: that keeps the bounds at no arrival rate."""
     if rate_of(current) <= 0:
         return None
     devices = [plan.num_devices for plan in (best, current)]
@@ -280,10 +287,10 @@ def gain_of(best: Plan, current: Plan) -> Gain | None:
 
 
 def gain_in_words(best: Plan, current: Plan, range_: Range | None = None) -> str:
-    """Return a sentence that compares the arrival rates, in all and for each device, of plan and current deployment.
+    """Return a sentence that compares the arrival rates of plan and current deployment, in total and per device.
 
     Args:
-        range_: of the gain for each device, whatever is assumed; None: not known.
+        range_: range of the gain per device over all assumptions; None: not known.
     """
     gain = gain_of(best, current)
     if gain is None:
@@ -320,24 +327,24 @@ def _check_room(current: CurrentEngine, problem: Problem, holds: float, longest:
 
 
 def check_current(problem: Problem, current: CurrentEngine, longest: int | None = None) -> None:
-    """Refuse a current deployment that cannot be compared with plans for the same work.
+    """Check that a current deployment can be compared with plans for the same work.
 
     Raises:
-        InputError: it takes more devices than the cluster has, serves another model, runs in other types than step
-            times are known for, or refuses requests of the workload.
+        InputError: it needs more devices than the cluster has, serves another model, runs in data types without step
+            times, or rejects requests of the workload.
     """
     cluster, lengths = problem.cluster, problem.workload
     check_model(current, problem.model.name)
     if current.quantization is not None and problem.model.quantization is None and problem.profile.dtype != "float8":
-        accepted = f"the weights of {problem.model.name} are in {problem.profile.dtype}: give the checkpoint it serves"
+        accepted = f"the weights of {problem.model.name} are in {problem.profile.dtype}: give the served checkpoint"
         raise InputError("current: --quantization", current.quantization, accepted)
     if current.num_devices > cluster.num_devices:
         raise InputError("current", f"{current.num_devices} devices", f"{cluster.name} has {cluster.num_devices}")
     cuts_experts = current.framework == "vllm" and current.replicas > 1 and current.ep_degree <= current.tp_degree
     if cuts_experts and problem.model.experts is not None:
-        accepted = "vLLM then cuts each expert across all replicas, which is not scored: add --enable-expert-parallel"
+        accepted = "vLLM then divides each expert among all replicas, which is not scored: add --enable-expert-parallel"
         raise InputError("current: --data-parallel-size", current.replicas, accepted)
-    # On a CPU vLLM runs in what the config says, and plans are in float32: their step times are all there is.
+    # On a CPU vLLM uses the config's dtype, but only step times in float32 are known, those of the plans.
     is_known = current.dtype in (None, problem.profile.dtype)
     if cluster.device.type == "gpu":
         is_known = _has_types(problem, current)
@@ -347,12 +354,12 @@ def check_current(problem: Problem, current: CurrentEngine, longest: int | None 
         raise InputError("current: --dtype", f"{weights}, K/V in {kv}", accepted)
     longest = longest or _longest(problem)
     if current.max_model_len is not None and current.max_model_len < longest:
-        accepted = f"requests of {lengths.name} have up to {longest} tokens, which it refuses"
+        accepted = f"requests of {lengths.name} have up to {longest} tokens, which it would reject"
         raise InputError("current: --max-model-len", current.max_model_len, accepted)
 
 
 def _longest(problem: Problem) -> int:
-    """Return the tokens of a workload's longest input and longest output together."""
+    """Return the sum of a workload's longest input and longest output, in tokens."""
     return problem.workload.input.lengths[-1] + problem.workload.output.lengths[-1]
 
 
@@ -360,7 +367,7 @@ def relax(problem: Problem, search: SearchMethod, plan: Plan) -> dict[float | No
     """Return the best plan under each relaxed latency bound, in s (None: no bound); empty if there is no bound.
 
     Args:
-        plan: the best plan under the bound itself, which keeps every looser bound, too.
+        plan: the best plan under the bound itself, which also keeps every looser bound.
     """
     bound = problem.constraint.latency_bound_s
     if bound is None:

@@ -1,4 +1,4 @@
-"""The settings of a deployment that runs today, for any engine."""
+"""The settings of a current deployment, for any engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class CurrentEngine:
     """The settings of a running engine.
 
     Attributes:
-        num_stages: pipeline stages of a replica, `tp_degree` devices each.
-        ep_degree: devices that divide the whole experts of a layer among them, perhaps those of several replicas.
+        num_stages: pipeline stages of a replica, with `tp_degree` devices each.
+        ep_degree: number of devices, perhaps of several replicas, that divide the experts of a layer, each holding
+            whole experts.
         max_num_seqs: largest number of requests in a step.
         max_num_batched_tokens: largest number of tokens in a step.
         usable_memory: share of a device's memory that it uses; None: the cluster's.
@@ -25,16 +26,16 @@ class CurrentEngine:
         shortens: whether the engine shortens it if K/V memory cannot hold a request of that length.
         dtype: type that it runs in; None: the one in the model's config.
         kv_dtype: type of K/V; None: that of the dtype.
-        quantization: the quantisation that the command names; None if it names none.
-        notes: assumptions, in words.
-        framework: the engine, as configs/engines names it.
-        version: its version, as far as the image's tag says it.
-        model: the model that the command serves; None if it names none.
-        cuts_prompts: whether a step may take a part of a prompt.
-        drops_windows: whether it frees keys and values that have left all windows of a layer.
-        text_only: whether it leaves out the encoders of images and sound that a model has.
-        drafts: how it drafts tokens ahead; None: not at all.
-        schedules_ahead: whether it decides a step while the one before it runs; None: as the engine does by default.
+        quantization: the quantisation in the command; None: it has none.
+        notes: assumptions, as text.
+        framework: name of the engine, as in configs/engines.
+        version: its version, from the image's tag; None: not known.
+        model: the model in the command; None: it has none.
+        cuts_prompts: whether a step may encode a part of a prompt.
+        drops_windows: whether keys and values outside the attention window of a layer are freed.
+        text_only: whether the model's encoders of images and sound are not loaded.
+        drafts: its speculative decoding; None: it has none.
+        schedules_ahead: whether a step is scheduled while the step before it runs; None: the engine's default.
     """
 
     tp_degree: int
@@ -64,16 +65,16 @@ class CurrentEngine:
         return self.tp_degree * self.num_stages * self.replicas
 
     def step_tokens(self, context: int) -> int:
-        """Return the tokens of a largest step, which holds the longest request if prompts are not cut.
+        """Return the largest number of tokens of a step, which fits the longest request if prompts are not cut.
 
         Args:
-            context: the model's.
+            context: the model's context.
         """
         longest = 0 if self.cuts_prompts else self.max_model_len or context
         return max(self.max_num_batched_tokens, longest)
 
     def as_started(self, engine: EngineSpec) -> EngineSpec:
-        """Return an engine with the loop that the command asks for."""
+        """Return the engine with the command's settings of its loop."""
         changes: dict[str, Any] = {}
         if self.schedules_ahead is not None:
             changes["schedules_ahead"] = self.schedules_ahead
@@ -86,13 +87,13 @@ class CurrentEngine:
 
 
 def is_model(served: str, name: str) -> bool:
-    """Return whether what a command serves may be the model of this name: its name has all parts of the model's."""
+    """Return whether the served model may be the one of this name, which is so if it has all parts of the name."""
     parts = set(re.findall(r"[a-z]+|[\d.]+[bmk]?", name.lower().rpartition("/")[2]))
     return parts <= set(re.findall(r"[a-z]+|[\d.]+[bmk]?", served.lower().rpartition("/")[2]))
 
 
 def check_model(current: CurrentEngine, name: str) -> None:
-    """Refuse a command that names another model on the Hub than the plans are for.
+    """Check that a command does not serve another model on the Hub than the plans are for.
 
     Raises:
         InputError: it does. A path or a name without an owner may be any model.

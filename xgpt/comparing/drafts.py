@@ -1,4 +1,4 @@
-"""Read how a running engine drafts tokens ahead, and plan with the same draft."""
+"""Read the speculative decoding of a running engine, and plan with the same draft."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ tokens (arXiv 2412.19437 sec. 5.4.3), in its own tests. eagle: 2 to 7 tokens ahe
 0.66 (github vllm-project/vllm issue 20780), EAGLE-3 with 2 ahead of Qwen3 0.53 to 0.7 (github Tencent/AngelSlim)."""
 METHODS: dict[str, SpeculativeMethod] = {"eagle": "eagle", "eagle3": "eagle3", "ngram": "ngram", "mtp": "mtp"}
 SPEC_FLAGS = {"spec-method": "method", "spec-model": "model", "spec-tokens": "num_speculative_tokens"}
-"""Flags of vLLM that stand for parts of --speculative-config."""
+"""Flags of vLLM that set parts of --speculative-config."""
 NEUTRAL = frozenset(
     ("model", "method", "num_speculative_tokens", "revision", "code_revision", "max_model_len", "prompt_lookup_max")
 ) | {"prompt_lookup_min", "draft_tensor_parallel_size", "draft_sample_method", "disable_padded_drafter_batch"}
-"""Parts of --speculative-config that are read, or whose effect the acceptance states."""
+"""Parts of --speculative-config that are read, or whose effect is part of the acceptance."""
 
 
 class Drafts(NamedTuple):
-    """How an engine drafts: the method, tokens ahead in each step, and the draft's checkpoint (None: the model's)."""
+    """An engine's speculative decoding: method, draft tokens in each step, and the draft's checkpoint (None: the
+    model's)."""
 
     method: SpeculativeMethod
     tokens: int
@@ -32,7 +33,7 @@ class Drafts(NamedTuple):
 
 
 def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
-    """Return how `vllm serve` drafts; None: not at all.
+    """Return the speculative decoding of `vllm serve`; None: it has none.
 
     Args:
         model: the model that it serves.
@@ -44,12 +45,12 @@ def vllm_drafts(given: Given, model: str | None) -> Drafts | None:
     if not parts:
         return None
     draft, named = parts.get("model"), str(parts.get("method", ""))
-    if not named:  # vLLM then goes by the draft
+    if not named:  # vLLM then derives it from the draft
         named = "mtp" if draft == model else next((each for each in ("eagle3", "eagle") if each in str(draft)), "")
     method = METHODS.get("mtp" if named.endswith("_mtp") else named)
     field = "current: --speculative-config"
     if method is None:
-        raise InputError(field, named or draft, f"scored are drafts by {', '.join(METHODS)}; {DRAFTS}")
+        raise InputError(field, named or draft, f"only {', '.join(METHODS)} are scored; {DRAFTS}")
     if other := sorted(set(parts) - NEUTRAL):
         raise InputError(field, other[0], "its effect on drafts is not scored; leave it out to compare without it")
     if "num_speculative_tokens" not in parts and method != "mtp":
@@ -73,7 +74,7 @@ def _parts(given: Given) -> dict[str, Any]:
 
 
 def sglang_drafts(given: Given) -> Drafts | None:
-    """Return how SGLang drafts; None: not at all.
+    """Return the speculative decoding of SGLang; None: it has none.
 
     Raises:
         InputError: drafts of this kind, or with branches, are not scored.
@@ -82,40 +83,42 @@ def sglang_drafts(given: Given) -> Drafts | None:
     if algorithm is None:
         return None
     draft, field = given.get("speculative-draft-model-path"), "current: --speculative-algorithm"
-    # Without a draft of its own it is the model's layer for multi-token prediction.
+    # Without a draft model it is the model's layer for multi-token prediction.
     known: dict[str, SpeculativeMethod] = {"NEXTN": "mtp", "EAGLE": "eagle" if draft else "mtp", "EAGLE3": "eagle3"}
     if algorithm not in known:
-        raise InputError(field, algorithm, f"scored are {', '.join(known)}; {DRAFTS}")
+        raise InputError(field, algorithm, f"only {', '.join(known)} are scored; {DRAFTS}")
     steps = value_of(given, "speculative-num-steps", count, None)
     if steps is None or given.get("speculative-eagle-topk") != "1":
-        accepted = "drafts without branches are scored: give --speculative-num-steps, and --speculative-eagle-topk 1"
+        accepted = (
+            "only drafts without branches are scored: give --speculative-num-steps and --speculative-eagle-topk 1"
+        )
         raise InputError(field, algorithm, accepted)
     return _drafts(field, known[algorithm], steps, draft)
 
 
 def _drafts(field: str, method: SpeculativeMethod, tokens: int, draft: str | None) -> Drafts:
     if tokens > MOST_AHEAD:
-        raise InputError(field, tokens, f"up to {MOST_AHEAD} tokens ahead are scored")
+        raise InputError(field, tokens, f"at most {MOST_AHEAD} draft tokens are scored")
     return Drafts(method, tokens, draft)
 
 
 def planned_with(request: PlanRequest, drafts: Drafts) -> tuple[PlanRequest, str]:
-    """Return the request for plans with the same draft, and a line that says what is accepted of it.
+    """Return the request for plans with the same draft, and a line about its acceptance.
 
     Raises:
-        InputError: the request has another draft, or no acceptance is known of this one.
+        InputError: the request has another draft, or the acceptance of this one is not known.
     """
     if request.speculative not in (None, drafts.method):
-        accepted = f"the command drafts by {drafts.method}: plans are compared with the same draft"
+        accepted = f"the command uses {drafts.method}, and plans must use the same draft"
         raise InputError("speculative", request.speculative, accepted)
     acceptance: Any = request.acceptance
     said = f"acceptance as given, {acceptance}"
     if acceptance is None:
         acceptance = ASSUMED.get(drafts.method)
         if acceptance is None:
-            accepted = "what is accepted depends on the text: give `acceptance`, shares or a server's metrics page"
+            accepted = "it depends on the text: give `acceptance`, as shares or a server's metrics page"
             raise InputError("acceptance", None, accepted)
         said = f"assumed that {acceptance:g} of tokens are accepted if all before them are: give `acceptance`"
     update = {"speculative": drafts.method, "speculative_tokens": drafts.tokens, "acceptance": acceptance}
-    note = f"drafts by {drafts.method}, {drafts.tokens} ahead, in the plans, too: {said}"
+    note = f"drafts by {drafts.method}, {drafts.tokens} tokens a step, also in the plans: {said}"
     return request.model_copy(update=update | {"draft_model": drafts.model}), note

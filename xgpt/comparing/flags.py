@@ -1,4 +1,4 @@
-"""Read an engine's command line as its own parser does: prefixes, opposites, dashes or underscores, config files."""
+"""Read an engine's command line as its parser does, with prefixes, negations, underscores and config files."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ DTYPES: dict[str, DType | None] = {
     "auto": None, "half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32",
     "float32": "float32",
 }  # fmt: skip
-"""Types by the names that engines share."""
+"""Data types, by the names that all engines use."""
 NO_TABLES = "no step times are known for it"
-DRAFTS = "how many tokens a step gives depends on the drafts that are accepted"
+DRAFTS = "the tokens of a step depend on the acceptance of drafts"
 TRANSFER = "traffic of K/V between engines is not scored"
-SCHEDULE = "it changes which requests run together, in a way that is not scored"
+SCHEDULE = "it changes the batching of requests in a way that is not scored"
 CAPTURED = "step times are those of captured graphs"
-VARIABLE = "it is a variable of the shell: write its value"
+VARIABLE = "it is a shell variable: write its value"
 
 Given = dict[str, str]
-"""Flags by their long name: the value, "yes" or "no" for a switch, JSON for a value given in parts."""
+"""Values of flags by their long names: text, "yes" or "no" for a switch, JSON for a value given in parts."""
 
 
 @cache
 def tables() -> dict[str, Any]:
-    """Return what `python -m tools.make_flags` read of released engines: versions, flags, aliases, quantisations."""
+    """Return versions, flags, aliases and quantisations of released engines, from the file of `python -m
+    tools.make_flags`."""
     return dict(json.loads((Path(__file__).parent / "engine_flags.json").read_text(encoding="utf-8")))
 
 
@@ -44,11 +45,11 @@ class FlagTable:
 
     Attributes:
         engine: the engine and its version, for messages.
-        takes: what each flag takes, by its long name without dashes: nothing, switch (with a --no- form), value,
+        takes: kind of value of each flag, by its long name without dashes: nothing, switch (with a --no- form), value,
             optional, many.
-        aliases: other names, with their dashes.
-        abbreviates: whether an unambiguous prefix stands for a flag, as in argparse.
-        earlier: flags of earlier versions, which count where the newest has none of that name.
+        aliases: other names, with dashes.
+        abbreviates: whether an unambiguous prefix of a flag is accepted, as in argparse.
+        earlier: flags of earlier versions, which are used if the newest has none of that name.
     """
 
     engine: str
@@ -62,7 +63,7 @@ class FlagTable:
         """Return the table of an engine's release.
 
         Args:
-            name: the engine's, for messages.
+            name: name of the engine, for messages.
         """
         document = tables()
         takes, earlier = document["takes"][engine], document["takes"].get(f"{engine}, earlier", {})
@@ -70,8 +71,8 @@ class FlagTable:
         return cls(f"{name} {document['versions'][engine]}", takes, aliases, abbreviates, earlier)
 
     def read(self, words: list[str]) -> tuple[Given, list[str]]:
-        """Return the flags of words like `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`, and
-        the words that belong to none.
+        """Return the flags in words such as `--flag value`, `--flag=value`, `-tp 4`, `-O3` and `--flag.field value`,
+        and the words that belong to no flag.
 
         Raises:
             InputError: a flag is not known, or its value is missing.
@@ -93,7 +94,7 @@ class FlagTable:
             takes = self.takes.get(name) or self.earlier[name]
             if takes in ("nothing", "switch"):
                 if equals or dot:
-                    raise InputError(f"current: --{name}", value, "it is a switch: give no value")
+                    raise InputError(f"current: --{name}", value, "it is a switch and has no value")
                 given[name] = "yes" if is_on else "no"
                 continue
             values = [value] if equals else []
@@ -111,7 +112,7 @@ class FlagTable:
         """Return the long name of a flag, and whether it is switched on.
 
         Raises:
-            InputError: there is no such flag; the message names the nearest, never its opposite.
+            InputError: there is no such flag; the message suggests the closest, never its negation.
         """
         word = word.replace("_", "-")
         names = self._names()
@@ -122,27 +123,27 @@ class FlagTable:
         if len(meant) == 1:
             return meant.pop()
         if meant:
-            raise InputError("current", word, f"it may stand for {', '.join(sorted(begun))}")
+            raise InputError("current", word, f"it may mean {', '.join(sorted(begun))}")
         off = _is_off(word)
         near = nearest(word, [name for name in names if _is_off(name) == off])
         raise InputError("current", word, f"{self.engine} has no such flag{near}")
 
     def _names(self) -> dict[str, tuple[str, bool]]:
-        """Return the flag that each spelling stands for, and whether that spelling switches it on."""
+        """Return the flag of each spelling, and whether that spelling switches it on."""
         all_ = {**self.earlier, **self.takes}
         names = {f"--{flag}": (flag, True) for flag in all_}
         names |= {f"--no-{flag}": (flag, False) for flag, takes in all_.items() if takes == "switch"}
         return names | {alias: (flag, True) for alias, flag in self.aliases.items()}
 
     def read_config(self, path: str) -> Given:
-        """Return the flags of a YAML file, as `vllm serve --config` takes them.
+        """Return the flags in a YAML file, as `vllm serve --config` reads them.
 
         Raises:
-            InputError: the file holds something else, or names another one.
+            InputError: the file contains something else, or refers to another file.
         """
         data = load_yaml(Path(path), "current: --config")
         if not isinstance(data, dict):
-            raise InputError("current: --config", path, "it must hold flags and their values")
+            raise InputError("current: --config", path, "it must contain flags and their values")
         words: list[str] = []
         for key, value in data.items():
             if isinstance(value, bool):
@@ -153,12 +154,12 @@ class FlagTable:
                 words += [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]
         given, _ = self.read(words)
         if "config" in given:
-            raise InputError("current: --config", path, "it names another config file; put all flags into one")
+            raise InputError("current: --config", path, "it refers to another config file; put all flags into one")
         return given
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object of a flag that is given in parts; empty if it has none yet."""
+    """Return the JSON object of a flag that is given in parts; empty if there is none yet."""
     try:
         value = json.loads(text or "")
     except ValueError:
@@ -167,7 +168,7 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def is_flag(word: str) -> bool:
-    """Return whether a word is a flag and no negative number."""
+    """Return whether a word is a flag, not a negative number."""
     return word.startswith("-") and len(word) > 1 and not re.fullmatch(r"-\d+(\.\d+)?", word)
 
 
@@ -192,13 +193,13 @@ def value_of(given: Given, name: str, read: Callable[[str], T | None], default: 
 
 
 def refuse(given: Given, why: Mapping[str, str]) -> None:
-    """Refuse flags that change speed or memory in a way that is not scored.
+    """Check that no flag changes speed or memory in a way that is not scored.
 
     Args:
-        why: the reason, by the name or by a pattern of names.
+        why: the reason, by name or pattern of names.
 
     Raises:
-        InputError: such a flag is given, and switched on.
+        InputError: such a flag is given and switched on.
     """
     for name, value in given.items():
         reason = why.get(name) or next((why[pattern] for pattern in why if re.fullmatch(pattern, name)), None)
@@ -209,12 +210,12 @@ def refuse(given: Given, why: Mapping[str, str]) -> None:
 def types_of(
     given: Given, dtypes: Mapping[str, DType | None], kv_names: Sequence[str], weights_names: Sequence[str]
 ) -> tuple[DType | None, DType | None, str | None]:
-    """Return the types of weights and K/V (None: the model's), and how the checkpoint stores its weights.
+    """Return the data types of weights and K/V (None: the model's), and the quantisation of the checkpoint.
 
     Args:
-        dtypes: the types of the engine, by its names.
-        kv_names: the engine's names of K/V in eight bits.
-        weights_names: its names of quantisations to eight bits.
+        dtypes: data types, by the engine's names.
+        kv_names: the engine's names of 8-bit K/V.
+        weights_names: the engine's names of 8-bit quantisations.
 
     Raises:
         InputError: a type is not known.

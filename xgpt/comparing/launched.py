@@ -1,4 +1,4 @@
-"""Find the engine that a shell command, `docker run`, a Compose file, a pod or Helm values start, and its flags."""
+"""Find the engine, with its flags, that a shell command, `docker run`, a Compose file, a pod or Helm values start."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LAUNCHERS: dict[tuple[str, str], Engine] = {
     ("-m", "dynamo.trtllm"): "tensorrt-llm",
 }
 IMAGES: dict[str, Engine] = {"vllm": "vllm", "sglang": "sglang", "tensorrt": "tensorrt-llm", "trtllm": "tensorrt-llm"}
-"""Parts of the names of images, and the engine that they run."""
+"""Engines, by parts of the names of their images."""
 ENDS = {";", "&", "&&", "|", "||", ">", ">>", "2>", "2>&1", "<", "&>", ")"}
 """Words that end a command of a shell."""
 MOST_LINES = 100
-"""Lines that text between quotation marks may take in a command."""
+"""Largest number of lines of quoted text in a command."""
 DOCKER_SWITCHES = frozenset(
     ("--rm", "--privileged", "--init", "--interactive", "--tty", "--detach", "--read-only", "--publish-all", "--quiet")
 )
@@ -46,17 +46,17 @@ VALUES: dict[str, str] = {
     "enableChunkedPrefill": "--enable-chunked-prefill",
     "enablePrefixCaching": "--enable-prefix-caching",
 }
-"""Fields of the production stack's Helm values (`vllmConfig`), and the flags that its chart makes of them."""
+"""Flags that the chart of vLLM's production stack makes from fields of its Helm values (`vllmConfig`)."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """An engine as something starts it.
+    """An engine with its command line.
 
     Attributes:
-        words: what follows the launcher.
+        words: the words after the launcher.
         image: the container's image; "": none.
-        devices: devices that the manifest requests for it; None if it does not say.
+        devices: number of devices in the manifest; None: not stated.
     """
 
     engine: Engine
@@ -78,7 +78,7 @@ def find_engine(text: str) -> Launched:
         text: a command, YAML, or the path of a file with one of them.
 
     Raises:
-        InputError: nothing in it starts an engine, or several do.
+        InputError: it starts no engine, or several.
     """
     text = text.strip()
     if "\n" not in text and len(text) < 4096 and not re.search(r"\s--?\w", text) and Path(text).is_file():
@@ -113,7 +113,7 @@ def _one(launched: list[Launched], text: str) -> Launched:
 
 
 def _documents(text: str) -> list[Any]:
-    """Return the mappings of YAML; nothing where the text is a command."""
+    """Return the mappings of YAML; nothing if the text is a command."""
     if not re.search(r"^\s*[\w.-]+\s*:(\s|$)", text, flags=re.MULTILINE):
         return []
     try:
@@ -126,7 +126,7 @@ def _documents(text: str) -> list[Any]:
 
 
 def in_shell(text: str) -> Iterator[Launched]:
-    """Yield the engines that the commands of a shell start."""
+    """Yield the engines that a shell's commands start."""
     for line in _lines(re.sub(r"\\[ \t]*\r?\n", " ", text)):
         if line.strip() and not line.strip().startswith("#"):
             words = _words(re.sub(r"^[$>] ", "", line.strip()))
@@ -134,7 +134,7 @@ def in_shell(text: str) -> Iterator[Launched]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines of a script; a quotation that spans several lines is yielded whole."""
+    """Yield the lines of a script; quoted text on several lines is yielded as one."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -145,7 +145,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _is_closed(text: str) -> bool:
-    """Return whether each quotation mark of a shell's text is closed."""
+    """Return whether all quotation marks of a shell's text are closed."""
     try:
         shlex.split(text)
     except ValueError:
@@ -156,15 +156,15 @@ def _is_closed(text: str) -> bool:
 def _words(line: str) -> list[str]:
     # A placeholder such as <port> is a word, not a redirection.
     line = re.sub(r"<([A-Za-z][\w .:/-]*)>", lambda match: match[1].replace(" ", "-"), line)
-    line = re.sub(r"\s[12](?=>)", " ", line)  # the descriptor of 2>&1 is no word
-    line = re.sub(r"\$\(+[^()]*\)+", "$COMMAND", line)  # what a shell would compute is one word
+    line = re.sub(r"\s[12](?=>)", " ", line)  # the descriptor in 2>&1 is not a word
+    line = re.sub(r"\$\(+[^()]*\)+", "$COMMAND", line)  # a command substitution is one word
     reader = shlex.shlex(line, posix=True, punctuation_chars="&|;<>")
     reader.whitespace_split = True
     reader.commenters = ""
     try:
         words = list(reader)
     except ValueError as error:
-        raise InputError("current", shorten(line), f"{error}; quote it as a shell would take it") from None
+        raise InputError("current", shorten(line), f"{error}; quote it as for a shell") from None
     return words[: _comment(words)]
 
 
@@ -173,7 +173,7 @@ def _comment(words: list[str]) -> int:
 
 
 def _in_words(words: list[str], image: str = "") -> Iterator[Launched]:
-    """Yield the engines that the words of one or several commands start."""
+    """Yield the engines that one or several commands start."""
     for command in _commands(words):
         names = [os.path.basename(word) for word in command]
         for at, word in enumerate(names):
@@ -196,7 +196,7 @@ def _in_words(words: list[str], image: str = "") -> Iterator[Launched]:
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of a line, without what follows a redirection."""
+    """Yield the commands of a line, without redirections."""
     command: list[str] = []
     is_redirected = False
     for word in words:
@@ -213,7 +213,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _in_docker(words: list[str]) -> Iterator[Launched]:
-    """Yield the engine of `docker run`: its image's own, or what its arguments start."""
+    """Yield the engine of `docker run`: that of the image, or the one that its arguments start."""
     entrypoint = ""
     at = 0
     while at < len(words) and words[at].startswith("-"):
@@ -269,7 +269,7 @@ def in_manifest(node: Any) -> Iterator[Launched]:
 
 
 def _of_values(node: dict[str, Any]) -> Launched:
-    """Return the engine of an entry of the production stack's `modelSpec`."""
+    """Return the engine of an entry in the `modelSpec` of vLLM's production stack."""
     config = node["vllmConfig"]
     words = [str(node.get("modelURL", ""))] if node.get("modelURL") else []
     for name, flag in VALUES.items():
@@ -285,7 +285,7 @@ def _of_values(node: dict[str, Any]) -> Launched:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the words of a command: a list, or text as a shell takes it."""
+    """Return the words of a command, which is a list or text for a shell."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -313,7 +313,8 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word with the variables that the container defines, or that have a default, in their places."""
+    """Return a word in which variables that the container defines, or that have a default, are replaced by their
+    values."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2] or match[4], match[3]

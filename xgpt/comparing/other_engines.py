@@ -1,4 +1,4 @@
-"""Read the commands of SGLang and TensorRT-LLM as deployments that can be scored."""
+"""Read the commands of SGLang and TensorRT-LLM as deployments to score."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TENSORRT_LLM = FlagTable.of("tensorrt-llm", "TensorRT-LLM", abbreviates=False)
 EIGHT_BIT_KV = ("fp8_e4m3", "fp8_e5m2", "fp8")
 EIGHT_BIT_WEIGHTS = ("fp8", "w8a8_fp8", "modelopt", "modelopt_fp8")
 SGLANG_CHUNKS = ((160, 16384), (60, 8192), (35, 4096), (0, 2048))
-"""--chunked-prefill-size by default: (GiB of device memory from which it holds, tokens)."""
+"""Defaults of --chunked-prefill-size: (least GiB of device memory, tokens)."""
 SGLANG_REQUESTS = 2048
-"""Least --max-running-requests that SGLang sets by itself; K/V memory bounds it further."""
+"""Default of --max-running-requests; K/V memory limits it further."""
 TENSORRT_REQUESTS, TENSORRT_TOKENS = 2048, 8192
-"""--max_batch_size and --max_num_tokens by default."""
+"""Defaults of --max_batch_size and --max_num_tokens."""
 
 SGLANG_REFUSED = {
     r"speculative-(?!algorithm|num-steps|eagle-topk|num-draft-tokens|draft-model-path).*": DRAFTS,
@@ -45,9 +45,9 @@ SGLANG_REFUSED = {
     r"schedule-conservativeness|enable-priority-scheduling|max-total-tokens": SCHEDULE,
     r"is-embedding": "only generation is scored",
 }
-"""Flags of SGLang that change speed or memory in a way that is not scored, and why."""
+"""Flags of SGLang that change speed or memory in a way that is not scored, with the reason."""
 TENSORRT_REFUSED = {
-    r"extra-llm-api-options": "its YAML may set anything: give its values as options",
+    r"extra-llm-api-options": "it may contain any setting: give its values as options",
     r"context-parallel-size|moe-cluster-parallel-size": NO_TABLES,
     r"max-beam-width": "only sampling is scored",
     r"server-role|disagg-cluster-uri|metadata-server-config-file": TRANSFER,
@@ -55,7 +55,7 @@ TENSORRT_REFUSED = {
 
 
 def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
-    """Return the deployment that the words after `python -m sglang.launch_server` ask for.
+    """Return the deployment that `python -m sglang.launch_server` starts with these words.
 
     Raises:
         InputError: a flag or its value is unknown to SGLang, or it changes the speed in a way that is not scored.
@@ -72,15 +72,15 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     if "chunked-prefill-size" not in given:
         notes.append(f"chunked-prefill-size {tokens}: SGLang's default on this device")
     if "max-running-requests" not in given:
-        notes.append(f"max-running-requests {requests}: SGLang's own bound, within what K/V memory holds")
+        notes.append(f"max-running-requests {requests}: SGLang's default, further limited by K/V memory")
     if "disable-radix-cache" not in given:
-        notes.append("radix cache: no hits are counted, as the workload says lengths alone")
+        notes.append("radix cache: no hits are counted, since the workload contains only lengths")
     dtype, kv_dtype, quantization = types_of(given, DTYPES | {"bf16": "bfloat16"}, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
     degree = value_of(given, "tp-size", count, 1)
     replicas = value_of(given, "dp-size", count, 1)
     experts = value_of(given, "ep-size", count, 1)
     if experts not in (1, degree):
-        accepted = f"experts are scored divided among all of a replica's {degree} devices, or not at all"
+        accepted = f"experts are scored only if divided among all {degree} devices of a replica, or not divided"
         raise InputError("current: --ep-size", experts, accepted)
     if given.get("enable-dp-attention") == "yes" and replicas > 1:  # replicas of attention on the same devices
         if experts != degree or degree % replicas:
@@ -109,7 +109,7 @@ def read_sglang(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
 
 
 def read_tensorrt_llm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
-    """Return the deployment that the words after `trtllm-serve` ask for.
+    """Return the deployment that `trtllm-serve` starts with these words.
 
     Raises:
         InputError: an option or its value is unknown to TensorRT-LLM, or it changes the speed in a way that is not

@@ -1,4 +1,4 @@
-"""Read what runs today: the deployment of a command, a Compose file, a pod or Helm values."""
+"""Read the current deployment from a command, a Compose file, a pod or Helm values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_current(text: str, cluster: ClusterSpec) -> CurrentEngine:
         text: the command, the YAML, or the path of a file with one of them.
 
     Raises:
-        InputError: it starts no engine that can be scored, a flag is not known to the engine, or changes the speed in
+        InputError: it starts no engine that can be scored, or a flag is not known to the engine or changes the speed in
             a way that is not scored.
     """
     launched = find_engine(text)

@@ -1,4 +1,4 @@
-"""Read a `vllm serve` command line as a deployment that can be scored."""
+"""Read a `vllm serve` command line as a deployment to score."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import ClusterSpec
 
 DEFAULTS = ((160, 1024, 16384), (70, 1024, 8192), (0, 256, 2048))
-"""Defaults of vLLM's server: (GiB of device memory from which they hold, requests, tokens in a step)."""
+"""Defaults of vLLM's server: (least GiB of device memory, requests, tokens in a step)."""
 A100_LIMIT = 160
 """GiB of memory below which an A100 has the smallest defaults."""
 CPU_DEFAULTS = (128, 2048)
-"""(requests, tokens) in a step on a CPU; times the devices of a replica."""
+"""Defaults (requests, tokens) of a step on a CPU, for each device of a replica."""
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM uses by default."""
 BLOCK_SIZE = 16
@@ -39,14 +39,14 @@ STORED = (
     "awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "moe_wna16", "compressed-tensors", "mxfp4",
     "gpt_oss_mxfp4", "modelopt_fp4", "modelopt_mixed", "quark", "deepseek_v4_fp8",
 )  # fmt: skip
-"""Names of how a checkpoint stores its weights: its config says the same."""
+"""Names of quantisations that the checkpoint's config also states."""
 MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 TABLE = FlagTable.of("vllm", "vLLM")
 
 
 def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
-    """Return the deployment that the words after `vllm serve` ask for.
+    """Return the deployment that `vllm serve` starts with these words.
 
     Raises:
         InputError: a flag or its value is unknown to vLLM, or it changes the speed in a way that is not scored.
@@ -58,7 +58,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         path = value_of(given, "config", str, "")
         given = TABLE.read_config(path) | {name: value for name, value in given.items() if name != "config"}
     if len(free) > 1:
-        why = VARIABLE if free[1].startswith("$") else "after the model only flags and their values may follow"
+        why = VARIABLE if free[1].startswith("$") else "only flags and their values may follow the model"
         raise InputError("current", free[1], why)
     for name, value in given.items():
         value = _as_json(name, value)
@@ -75,12 +75,10 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
     tokens = value_of(given, "max-num-batched-tokens", _whole, default_tokens)
     seqs = value_of(given, "max-num-seqs", count, min(default_seqs, tokens))
     if seqs > tokens:
-        raise InputError(
-            "current: --max-num-batched-tokens", tokens, f"vLLM wants no fewer than --max-num-seqs, {seqs}"
-        )
+        raise InputError("current: --max-num-batched-tokens", tokens, f"vLLM requires at least --max-num-seqs, {seqs}")
     longest, cuts_prompts = value_of(given, "max-model-len", _length, None), given.get("enable-chunked-prefill") != "no"
     if not cuts_prompts and "max-num-batched-tokens" in given and tokens < (longest or 0):
-        accepted = f"without chunked prefill vLLM wants no fewer than --max-model-len, {longest}"
+        accepted = f"without chunked prefill vLLM requires at least --max-model-len, {longest}"
         raise InputError("current: --max-num-batched-tokens", tokens, accepted)
     notes = [
         f"{name} {value}: vLLM's default on this device"
@@ -88,13 +86,13 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
         if name not in given
     ]
     if given.get("enable-prefix-caching") != "no":
-        notes.append("prefix caching: no hits are counted, as the workload says lengths alone")
+        notes.append("prefix caching: no hits are counted, since the workload contains only lengths")
     if (size := value_of(given, "block-size", count, BLOCK_SIZE)) != BLOCK_SIZE:
         notes.append(f"block-size {size}: K/V are scored in blocks of {BLOCK_SIZE} tokens")
     _check_quantization(value_of(given, "quantization", str, None))
     dtype, kv_dtype, quantization = types_of(given, DTYPES, EIGHT_BIT_KV, EIGHT_BIT_WEIGHTS)
     if not on_gpu and dtype is None:
-        notes.append("dtype: taken to be what the plans are in")
+        notes.append("dtype: assumed to be that of the plans")
     model = next(iter(free), given.get("model"))
     return CurrentEngine(
         tp_degree=degree,
@@ -120,7 +118,7 @@ def read_vllm(words: list[str], cluster: ClusterSpec) -> CurrentEngine:
 
 
 def _as_json(name: str, text: str) -> str:
-    """Return JSON in one spelling, without the parts that change nothing, and other text as it is."""
+    """Return JSON in a normal form, without parts that have no effect, and other text unchanged."""
     if not text.startswith("{"):
         return text
     try:
@@ -141,7 +139,7 @@ def _without_neutral(value: dict[str, object], neutral: Mapping[str, tuple[objec
 
 
 def _whole(text: str) -> int:
-    """Return the number in text like 8192, 8k (8,000), 8K (8,192) or 1.5k."""
+    """Return the number in text such as 8192, 8k (8,000), 8K (8,192) or 1.5k."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in MULTIPLES else (text, "")
     if unit and unit.islower() and re.fullmatch(r"\d+\.\d+", number):
         return int(float(number) * MULTIPLES[unit])

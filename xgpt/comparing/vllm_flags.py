@@ -1,4 +1,4 @@
-"""The flags of `vllm serve` whose effect on speed or memory is not modelled, and why; the others have none."""
+"""The flags of `vllm serve` with an effect on speed or memory that is not modelled; other flags have none."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _MEMORY = "the memory for K/V is scored by --gpu-memory-utilization"
 _STATES = "states of linear layers are scored in float32, and inputs of their convolutions in the model's type"
 _COPIES = "experts are scored as if equally busy, and each on one device"
 _STREAM = "tokens are sent in groups, and the gaps between groups are not scored"
-_REJECTS = "requests beyond it are turned away, which is not scored"
-_KERNELS = "step times are those of the kernels that vLLM chooses by itself"
+_REJECTS = "requests beyond it are rejected, which is not scored"
+_KERNELS = "step times are those of the kernels that vLLM chooses by default"
 _COMPILED = "step times are those of vLLM's own compilation settings"
 _MODEL = "it changes the model: give its config.json as `config`"
 _GENERATES = "only models that generate tokens are scored"
-_OFFLOAD = "no step times are known of weights that stay in the host's memory"
-_ADAPTERS = "adapters add work that no step times are known for"
+_OFFLOAD = "step times for weights in the host's memory are not known"
+_ADAPTERS = "step times with adapters are not known"
 _CONTEXT = "attention divided by context is not scored"
 
 _REFUSED: dict[str, dict[str, list[str]]] = {
@@ -91,7 +91,7 @@ _REFUSED: dict[str, dict[str, list[str]]] = {
 }
 
 REFUSED = {name: (why, tuple(neutral)) for why, flags in _REFUSED.items() for name, neutral in flags.items()}
-"""Why each is refused, and the values that change nothing: "yes" and "no" of a switch."""
+"""The reason for which each flag is refused, and its values without effect, "yes" or "no" for a switch."""
 
 NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
     "compilation-config": {"mode": (3, "3"), "level": (3, "3"), "cudagraph_mode": ("FULL_AND_PIECEWISE",)},
@@ -100,5 +100,5 @@ NEUTRAL_PARTS: dict[str, dict[str, tuple[object, ...]]] = {
         "num_nextn_predict_layers": (),  # only drafts use them
     },
 }
-"""Parts of a JSON value that change neither speed nor memory, and at which values; (): at any. The length of the
-context is --max-model-len's."""
+"""Parts of a JSON value that change neither speed nor memory, with the values for which that is so; (): all.
+--max-model-len sets the length of the context."""

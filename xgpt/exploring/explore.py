@@ -1,8 +1,8 @@
 """Answer the questions of the planning page: the quick parts of an answer first.
 
-A question holds the arguments of `xgpt.plan` by name, and `current`, the `vllm serve` command that runs now. Closed
+A question contains the arguments of `xgpt.plan` by name, and `current`, the command of the current deployment. Closed
 forms answer at once; then a run is simulated, and last comes the plan that `xgpt plan` would write. This runs in a
-process of its own (`python -m xgpt.exploring.explore`), which gives a question up as soon as a newer one comes.
+separate process (`python -m xgpt.exploring.explore`), which abandons a question when a newer one arrives.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from xsimulator.clock import Span
 from xsimulator.run import simulate
 
 Part = dict[str, Any]
-"""A piece of an answer; `part` names its kind."""
+"""A part of an answer; `part` is its kind."""
 
 LOOSER = (1.1, 1.25, 1.5, 2.0)
-"""Factors on the latency bound, to see what a looser one gains."""
+"""Factors on the latency bound for which the gain is shown."""
 NUM_REQUESTS = 300
-"""Requests of the simulated run whose steps are drawn."""
+"""Number of requests of the simulated run whose steps are drawn."""
 MOST_POINTS = 200
 """Largest number of points of a drawn line."""
 MOST_KEPT = 8
@@ -58,11 +58,11 @@ class Explorer:
         """Yield the parts of one answer.
 
         Raises:
-            XgptError: the question is wrong, or no schedule keeps the bounds; parts known by then were yielded.
+            XgptError: the question is wrong, or no schedule keeps the bounds; parts known before were yielded.
         """
         current = asked.pop("current", None) or None
         if not isinstance(current, str | None):
-            raise InputError("current", current, "write the `vllm serve` command of what runs now")
+            raise InputError("current", current, "write the command of the current deployment")
         request = plan_request(**asked)
         search, outline = self._scheduler(request)
         kinds = kinds_of(search.problem, request.policy)
@@ -88,7 +88,7 @@ class Explorer:
             yield {"part": "current", **scored(search, current, planned.best)}
 
     def _scheduler(self, request: PlanRequest) -> tuple[Scheduler, Part]:
-        """Return the scheduler of a request, with kept tables, and the part of the answer that needs no bounds."""
+        """Return the scheduler of a request, with cached tables, and the part of the answer that needs no bounds."""
         free = request.model_copy(update=FREE)
         key = free.model_dump_json()
         if key not in self._kept:
@@ -118,10 +118,10 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
         return {kind: (plan, None) for kind, plan in ordered}
     rated = [(kind, *found[0]) for kind in kinds if (found := Arrivals(search).of_kind(kind, 1))]
     if not rated:
-        search.best_of_each(kinds)  # which says why, if requests that do not wait keep the bounds neither
+        search.best_of_each(kinds)  # raises the reason, if even requests that do not wait break the bounds
         name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
         raise InfeasibleError(
-            f"{name}: no schedule keeps the bounds with waiting counted, in closed form",
+            f"{name}: no schedule keeps the bounds with waiting included, in closed form",
             nearest_bound_s=None,
             binding=name,
         )
@@ -152,7 +152,7 @@ def table(plans: dict[str, tuple[Plan, float | None]]) -> Part:
 
 
 def outline_of(plan: Plan) -> Part:
-    """Return the chosen plan in words, and its devices' memory."""
+    """Return a description of the chosen plan, and its devices' memory."""
     return {
         "title": f"{plan.model.name} on {plan.cluster.name}, {plan.workload.name}",
         "schedule": f"{plan.policy.kind}: {plan_text.schedule_in_words(plan)}",
@@ -177,14 +177,14 @@ def trade_off(search: Scheduler, kinds: tuple[str, ...]) -> Part:
 
 
 def timeline(plan: Plan, search: Scheduler) -> Part:
-    """Return some steps of a simulated run of the plan, with requests always waiting."""
+    """Return some steps of a simulated run of the plan at saturation."""
     spans: list[Span] = []
     simulate(plan, search.problem.profile, plan.workload, NUM_REQUESTS, np.random.default_rng(0), on_span=spans.append)
     return figures.timeline(plan, spans)._asdict()
 
 
 def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
-    """Return the best in closed form under each looser latency bound, the bound itself first."""
+    """Return the best plan in closed form under the latency bound and under each looser one."""
     bound = search.problem.constraint.latency_bound_s
     rows = []
     for factor in () if bound is None else (1.0, *LOOSER):
@@ -196,7 +196,7 @@ def looser(search: Scheduler, kinds: tuple[str, ...]) -> list[Part]:
 
 
 def scored(search: Scheduler, command: str, best: Plan) -> Part:
-    """Return the current deployment's figures and how the plan compares, or why it cannot be scored."""
+    """Return the current deployment's figures and the plan's gain over it, or the reason why it cannot be scored."""
     try:
         running = read_current(command, search.problem.cluster)
         plan = score_current(search.problem, running)
@@ -224,7 +224,7 @@ def settled(planned: Planned) -> Part:
 
 
 def refusal(error: Exception) -> Part:
-    """Return why a question has no answer."""
+    """Return the reason why a question has no answer."""
     if isinstance(error, InfeasibleError):
         return {
             "part": "infeasible",
@@ -238,13 +238,14 @@ def refusal(error: Exception) -> Part:
 
 
 class _Superseded(Exception):
-    """A newer question has come."""
+    """A newer question has arrived."""
 
 
 def main() -> None:
-    """Read questions, a line {"id", "asked"} each, and write answers as lines {"id", "part", …}; SIGUSR1 ends one.
+    """Read questions as lines {"id", "asked"} and write answers as lines {"id", "part", …}; SIGUSR1 ends an answer.
 
-    The signal is sent before the next question, so that it never ends a wrong one, and only after {"part": "ready"}.
+    The signal is sent before the next question, so that it never ends the wrong answer, and only after
+    {"part": "ready"}.
     """
     is_busy = False
 

@@ -1,7 +1,7 @@
 """Serve the planning page: an HTTP server on loopback, and one process that answers its questions.
 
-Any user of the machine can connect to loopback, and answers may read files that are only its owner's. So each request
-must bring the token of the address that `serve` tells.
+Any user of the machine can connect to loopback, and answers may contain private files of the owner. So each request
+must have the token of the address that `serve` prints.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 NAMES = ("127.0.0.1", "localhost")
-"""Host names that a browser may use: a request under another name, from a page elsewhere, is refused."""
+"""Host names that a browser may use; requests with another name, from another site's page, are rejected."""
 MOST_NAME = 64
 MOST_BYTES = 64 * 2**20
-"""Largest size of a trace that is dropped on the page, and of a question."""
+"""Largest size of a trace dropped on the page, and of a question."""
 
 
 class AnswerProcess:
-    """The process that answers questions (`exploring`), one at a time: a new one supersedes the one before."""
+    """The process that answers questions, one at a time; a new question ends the answer to the one before."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -62,9 +62,9 @@ class AnswerProcess:
         """Set once the process can be interrupted, or has ended."""
 
     async def start(self) -> None:
-        """Start the process, which loads what it needs."""
+        """Start the process, which loads its modules."""
         if self._reading is not None:
-            await self._reading  # so that no line of the process before is taken for an answer
+            await self._reading  # so that no line of the previous process counts as an answer
         self._is_ready.clear()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -80,7 +80,7 @@ class AnswerProcess:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether the process is gone, or its output has ended, whichever is noticed first."""
+        """Whether the process or its output has ended."""
         if self._process is None or self._reading is None:
             return True
         return self._process.returncode is not None or self._reading.done()
@@ -94,17 +94,17 @@ class AnswerProcess:
             await self._reading
 
     async def answers(self, asked: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the parts of the answer, a line each, until its end or until another question is asked."""
+        """Yield the parts of the answer, one on each line, until its end or another question."""
         async with self._lock:
             if self._has_ended:
                 await self.start()
             assert self._process is not None and self._process.stdin is not None
             await self._is_ready.wait()
             self._asked = number = self._asked + 1
-            self._lines.put_nowait(b"{}")  # wakes up the reader of the question before
+            self._lines.put_nowait(b"{}")  # wakes up the reader of the previous question
             lines: asyncio.Queue[bytes] = asyncio.Queue()
             self._lines = lines
-            with suppress(ProcessLookupError, ConnectionError):  # it has ended: the reader will say so
+            with suppress(ProcessLookupError, ConnectionError):  # it has ended, which the reader reports
                 self._process.send_signal(signal.SIGUSR1)
                 self._process.stdin.write(json.dumps({"id": number, "asked": asked}).encode() + b"\n")
                 await self._process.stdin.drain()
@@ -132,7 +132,7 @@ def build_app(token: str) -> Starlette:
     """Return the application: the page, the names to choose from, and the answers.
 
     Args:
-        token: what the query of the page's address, or the header X-Token of its requests, must hold.
+        token: the token that the page's address must have in its query, or its requests in the header X-Token.
     """
     worker = AnswerProcess()
 
@@ -158,7 +158,7 @@ def build_app(token: str) -> Starlette:
         return StreamingResponse(worker.answers(asked), media_type="application/x-ndjson")
 
     async def trace(request: Request, body: bytes) -> Response:
-        """Return the histograms of a trace that was dropped on the page, under the name of its file."""
+        """Return the histograms of a trace dropped on the page, with the name of its file."""
         name = Path(request.query_params.get("name", "")).name
         with tempfile.TemporaryDirectory() as directory:
             endings = [ending for ending in Path(name).suffixes[-2:] if ending in SUFFIXES]
@@ -188,7 +188,7 @@ def build_app(token: str) -> Starlette:
 
 
 class _WithToken:
-    """An application around another: refuses requests without the token, and lets no page show this one in a frame."""
+    """A wrapper around an application that rejects requests without the token and forbids frames."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -209,7 +209,7 @@ class _WithToken:
         if hmac.compare_digest(given.encode(), self._token):
             await self._app(scope, receive, send_on)
         else:
-            says = "open the address that xgpt ui has printed, with its token\n"
+            says = "open the address that xgpt ui printed, with its token\n"
             await PlainTextResponse(says, 403)(scope, receive, send_on)
 
 
@@ -222,9 +222,9 @@ _HEADERS = [
 
 
 def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request], Any]:
-    """Refuse bodies that are too long, and requests that a page of another site makes a browser send.
+    """Return a function that rejects bodies that are too long, and requests from pages of other sites.
 
-    Only the server's own page can send JSON without a preflight request.
+    Only the server's page can send JSON without a preflight request.
     """
 
     async def checked(request: Request) -> Response:
@@ -242,11 +242,11 @@ def _of_this_page(answer: Callable[[Request, bytes], Any]) -> Callable[[Request]
 
 
 def serve(port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve the page on this machine alone until SIGTERM or SIGINT.
+    """Serve the page, only on this machine, until SIGTERM or SIGINT.
 
     Args:
         port: 0: any free one.
-        on_ready: is called with the page's address, which has a token: whoever knows it may ask.
+        on_ready: is called with the page's address, which contains a token that grants access.
 
     Raises:
         MachineError: the port cannot be opened.

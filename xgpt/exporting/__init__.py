@@ -1,1 +1,1 @@
-"""Write plans for other platforms: scripts, Kubernetes objects, deployments of Dynamo and llm-d."""
+"""Export plans to other platforms: scripts, Kubernetes objects, deployments of Dynamo and llm-d."""

@@ -21,21 +21,21 @@ from xgpt.exporting.pods import MAX_CONFIG_BYTES, USER, Names, Object, container
 PLACE = "/etc/xgpt/fleet"
 METRIC_PORT = 8471
 PROMETHEUS = "http://prometheus-server.monitoring"
-"""Address of Prometheus in the exported ScaledObjects, to be changed."""
+"""Address of Prometheus in the exported ScaledObjects, which users change."""
 TOLERATED = 10
-"""Replicas up to which a change by one exceeds the tenth within which Kubernetes' autoscaler changes nothing."""
+"""Largest number of replicas at which a change by one exceeds the 10% that Kubernetes' autoscaler ignores."""
 
 
 def fleet_files(fleet: FleetPlan) -> dict[str, str]:
-    """Return the objects of each kind in a directory of its own, the recommender, autoscalers, and a kustomization.
+    """Return the objects of each kind in a separate directory, the recommender, autoscalers, and a kustomization.
 
     Raises:
-        InputError: pods could not run one of the plans, a replica spans nodes, or the fleet is too large a file.
+        InputError: pods cannot run one of the plans, a replica spans nodes, or the file of the fleet is too large.
     """
     base = fleet_name(fleet)
     document = dump_json(fleet)
     if len(document.encode()) > MAX_CONFIG_BYTES:
-        says = f"the fleet takes {len(document.encode())} bytes, a ConfigMap {MAX_CONFIG_BYTES}; give longer intervals"
+        says = f"it has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; give longer intervals"
         raise InputError("fleet.intervals", len(fleet.intervals), says)
     numbers = range(len(fleet.kinds))
     files = {
@@ -87,7 +87,7 @@ def _recommender(fleet: FleetPlan, base: str, document: str) -> list[Object]:
     meta = {"name": name, "labels": {**selector, "app.kubernetes.io/managed-by": "xgpt"}}
     spec = {
         "replicas": 1,
-        "strategy": {"type": "Recreate"},  # one memory of the load
+        "strategy": {"type": "Recreate"},  # only one process may record the load
         "selector": {"matchLabels": selector},
         "template": {"metadata": {"labels": meta["labels"]}, "spec": _pod(fleet, name, base)},
     }
@@ -155,7 +155,7 @@ def _pod(fleet: FleetPlan, name: str, base: str) -> Object:
 
 
 def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
-    """Return the reference to what an autoscaler scales, and its largest number of replicas."""
+    """Return the reference to the object that an autoscaler scales, and its largest number of replicas."""
     kind = fleet.kinds[number]
     target = GROUP if num_nodes(kind.plan) > 1 else {"apiVersion": "apps/v1", "kind": "Deployment"}
     planned = max(interval.replicas[number] for interval in fleet.intervals)
@@ -164,7 +164,7 @@ def _scaled(fleet: FleetPlan, base: str, number: int) -> tuple[Object, int]:
 
 
 DOWN: Object = {"stabilizationWindowSeconds": 0}
-"""The recommender has waited already before it recommends fewer."""
+"""No stabilisation: the recommender waits before it recommends fewer."""
 
 
 def _hpa(fleet: FleetPlan, base: str, number: int) -> Object:

@@ -122,7 +122,7 @@ def _planner(plan: Plan, request: ServeRequest) -> BackgroundPlanner | None:
         logger.warning("re-planning is off: vLLM cannot change a plan for several devices")
         replan = False
     if request.batching != "flat" and replan:
-        logger.warning("re-planning is off: it does not go with batches in rows")
+        logger.warning("re-planning is off: it cannot be combined with batches in rows")
         replan = False
     for line in missing(plan, request.profile, replan=replan):
         logger.warning(line)

@@ -56,7 +56,7 @@ class ServeRequest(ServeFields):
         """
         if self.ssl_certfile is None:
             if self.ssl_keyfile is not None:
-                raise InputError(KEY, str(self.ssl_keyfile), "it goes with `ssl_certfile`")
+                raise InputError(KEY, str(self.ssl_keyfile), "it needs `ssl_certfile`")
             return None
         return server_context(self.ssl_certfile, self.ssl_keyfile)
 

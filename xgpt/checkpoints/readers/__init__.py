@@ -11,9 +11,9 @@ from xgpt.checkpoints.readers.experts import WITH_EXPERTS
 from xgpt.core.schema.model import Family
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = DENSE | WITH_EXPERTS
-"""By model_type."""
+"""Readers, by model_type."""
 
 OTHER_NAMES: dict[str, Family] = {"mt5": "t5", "gemma3_text": "gemma3"}
-"""Families whose model_type is not their name."""
+"""Families whose name differs from their model_type, by model_type."""
 
 __all__ = ["FAMILIES", "OTHER_NAMES", "common"]

@@ -16,21 +16,21 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu",
 }
-"""Hugging Face's name for each activation, and `ModelSpec`'s."""
+"""Names of activations in Hugging Face's configs, with those of `ModelSpec`."""
 
 
 MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
-"""What families call the number of layers for multi-token prediction."""
+"""Names of the number of layers for multi-token prediction."""
 UNSAID = ("mimo_v2_flash", "qwen3_next")
-"""Families whose checkpoints have one such layer without a field that says so, as vLLM's loaders take it."""
+"""Families whose checkpoints have one such layer without such a field, as vLLM's loaders assume."""
 
 
 def count(config: dict[str, Any], field: str) -> int:
-    """Return a whole number of at least one.
+    """Return the value of a field, a whole number of at least one.
 
     Raises:
-        InputError: it is something else.
-        KeyError: it is left out.
+        InputError: the value is something else.
+        KeyError: the field is missing.
     """
     value = config[field]
     if type(value) is not int or value < 1:
@@ -39,10 +39,10 @@ def count(config: dict[str, Any], field: str) -> int:
 
 
 def activation(config: dict[str, Any], field: str, default: str) -> str:
-    """Return the activation that `field` names.
+    """Return the activation in `field`.
 
     Raises:
-        InputError: it is not one of those known.
+        InputError: it is not known.
     """
     name = config.get(field, default)
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -53,10 +53,10 @@ def activation(config: dict[str, Any], field: str, default: str) -> str:
 def common(
     config: dict[str, Any], generation: Mapping[str, Any], side: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields that every family writes in the same way.
+    """Return the fields that have the same form in every family.
 
     Args:
-        side: what hf_quant_config.json holds; None: there is none.
+        side: content of hf_quant_config.json; None: there is none.
     """
     eos = (generation or config).get("eos_token_id")
     fields: dict[str, Any] = {
@@ -82,16 +82,16 @@ def windows(config: dict[str, Any], default: int | None, full_every: int | None)
     """Return the sliding window, and the layers that have none.
 
     Args:
-        default: the window where config.json names none.
-        full_every: one layer in `full_every` attends to all tokens, unless `layer_types` says otherwise; None: no layer
+        default: the window if config.json has none.
+        full_every: one layer in `full_every` attends to all tokens, unless there is a `layer_types`; None: no layer
             does.
 
     Raises:
-        InputError: a layer is of another kind.
+        InputError: a layer has another kind.
     """
     window, num_layers = config.get("sliding_window", default), count(config, "num_hidden_layers")
     if window is not None and (type(window) is not int or window < 2):
-        # Of a window of one, transformers' own cache keeps all tokens.
+        # With a window of one, the cache of transformers keeps all tokens.
         raise InputError("config.json: sliding_window", window, "it must be a whole number, at least 2")
     kinds = config.get("layer_types")
     if kinds is None:

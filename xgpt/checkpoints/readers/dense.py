@@ -10,7 +10,7 @@ from xgpt.checkpoints.readers.rope import ANY, rope, rope_by_layer
 from xgpt.core.errors import InputError
 
 T5_CONTEXT = 2048
-"""Longest context that T5 is given: its positions are relative, and set no limit of their own."""
+"""Longest context of T5, whose relative positions set no limit."""
 
 
 def _opt(config: dict[str, Any]) -> dict[str, Any]:
@@ -53,10 +53,10 @@ def _llama(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what families of Llama's shape share: all but rotary embeddings and windows."""
+    """Return the fields that families with Llama's shape share: all except rotary embeddings and windows."""
     hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     head_dim = count(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
-    name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"  # of latent attention a part turns
+    name = "qk_rope_head_dim" if "qk_rope_head_dim" in config else "head_dim"  # latent attention rotates only a part
     turning = config.get("qk_rope_head_dim", head_dim)
     if type(turning) is not int or turning % 2:
         raise InputError(f"config.json: {name}", turning, "rotary embeddings need an even number")
@@ -90,7 +90,7 @@ def _t5(config: dict[str, Any]) -> dict[str, Any]:
     if gate not in ("", "gated"):
         raise InputError("config.json: feed_forward_proj", config["feed_forward_proj"], "an activation, or gated-<one>")
     if gate and name == "gelu":
-        name = "gelu_new"  # that is what it has always meant here
+        name = "gelu_new"  # "gelu" means this in T5
     kind = activation({"feed_forward_proj": name}, "feed_forward_proj", name)
     for field, value in (("dense_act_fn", name), ("is_gated_act", bool(gate))):
         if config.get(field, value) != value:
@@ -133,7 +133,7 @@ def _phi3(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what Gemma 2 and 3 share."""
+    """Return the fields that Gemma 2 and 3 share."""
     config = {"head_dim": 256, "query_pre_attn_scalar": 256} | config
     if (bidirectional := config.get("use_bidirectional_attention")) not in (None, False):
         raise InputError("config.json: use_bidirectional_attention", bidirectional, "only False is supported")

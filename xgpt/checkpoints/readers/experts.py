@@ -25,7 +25,7 @@ def _qwen3_moe(config: dict[str, Any]) -> dict[str, Any]:
     config = {"decoder_sparse_step": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | config
     name = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if config.get("num_experts", config.get(name)) != config.get(name):
-        raise InputError("config.json: num_experts", config["num_experts"], f"{name} must say the same")
+        raise InputError("config.json: num_experts", config["num_experts"], f"it must equal {name}")
     fields = gated(config)
     every, num_layers = count(config, "decoder_sparse_step"), count(config, "num_hidden_layers")
     without = config.get("mlp_only_layers") or []
@@ -125,17 +125,17 @@ def _deepseek_v3(config: dict[str, Any]) -> dict[str, Any]:
     turned, head_dim = config.get("qk_rope_head_dim", 64), config.get("head_dim")
     if head_dim is not None and (
         type(head_dim) is not int or head_dim != turned
-    ):  # transformers turns as many dimensions
+    ):  # transformers rotates head_dim dimensions
         raise InputError("config.json: head_dim", head_dim, f"only {turned}, that of qk_rope_head_dim, is supported")
     fields = _grouped(_deepseek(config), config)
     return fields | {"experts": fields["experts"] | {"scoring": "sigmoid"}}
 
 
 def _grouped(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields with the groups that a token chooses experts from.
+    """Return the fields with the groups of experts.
 
     Raises:
-        InputError: a group has one expert: the two best of each are looked at.
+        InputError: a group has one expert, but groups are ranked by their two best.
     """
     groups = {"num_groups": count(config, "n_group"), "active_groups": count(config, "topk_group")}
     experts = fields["experts"] | groups

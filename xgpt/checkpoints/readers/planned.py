@@ -1,4 +1,4 @@
-"""Read config.json of families that are planned for and not run here: each layer's sizes, as a list of blocks."""
+"""Read config.json of families that are planned but not run here: the sizes of each layer, as a list of blocks."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ PLAIN = words("""
     qwen2_vl_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen3_vl_moe_text qwen3_vl_text seed_oss smollm3
     stablelm starcoder2 step3p5
     """)
-"""Families, by the model_type of the language model."""
+"""The families, as model_types of the language model."""
 UNGATED = words("apertus arcee falcon nemotron nemotron_h phi starcoder2")
 """Families whose feed-forward blocks have no gate."""
 TIED = words("cohere cohere2 falcon gemma gemma4_text hunyuan_v1_dense lfm2 lfm2_moe smollm3 starcoder2")
-"""Families that tie embedding and head unless config.json says otherwise."""
+"""Families that tie embedding and head by default."""
 
 
 def planned(family: str, config: Config, defaults: Config) -> Config:
-    """Return fields of `ModelSpec` of a family in `PLAIN`.
+    """Return the fields of `ModelSpec` for a family in `PLAIN`.
 
     Args:
-        config: what config.json holds.
-        defaults: the values of fields that it leaves out.
+        config: content of config.json.
+        defaults: values of fields that it leaves out.
 
     Raises:
-        InputError: a size is not understood, or is not read.
-        KeyError: one is left out.
+        InputError: a size is not known, or is not read.
+        KeyError: a size is missing.
     """
     read = ReadFields(defaults | config)
     fields = _fields(family, RENAMED.get(family, lambda given: given)(read))
@@ -92,14 +92,14 @@ def _fields(family: str, config: Config) -> Config:
 
 
 def _layer_embeddings(config: Config, number: int) -> int:
-    """Return the number of weights in each layer's own embedding (Gemma 4 E2B, E4B)."""
+    """Return the number of weights of the embeddings of layers (Gemma 4 E2B, E4B)."""
     width = config.get("hidden_size_per_layer_input") or 0
     return int(
         number * width * (config.get("vocab_size_per_layer_input", config["vocab_size"]) + config["hidden_size"])
     )
 
 
-# What mixes tokens ----------------------------------------------------------------------------------------------
+# Blocks that mix tokens ----------------------------------------------------------------------------------------------
 
 
 def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | None, Recurrent | None]]:
@@ -118,7 +118,7 @@ def _mixers(family: str, config: Config, number: int) -> list[tuple[Attention | 
 
 
 def _layer_types(family: str, config: Config, number: int) -> list[str]:
-    """Return what mixes tokens in each layer."""
+    """Return the kind of block that mixes tokens in each layer."""
     given = config.get("layers_block_type") or config.get("layer_types")
     if given is not None:
         if not isinstance(given, list) or len(given) != number or not all(isinstance(kind, str) for kind in given):
@@ -195,7 +195,7 @@ def _attention(family: str, config: Config, layer: int, kind: str) -> Attention:
 
 
 def _searched_attention(config: Config, block: Config) -> Attention | None:
-    """Return the attention of a layer that an architecture search chose (Llama-Nemotron); None: it has none."""
+    """Return the attention of a layer from an architecture search (Llama-Nemotron); None: it has none."""
     if block.get("no_op") or block.get("replace_with_linear"):
         return None
     heads = count(config, "num_attention_heads")
@@ -205,7 +205,7 @@ def _searched_attention(config: Config, block: Config) -> Attention | None:
 
 
 def _compressed(config: Config, kind: str) -> Attention:
-    """Return DeepSeek-V4's attention: on the last tokens, and on entries that each stand for several earlier ones."""
+    """Return DeepSeek-V4's attention, to the last tokens and to compressed entries of several earlier tokens each."""
     hidden, heads, dim = count(config, "hidden_size"), count(config, "num_attention_heads"), count(config, "head_dim")
     rank, groups, out_rank = count(config, "q_lora_rank"), count(config, "o_groups"), count(config, "o_lora_rank")
     weights = hidden * rank + rank * heads * dim + hidden * dim + heads * dim * out_rank + groups * out_rank * hidden
@@ -230,7 +230,7 @@ def _compressed(config: Config, kind: str) -> Attention:
 
 
 def _mixed_streams(config: Config) -> int:
-    """Return the weights of a layer that mix several residual streams (hyper-connections)."""
+    """Return the number of weights of a layer that mix several residual streams (hyper-connections)."""
     streams = config.get("hc_mult") or 1
     return 2 * (2 + streams) * streams * streams * count(config, "hidden_size") if streams > 1 else 0
 
@@ -243,7 +243,7 @@ OTHER_WEIGHTS: dict[str, Callable[[Config, int], int]] = {
     "step3p5": lambda config, heads: config["hidden_size"] * heads,
     "bailing_hybrid": lambda config, heads: config["hidden_size"] * heads,
 }
-"""Weights of a gate with one value a head."""
+"""Functions that return the number of further weights of attention, such as gates with one value for each head."""
 
 
 def _recurrent(family: str, config: Config) -> Recurrent:
@@ -293,11 +293,12 @@ def _recurrent(family: str, config: Config) -> Recurrent:
     )
 
 
-# What follows -----------------------------------------------------------------------------------------------------
+# Feed-forward blocks
+# -----------------------------------------------------------------------------------------------------
 
 
 def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts | None]]:
-    """Return the width of the feed-forward block that every token passes, and the experts, of each layer."""
+    """Return, for each layer, the width of the feed-forward block that every token passes, and the experts."""
     if (searched := config.get("block_configs")) is not None:
         return [(_searched_width(config, block["ffn"]), None) for block in searched]
     experts, ffn = _experts(family, config), _ffn_size(family, config)
@@ -314,7 +315,7 @@ def _feeds(family: str, config: Config, number: int) -> list[tuple[int, Experts 
 
 
 def _searched_width(config: Config, block: Config) -> int:
-    """Return the width of a feed-forward block that an architecture search chose; 0: there is none."""
+    """Return the width of a feed-forward block from an architecture search; 0: there is none."""
     if block.get("no_op") or block.get("replace_with_linear"):
         return 0
     if (size := block.get("intermediate_size")) is not None:
@@ -368,7 +369,7 @@ def _experts(family: str, config: Config) -> Experts | None:
 
 
 def _is_sparse(family: str, config: Config, layer: int, number: int) -> bool:
-    """Whether a layer has experts."""
+    """Return whether a layer has experts."""
     if (kinds := config.get("mlp_layer_types")) is not None:
         return kinds[layer] != "dense"
     if (layers := config.get("moe_layers")) is not None:

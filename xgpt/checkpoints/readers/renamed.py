@@ -1,4 +1,4 @@
-"""Rename fields of families that name their sizes otherwise, before each layer's sizes are read."""
+"""Rename fields of families with other names of sizes, before the sizes of layers are read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _glm5_next(config: Config) -> Config:
 
 
 def _bailing_hybrid(config: Config) -> Config:
-    """Every group of layers ends with full attention; so does each layer after the last whole group."""
+    """Set full attention in the last layer of every group, and in all layers after the last full group."""
     number, size = config["num_hidden_layers"], config.get("layer_group_size")
     if size and "layer_types" not in config:
         config["layer_types"] = [
@@ -57,11 +57,11 @@ def _bailing_hybrid(config: Config) -> Config:
 
 
 def _lfm2(config: Config) -> Config:
-    """Early configs name the same sizes otherwise, and then those count."""
+    """Rename the sizes of early configs, which take precedence."""
     for name, early in {"intermediate_size": "block_ff_dim", "hidden_size": "block_dim"}.items():
         config[name] = config.get(early) or config[name]
     if (heads := config.get("num_heads")) not in (None, config["num_attention_heads"]):
-        raise InputError("config.json: num_heads", heads, "num_attention_heads must say the same")
+        raise InputError("config.json: num_heads", heads, "it must equal num_attention_heads")
     for name in ("conv_dim", "conv_dim_out"):
         if (width := config.get(name)) not in (None, config["hidden_size"]):
             raise InputError(f"config.json: {name}", width, "only hidden_size is supported")
@@ -69,7 +69,7 @@ def _lfm2(config: Config) -> Config:
 
 
 def _llama4(config: Config) -> Config:
-    """Layers that rotate positions attend within chunks; every fourth rotates none, and attends to all tokens."""
+    """Set the layer types: layers with rotary embeddings attend within chunks, every fourth attends to all tokens."""
     number, every = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
     if "layer_types" not in config and config.get("attention_chunk_size"):
         rotates = config.get("no_rope_layers") or [(i + 1) % every for i in range(number)]
@@ -78,7 +78,8 @@ def _llama4(config: Config) -> Config:
 
 
 def _longcat_flash(config: Config) -> Config:
-    """A layer has attention and a dense block twice, and experts beside the first; some experts pass tokens on."""
+    """Split each layer into two of attention and a dense block, the first with experts, some of which are
+    identities."""
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
     config |= {"num_hidden_layers": number, "moe_layers": list(range(0, number, 2))}
     config["moe_intermediate_size"] = config["expert_ffn_hidden_size"]
@@ -87,7 +88,8 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _glm_moe_dsa(config: Config) -> Config:
-    """After the first layers, one in so many has an index; the layers after it take its choice."""
+    """Set which layers have an index: after the first ones, one of `index_topk_freq`, whose choice the next layers
+    share."""
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:
         places = range(config["num_hidden_layers"])
@@ -96,7 +98,7 @@ def _glm_moe_dsa(config: Config) -> Config:
 
 
 def _exaone4(config: Config) -> Config:
-    """A pattern of letters, L for a window and G for full attention, is repeated over the layers."""
+    """Repeat a pattern of letters over the layers: L for a window, G for full attention."""
     if isinstance(pattern := config.get("sliding_window_pattern"), str):
         if not pattern or set(pattern) - set("LG"):
             raise InputError("config.json: sliding_window_pattern", pattern, "only the letters L and G are known")
@@ -172,4 +174,4 @@ RENAMED: dict[str, Callable[[Config], Config]] = {
     "step3p5": _step3p5,
     "minimax_m3_vl_text": _minimax_m3,
 }
-"""By family."""
+"""Functions that rename the fields of a config, by family."""

@@ -1,4 +1,4 @@
-"""Read rotary embeddings from config.json: their base, their scaling, and the dimensions that are rotated."""
+"""Read rotary embeddings from config.json: their base, scaling and rotated dimensions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: dict[str, frozenset[str]] = {
         {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"}
     ),
 }
-"""Kinds of rotary embeddings, and the settings that each has."""
+"""Kinds of rotary embeddings, with the settings of each."""
 PLAIN = ("default", "llama3")
 ANY = ("default", "linear", "llama3", "yarn")
 
@@ -32,13 +32,13 @@ def rope(
     If both are given, transformers 5 uses the older.
 
     Args:
-        kinds: those that the family has.
-        theta: the base where config.json names none.
+        kinds: kinds that the family supports.
+        theta: the base if config.json has none.
         head_dim: the head's size, for families that rotate only part of it; None: all dimensions are rotated.
 
     Raises:
-        InputError: a setting is not known, or of another kind.
-        KeyError: a setting of the kind is left out.
+        InputError: a setting is not known, or belongs to another kind.
+        KeyError: a setting of the kind is missing.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     found = config.get(name) or {}
@@ -62,7 +62,7 @@ def rope(
 
 
 def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
-    """Return rotary settings of a family whose layers with a sliding window have a base of their own (Gemma 3)."""
+    """Return rotary settings of a family whose layers with a sliding window have a different base (Gemma 3)."""
     by_kind, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(by_kind, dict) or by_kind.keys() - {"full_attention", "sliding_attention"}:
         accepted = "it must be an object of full_attention and sliding_attention"
@@ -81,7 +81,7 @@ def rope_by_layer(config: dict[str, Any], theta: float, sliding_theta: float) ->
 def _kind(found: dict[str, Any], kinds: tuple[str, ...], name: str) -> str:
     kind = found.get("rope_type", found.get("type", "default"))
     if "longrope" in kinds and kind in ("su", "yarn"):
-        kind = "longrope"  # Phi-3's earlier names of it
+        kind = "longrope"  # earlier names in Phi-3
     if not isinstance(kind, str) or kind not in kinds:
         raise InputError("config.json: rope_type", kind, f"known types: {', '.join(kinds)}")
     for field in found.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *KINDS[kind]}:
@@ -115,5 +115,5 @@ def _scaling(kind: str, found: dict[str, Any], config: dict[str, Any]) -> dict[s
 
 
 def magnitude(factor: float, share: float = 1.0) -> float:
-    """Return by what YaRN multiplies queries and keys for a context that is `factor` times as long."""
+    """Return YaRN's factor on queries and keys for a context that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""Read how a checkpoint stores weights in few bits: from config.json, and from hf_quant_config.json next to it."""
+"""Read the format of a checkpoint's quantised weights from config.json and hf_quant_config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xgpt.core.errors import InputError
 KNOWN = "fp8, mxfp4, gptq and awq of 4 bits, ModelOpt's FP8, MXFP8 and NVFP4, compressed-tensors of 8 or 4 bits"
 FORMATS = {"FP8": "fp8", "FP8_PB_WO": "fp8_block", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4", "MXFP8": "mxfp8"}
 FORMATS |= {"MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "mxfp4"}
-"""ModelOpt's names of formats."""
+"""Formats, by their names in ModelOpt."""
 PARTS = {
     "attention": ("layers.7.self_attn.o_proj", "layers.7.attn.wo", "layers.7.linear_attn.out_proj"),
     "shared": ("layers.7.mlp.shared_experts.up_proj", "layers.7.ffn.shared_experts.w1"),
@@ -23,17 +23,17 @@ PARTS["attention"] += ("layers.7.mixer.o_proj",)
 PARTS["shared"] += ("layers.7.mlp.shared_expert.up_proj", "layers.7.mixer.shared_experts.up_proj")
 PARTS["dense"] += ("layers.7.mixer.up_proj",)
 PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "backbone.")
-"""The prefix that checkpoints give the weights of each part; lists of unquantised layers are searched for it."""
+"""Prefixes of the names of weights in checkpoints, for the search in lists of unquantised layers."""
 
 
 def quantization(config: Mapping[str, Any], side: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return how weights are stored; None: in the dtype.
+    """Return the format of weights; None: they are stored in the dtype.
 
     Args:
-        side: what hf_quant_config.json holds; None: there is none.
+        side: content of hf_quant_config.json; None: there is none.
 
     Raises:
-        InputError: the method is not one of those known.
+        InputError: the method is not known.
     """
     given = config.get("quantization_config")
     if given is None and side is not None:
@@ -67,7 +67,7 @@ def _format(given: Mapping[str, Any]) -> dict[str, Any] | None:
     match given:
         case {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict(layers)}:
             found = _mixed(layers)
-            if found is not None and given.get("quant_method") == "fp8":  # what is not listed is in eight bits
+            if found is not None and given.get("quant_method") == "fp8":  # layers that are not listed have 8 bits
                 found |= {"eight_bit_parts": tuple(part for part in PARTS if part != "experts"), "kept": ()}
             return found
         case {"quant_algo": str(name)} if name in FORMATS:
@@ -109,7 +109,7 @@ def _int4(group_size: Any, *, has_zero_points: bool) -> dict[str, Any]:
 
 
 def _mixed(layers: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the format of experts, or of most weights, and the parts that are in eight bits."""
+    """Return the format of experts, or else of most weights, and the parts with 8-bit weights."""
     kinds: dict[str, str] = {}
     for name, layer_format in layers.items():
         kind = FORMATS.get(layer_format.get("quant_algo", "") if isinstance(layer_format, dict) else "")
@@ -142,7 +142,7 @@ def _names(given: Mapping[str, Any], field: str) -> Iterable[str]:
 
 
 def _matcher(patterns: Iterable[str]) -> Any:
-    """Return a function: whether a weight of the seventh layer is named by one of the patterns."""
+    """Return a function that tells whether one of the patterns matches a weight's name."""
     exact = [pattern for pattern in patterns if not pattern.startswith("re:")]
     expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
 

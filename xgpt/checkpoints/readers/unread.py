@@ -1,4 +1,4 @@
-"""Note which fields of a config.json are read, and refuse a size that is not."""
+"""Record which fields of a config.json are read, and refuse sizes that are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = re.compile(
     r"chunk|conv|depth|dim|expand|expert|freq|group|head|hidden|interval|kernel|layer|mult|num_|_num|pattern|rank|ratio"
     r"|size|state|top_?k|width|window"
 )
-"""What the names of sizes have in common."""
+"""A pattern that the names of sizes match."""
 
 WITHOUT_EFFECT = words("""
     attention_chunk_size attention_head_dim attention_multiplier attn_res_block_size chunk_size conv_L_cache
@@ -30,7 +30,7 @@ WITHOUT_EFFECT = words("""
     shared_expert_sink short_conv_kernel_size sliding_window sliding_window_pattern sliding_window_size
     time_step_rank topk_group topk_method use_conv_bias use_expert_bias use_grouped_topk use_mamba_kernels
     """)
-"""Sizes that say what others say too, or how tokens are routed or scaled: they change no weights and no memory."""
+"""Sizes that repeat others, or that control routing or scaling; they change neither weights nor memory."""
 
 
 class ReadFields(dict[str, Any]):
@@ -54,19 +54,19 @@ class ReadFields(dict[str, Any]):
         return super().get(name, default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return a field, and set it to `default` if it is left out."""
+        """Return a field, which is set to `default` if it is missing."""
         self._read.add(name)
         return super().setdefault(name, default)
 
     def refuse_unread_sizes(self, family: str, given: Mapping[str, Any]) -> None:
-        """Refuse a size in `given` that was not read, as long as it says that there is something.
+        """Check that all sizes in `given`, except empty or zero ones, were read.
 
         Raises:
-            InputError: names the field.
+            InputError: a size was not read; the message states the field.
         """
         passed = self._read | BOOKKEEPING | TRAINING | SEARCH | COMMON | WITHOUT_EFFECT
         for name, value in given.items():
             if name in passed or not SIZE.search(name) or isinstance(value, (bool, str, dict)) or not value:
                 continue
-            accepted = f"a {family} size that is not known; remove it if it changes neither weights nor K/V"
+            accepted = f"this size of {family} is not known; remove it if it changes neither weights nor K/V"
             raise InputError(f"config.json: {name}", value, accepted)

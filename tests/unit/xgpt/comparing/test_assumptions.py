@@ -67,4 +67,4 @@ def test_what_holds_up_in_the_worst_case_is_chosen(
     said = gain_in_words(found.best, found.current, found.ranges["rra"])
     assert said.endswith("1.10 to 1.20 whatever is assumed (bursts)")
     monkeypatch.setattr(comparing, "ranges", lambda *_: given | {"rra": Range(0.9, 1.2, "bursts")})
-    assert "keep what runs now" in compare(request, "vllm serve m --max-num-seqs 64").notes[-1]
+    assert "keep the current deployment" in compare(request, "vllm serve m --max-num-seqs 64").notes[-1]

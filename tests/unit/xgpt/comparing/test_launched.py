@@ -138,10 +138,10 @@ def test_other_engines(text: str, expected: tuple[object, ...]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sglang serve m --speculative-algorithm STANDALONE", "drafts that are accepted"),
+        ("sglang serve m --speculative-algorithm STANDALONE", "acceptance of drafts"),
         ("sglang serve m --enable-dp-attention --tp 8 --dp 8", "give --ep 8, and a --dp that divides it"),
         ("sglang serve m --tpp 8", "SGLang .* has no such flag"),
-        ("trtllm-serve m --config extra.yaml", "may set anything"),
+        ("trtllm-serve m --config extra.yaml", "may contain any setting"),
         ("trtllm-serve m --tp 2", "TensorRT-LLM .* has no such flag"),
         ("docker run nginx -g off", "give a command that starts with vllm serve"),
         ("services: {a: {image: nginx, command: [x]}}", "give a command that starts with vllm serve"),
@@ -203,7 +203,7 @@ def test_types_are_those_that_run(flags: str, weights: str, kv: str) -> None:
     found = compared(f"vllm serve m {flags} --max-model-len 8192")
     assert found.current is not None and (found.current.dtype, found.current.kv_dtype) == (weights, kv)
     assert any(f"weights in {weights} and K/V in {kv}" in note for note in found.notes)
-    assert found.notes[0].startswith("engine vllm-0.32: the plans are for it, too")
+    assert found.notes[0].startswith("engine vllm-0.32: the plans are also for this engine")
     assert found.best.dtype == "bfloat16"
 
 
@@ -232,7 +232,7 @@ def test_a_server_starts_if_one_longest_request_fits(tmp_path: Path) -> None:
 
 
 def test_a_model_that_a_shell_would_fill_in_is_asked_for() -> None:
-    with pytest.raises(InputError, match=r"current: '.MODEL' .* it is a variable of the shell: write its value"):
+    with pytest.raises(InputError, match=r"current: '.MODEL' .* it is a shell variable: write its value"):
         compare(plan_request(cluster="h100x1", workload="orca", objective="saturated"), "vllm serve $MODEL")
 
 
@@ -259,7 +259,7 @@ DRAFTED += "--speculative-config.num_speculative_tokens 2"
 
 def test_drafts_are_scored_with_an_acceptance_that_is_stated() -> None:
     assumed, given = compared(DRAFTED), compared(DRAFTED, acceptance=(0.9, 0.85))
-    assert "drafts by eagle3, 2 ahead, in the plans, too: assumed that 0.6 of tokens" in assumed.notes[0]
+    assert "drafts by eagle3, 2 tokens a step, also in the plans: assumed that 0.6 of tokens" in assumed.notes[0]
     assert "acceptance as given, (0.9, 0.85)" in given.notes[0]
     rates = []
     for found in (assumed, given):
@@ -272,7 +272,7 @@ def test_drafts_are_scored_with_an_acceptance_that_is_stated() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ('vllm serve m -sc \'{"model": "small", "num_speculative_tokens": 4}\'', "scored are drafts by eagle, eagle3"),
+        ('vllm serve m -sc \'{"model": "small", "num_speculative_tokens": 4}\'', "only eagle, eagle3"),
         ("vllm serve m --spec-method mtp", "no layer for multi-token prediction"),
         ("vllm serve m --spec-method eagle", "give num_speculative_tokens"),
         (
@@ -319,7 +319,7 @@ def test_shared_experts_are_scored_on_the_devices_of_the_command(cluster: str, d
 
 def test_replicas_of_vllm_that_cut_experts_are_refused() -> None:
     """Without expert parallelism vLLM cuts each expert across all data-parallel replicas."""
-    with pytest.raises(InputError, match=r"cuts each expert across all replicas, .* add --enable-expert-parallel"):
+    with pytest.raises(InputError, match=r"divides each expert among all replicas, .* add --enable-expert-parallel"):
         compared("vllm serve m -dp 2", model="qwen3-30b-a3b", cluster="h200x8")
 
 
@@ -347,5 +347,5 @@ def test_known_pairs_count(tmp_path: Path) -> None:
     (tmp_path / "day.csv").write_text("input,output\n" + "900,10\n20,300\n" * 200)
     workload = str(tmp_path / "day.csv")
     assert compared("vllm serve m --max-model-len 1000", workload=workload).current is not None
-    with pytest.raises(InputError, match="up to 910 tokens, which it refuses"):
+    with pytest.raises(InputError, match="up to 910 tokens, which it would reject"):
         compared("vllm serve m --max-model-len 909", workload=workload)
