@@ -1,4 +1,4 @@
-"""Plan a day's fleet from its request: read the day, find each cluster's problem, plan."""
+"""Plan a day's fleet from a request: read the day, build each cluster's problem, and plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plan_fleet(request: FleetRequest, progress: Progress | None = None) -> Fleet
 
     Raises:
         InputError: an argument is not accepted, or the trace is malformed.
-        InfeasibleError: no replica keeps the bounds, or the devices do not hold the load.
+        InfeasibleError: no replica keeps the bounds, or the devices cannot serve the load.
         MachineError: this machine cannot be measured.
     """
     return plan_fleet_of(read_day(request.trace, request.seed), request, progress)
@@ -35,7 +35,7 @@ def plan_fleet_of(day: Day, request: FleetRequest, progress: Progress | None = N
     intervals = cut(day, request.interval_s)
     among: Mapping[str, float | None] = request.among or {}
     if among and "cluster" in request.model_fields_set:
-        raise InputError("among", ", ".join(among), "it names the clusters: leave `cluster` out")
+        raise InputError("among", ", ".join(among), "it already contains the clusters: leave `cluster` out")
     unknown = set(request.devices) - set(among) if isinstance(request.devices, dict) else set()
     if unknown:
         raise InputError("devices", min(unknown), "it is not a cluster of `among`")

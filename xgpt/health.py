@@ -1,4 +1,4 @@
-"""The container's health check: whether the server on this machine answers /health. Standard library only.
+"""Check whether the server on this machine answers /health, as the container's health check; standard library only.
 
 python -m xgpt.health     # the port in XGPT_PORT, or 8000; XGPT_SCHEME=https for TLS; exit code 0 or 1
 """
@@ -15,7 +15,7 @@ def main() -> int:
     address, port = "127.0.0.1", int(os.environ.get("XGPT_PORT", "8000"))
     connection = http.client.HTTPConnection(address, port, timeout=4)
     if os.environ.get("XGPT_SCHEME") == "https":
-        # The certificate names the host that clients use, not this one; it is this container that answers here.
+        # The certificate is for the host name that clients use, and only this container can answer here.
         context = ssl._create_unverified_context()
         connection = http.client.HTTPSConnection(address, port, timeout=4, context=context)
     try:

@@ -1,4 +1,4 @@
-"""Turn a request into a problem: look its names up, and find or make a profile."""
+"""Make a problem from a request: resolve its names, and find or make a profile."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from xsimulator.lengths import Reused
 
 
 def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
-    """Return the problem of a request, with a profile that is given, cached, measured now, or from the datasheet.
+    """Return the problem of a request, with a given, cached, measured or computed profile.
 
     Raises:
-        InputError: a name is not known, a file is broken, or the profile is of something else.
+        InputError: a name is not known, a file is broken, or the profile does not belong to the request.
         MachineError: the machine cannot be measured.
     """
     spec, checkpoint, found = _model(request)
@@ -61,35 +61,35 @@ def resolve(request: PlanRequest, progress: Progress | None = None) -> Problem:
 def _runs_in_vllm(
     request: PlanRequest, spec: ModelSpec, cluster: ClusterSpec, engine: EngineSpec | None, profile: Profile
 ) -> bool:
-    """Return whether vLLM is to run the plan: if it is named, or by default on several machines.
+    """Return whether vLLM will run the plan: if it is requested, or by default on several machines.
 
     Raises:
-        InputError: vLLM is named and does not run the model, or a held variable.
+        InputError: vLLM is requested but cannot run the model.
     """
     named = profile.engine if engine is None else engine.framework
     is_default = named is None and cluster.num_nodes > 1 and "tp_devices" not in request.fix
     if named == "vllm" and spec.is_encoder_decoder:
-        raise InputError("engine", named, f"it does not run {spec.name}, an encoder-decoder: use `engine=xgpt`")
+        raise InputError("engine", named, f"it cannot run {spec.name}, an encoder-decoder: use `engine=xgpt`")
     return named == "vllm" or (is_default and not spec.is_encoder_decoder)
 
 
 def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, block_size: int) -> Reused | None:
-    """Return what requests find in the cache if all prompts begin alike; None if they do not.
+    """Return the reuse of requests if all prompts have a common prefix; None if they have none.
 
     Raises:
-        InputError: the engine, the objective or the workload does not go with it.
+        InputError: it cannot be combined with the engine, the objective or the workload.
     """
     tokens, constraint = request.shared_prefix, request.constraint
     if not tokens:
         return None
     if model.is_encoder_decoder or any(kind.recurrent is not None for kind in model.kinds):
-        raise InputError("shared_prefix", tokens, f"of {model.name} engines keep no beginnings of prompts")
+        raise InputError("shared_prefix", tokens, f"engines cannot cache prefixes of prompts of {model.name}")
     if constraint.sla == "request" or constraint.maximise is not None:
         raise InputError("shared_prefix", tokens, "it cannot be combined with `sla=request` and `maximise`")
     if isinstance(request.workload, str):
         trace = load_trace(request.workload)
         if trace is not None and trace.prefixes is not None:
-            raise InputError("shared_prefix", tokens, "the trace itself says what its prompts have in common")
+            raise InputError("shared_prefix", tokens, "the trace already contains the common prefixes of its prompts")
     if tokens >= workload.input.lengths[-1]:
         longest = workload.input.lengths[-1]
         raise InputError("shared_prefix", tokens, f"the longest prompt of {workload.name} has {longest} tokens")
@@ -103,10 +103,10 @@ def _shared_prefix(request: PlanRequest, model: ModelSpec, workload: Workload, b
 
 
 def _with_classes(request: PlanRequest) -> Constraint:
-    """The constraint, with the classes of the workload's file.
+    """Return the constraint, with the classes of the workload's file.
 
     Raises:
-        InputError: bounds are given as well as those of classes.
+        InputError: there are bounds in addition to those of classes.
     """
     constraint = request.constraint
     classes = load_classes(request.workload) if isinstance(request.workload, str) else ()
@@ -114,18 +114,18 @@ def _with_classes(request: PlanRequest) -> Constraint:
         return constraint
     for name in ("latency_bound_s", "ttft_s", "tpot_s"):
         if (bound := getattr(constraint, name)) is not None:
-            raise InputError(name, bound, f"{request.workload} has classes with bounds of their own: leave it out")
+            raise InputError(name, bound, f"{request.workload} has classes with their own bounds: leave it out")
     return constraint.with_classes(classes)
 
 
 def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
-    """Return the model's shape, the local directory of its weights, and its checkpoint as a plan names it."""
+    """Return the model's shape, the local directory of its weights, and its checkpoint as in a plan."""
     model = request.model
     if isinstance(model, ModelSpec):
         if request.config is not None:
             raise InputError("config", request.config, "it needs a Hugging Face id as `model`")
         return model, None, None
-    if request.config is not None and "model" not in request.model_fields_set:  # a config alone is a model, too
+    if request.config is not None and "model" not in request.model_fields_set:  # a config without a model is one
         return read_config(Path(request.config)), None, None
     spec, checkpoint = load_model(model, request.config)
     if hub.is_id(model) and not Path(model).exists():
@@ -134,17 +134,17 @@ def _model(request: PlanRequest) -> tuple[ModelSpec, Path | None, str | None]:
 
 
 def _named_engine(request: PlanRequest, cluster: ClusterSpec) -> EngineSpec | None:
-    """Return the requested engine; None if none was named.
+    """Return the requested engine; None if there is none.
 
     Raises:
-        InputError: the cluster is this machine, where the steps of the engine itself are measured.
+        InputError: the cluster is this machine, for which the engine's steps must be measured.
     """
     if request.engine is None:
         return None
     engine = request.engine if isinstance(request.engine, EngineSpec) else load_engine(request.engine)
     if cluster.is_local and engine.framework != "native":
         make = f"make one with `xgpt profile --engine {engine.framework} -o FILE` and plan with it as `profile`"
-        raise InputError("engine", engine.name, f"on this machine plans rest on measured steps: {make}")
+        raise InputError("engine", engine.name, f"plans for this machine need measured steps: {make}")
     return engine
 
 
@@ -175,9 +175,11 @@ def _profile(
     if request.kv_dtype is not None:
         wanted = kv_dtype_of(cluster, given.dtype, request.kv_dtype)
         if wanted != given.kv_dtype:
-            accepted = f"{request.kv_dtype} is planned for: make one with `xgpt profile --kv-dtype`, or leave one out"
+            accepted = (
+                f"the plan is for {request.kv_dtype}: make a profile with `xgpt profile --kv-dtype`, or leave one out"
+            )
             raise InputError("profile.kv_dtype", given.kv_dtype, accepted)
     if engine is not None and given.engine not in (None, engine.framework):
-        accepted = f"the profile has steps of {given.engine}: name one of its versions, or leave `engine` out"
+        accepted = f"the profile is for {given.engine}: give one of its versions, or leave `engine` out"
         raise InputError("engine", engine.name, accepted)
     return given

@@ -322,7 +322,7 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
     plan = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "orca")
     served = xgpt(*plan, "-o", "arrivals.json").out
     paper = xgpt(*plan, "--objective", "saturated", "-o", "saturated.json").out
-    assert "maximised: the arrival rate (Poisson) at which the bounds are kept with waiting counted" in served
+    assert "maximised: the arrival rate (Poisson) within the bounds, waiting included" in served
     assert "maximised: throughput while requests are always waiting" in paper
     plans = [load_json(Path(f"{name}.json"), Plan, "plan") for name in ("arrivals", "saturated")]
     assert [each.constraint.objective for each in plans] == ["arrivals", "saturated"]
@@ -337,7 +337,7 @@ def test_both_figures_stand_in_the_plan_and_what_was_maximised_is_said(xgpt: Xgp
         assert "even if every step takes 12% longer than predicted" in flat
     assert plans[0].estimate.capacity.rate_per_s >= 0.99 * plans[1].estimate.capacity.rate_per_s  # type: ignore[union-attr]
     none = " ".join(xgpt("plan", "--latency-bound", "inf", *PROBLEM, "--policy", "orca").out.split())
-    assert "without a bound, any arrival rate below it is kept" in none
+    assert "without a bound, any arrival rate below it is sustained" in none
 
 
 def test_options_of_one_objective_are_refused_beside_the_other(xgpt: Xgpt) -> None:

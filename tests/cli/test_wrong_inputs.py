@@ -152,5 +152,5 @@ def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
     ran = xgpt("plan", *asked)
     assert ran.code == 0, ran.err
     text = " ".join(ran.out.split())
-    assert "no plan of waa: the cluster states no `host`" in text and "no plan keeps" not in text
+    assert "no plan of waa: the cluster has no `host`" in text and "no plan keeps" not in text
     assert "warning: mi300x states no `efficiency`: step times assume an A40's" in text

@@ -9,7 +9,7 @@ import pytest
 
 from xgpt import api
 from xgpt.core.schema import Plan
-from xgpt.reporting.plan_text import ranges_in_words
+from xgpt.reporting.plan_text import ranges_from_rows
 from xprofiler import errors
 from xprofiler.errors import LEAST_ROWS, UNKNOWN, Cell, Likely, cell_of, likely, within
 
@@ -63,4 +63,4 @@ def test_a_plan_states_the_ranges_of_its_figures_and_the_rows_behind_them() -> N
     low, high = plan.estimate.ranges["throughput_rps"]
     assert (low, high) == pytest.approx([edge * plan.estimate.throughput_rps for edge in (own.low, own.high)])
     assert plan.estimate.ranges_from["throughput_rps"].startswith(f"{own.rows} measured rows: ")
-    assert f"throughput {low:.3g} to {high:.3g} requests/s" in ranges_in_words(plan)[0]
+    assert f"throughput {low:.3g} to {high:.3g} requests/s" in ranges_from_rows(plan)[0]

@@ -56,5 +56,5 @@ def test_a_shared_prefix_is_computed_once(plan: Plan) -> None:
     )
     with pytest.raises(InputError, match=r"shared_prefix: .*the longest prompt"):
         api.solve(**ASKED, shared_prefix=longest)
-    with pytest.raises(InputError, match=r"shared_prefix: .*no beginnings"):
+    with pytest.raises(InputError, match=r"shared_prefix: .*cannot cache prefixes"):
         api.solve(**ASKED | {"model": "t5-11b", "engine": "xgpt"}, shared_prefix=64)

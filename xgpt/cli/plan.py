@@ -53,7 +53,7 @@ def _summary(planned: Planned) -> Iterator[object]:
     yield from plan_text.classes_in_words(best)
     yield from plan_text.headroom_in_words(best)
     yield from plan_text.engine_in_words(best)
-    yield from plan_text.ranges_in_words(best)
+    yield from plan_text.ranges_from_rows(best)
     if planned.choices:
         yield render.choices_table(planned.choices)
     yield render.plans_table(planned.plans)
@@ -63,7 +63,7 @@ def _summary(planned: Planned) -> Iterator[object]:
         yield f"placement: {plan_text.placement_in_words(best)}"
     yield f"proof: {plan_text.proof_in_words(best)}"
     yield from plan_text.arrivals_in_words(best)
-    yield from plan_text.at_rest_in_words(best)
+    yield from plan_text.ranges_on_this_machine(best)
     yield from plan_text.speculation_in_words(best, planned.ahead)
     yield from plan_text.log_in_words(planned.request.workload, best)
     yield from command_in_words(planned.plans)

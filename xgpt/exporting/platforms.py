@@ -1,8 +1,8 @@
 """Write a plan that vLLM runs as deployment objects of Dynamo and llm-d.
 
-A plan of one lane keeps its schedule: under Dynamo in vLLM's scheduler class, under llm-d in pods of `xgpt serve`. The
-two lanes of WAA become prefill and decode workers with the sizes and the number that the plan has. Which prompts are
-encoded together is then up to vLLM's own scheduler, and the platform's router takes the place of xgpt's front.
+A plan of one lane keeps its schedule: with Dynamo through a scheduler class in vLLM, with llm-d in pods of `xgpt
+serve`. The two lanes of WAA become prefill and decode workers with the plan's sizes and numbers. vLLM's own scheduler
+then forms batches of prompts, and the platform's router replaces xgpt's front.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ SIDECAR = "ghcr.io/llm-d/llm-d-router-disagg-sidecar:v0.10.0"
 ROUTER_CHART = "oci://ghcr.io/llm-d/charts/llm-d-router-standalone --version v0.10.0"
 ROLES: dict[LaneName, str] = {"encode": "prefill", "decode": "decode"}
 NIXL_PORT, DECODE_PORT, FRONT_PORT = 5600, 8200, 8000
-"""llm-d's proxy listens on the front's port, and looks for vLLM on the decode lane's."""
+"""llm-d's proxy listens on the front's port, and connects to vLLM on the decode lane's port."""
 API_SERVER: list[Object] = [{"protocol": "TCP", "port": port} for port in (443, 6443)]
 ANSWERS = {"llm-d.ai/inference-serving": "true"}
 """The label of pods that answer requests."""
 SYSTEM_PORT = 9090
-"""Port at which Dynamo's workers answer probes."""
+"""Port on which Dynamo's workers answer probes."""
 ROUTER_PORT = 8081
 """Port of the proxy in llm-d's router."""
 
 
 def dynamo_files(plan: Plan) -> dict[str, str]:
-    """Return a DynamoGraphDeployment and what it needs.
+    """Return the files of a DynamoGraphDeployment.
 
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
@@ -91,7 +91,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
             name="main",
         )
         component = _component(plan, names, worker, type_.capitalize(), type_, plan.replicas)
-        # The operator tells the nodes of a worker of each other, in vLLM's own flags.
+        # The operator passes the nodes of a worker to vLLM in flags.
         components.append(component | ({"multinode": {"nodeCount": nodes}} if nodes > 1 else {}))
     graph = {
         "apiVersion": "nvidia.com/v1beta1",
@@ -108,9 +108,9 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
     ]
     comment = (
         f"# A plan by xgpt {__version__} for Dynamo {DYNAMO} with vLLM {TESTED_VERSION}. The image comes from the\n"
-        f"# Dockerfile next to this file, which is refused where Dynamo's image has another vLLM;\n"
-        f"# {weights_note(plan, names)}. The frontend asks for no keys: pods of this namespace alone\n"
-        f"# may ask it (NetworkPolicy).{_lanes_note(plan)}\n"
+        f"# Dockerfile next to this file, which does not build if Dynamo's image has another vLLM;\n"
+        f"# {weights_note(plan, names)}. The frontend requires no keys: only pods of this namespace\n"
+        f"# may send requests (NetworkPolicy).{_lanes_note(plan)}\n"
     )
     return {
         "dynamo.yaml": pods.to_yaml(objects, comment),
@@ -120,7 +120,7 @@ def dynamo_files(plan: Plan) -> dict[str, str]:
 
 
 def llmd_files(plan: Plan) -> dict[str, str]:
-    """Deployments for llm-d's router, and the values of its chart.
+    """Return the files of deployments for llm-d's router, and the values of its chart.
 
     Raises:
         InputError: vLLM, or pods, cannot run the plan.
@@ -165,10 +165,10 @@ def _checked(plan: Plan, target: str) -> Names:
 
 
 def _lanes(plan: Plan, alone: str) -> list[tuple[LaneName, str]]:
-    """Return (lane, part that it plays on the platform) pairs.
+    """Return (lane, role on the platform) pairs.
 
     Args:
-        alone: the part that the only lane of a plan plays.
+        alone: role of a plan's only lane.
     """
     return list(ROLES.items()) if len(plan.policy.lanes) > 1 else [("both", alone)]
 
@@ -183,7 +183,7 @@ def _model(plan: Plan) -> str:
 
 
 def _arguments(plan: Plan, lane: LaneName) -> list[str]:
-    """vLLM's engine arguments for a lane of one replica."""
+    """Return vLLM's engine arguments for a lane of one replica."""
     one = plan.model_copy(update={"replicas": 1})
     if runs_by_itself(plan):
         return [*own_arguments(one), *vllm_draft(plan.speculation)]
@@ -199,7 +199,7 @@ def _nixl(role: str) -> dict[str, Any]:
 
 
 def _component(plan: Plan, names: Names, work: PodSpec, name: str, type_: str, replicas: int) -> Object:
-    """Return a component of a graph; the operator mounts its shared memory and adds what Dynamo's runtime needs."""
+    """Return a component of a graph; the operator adds shared memory and the needs of Dynamo's runtime."""
     spec = pods.pod(plan, names, work, fetches=False)
     for entries in (spec["volumes"], spec["containers"][0]["volumeMounts"]):
         entries[:] = [entry for entry in entries if entry["name"] != "shm"]
@@ -248,7 +248,7 @@ def _with_xgpt(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int)
 
 
 def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: int) -> PodSpec:
-    """Return vLLM's own server as the worker of a lane; in front of the decode lane's is llm-d's proxy."""
+    """Return vLLM's own server as the worker of a lane; llm-d's proxy is in front of the decode lane's server."""
     port = DECODE_PORT if lane == "decode" else FRONT_PORT
     role = {"encode": "kv_producer", "decode": "kv_consumer"}.get(lane)
     transfer = [] if role is None else ["--kv-transfer-config", json.dumps(_nixl(role))]
@@ -274,7 +274,7 @@ def _vllm_itself(plan: Plan, names: Names, image: str, lane: LaneName, nodes: in
 
 
 def _engine(answers: PodSpec) -> list[str]:
-    """Return the command of vLLM's server less the options of what answers requests."""
+    """Return the command of vLLM's server without the options for answering requests."""
     command = list(answers.command)
     return command[: command.index("--port")]
 
@@ -328,4 +328,4 @@ def _router(names: Names, *, is_split: bool) -> Object:
 def _lanes_note(plan: Plan) -> str:
     if len(plan.policy.lanes) == 1:
         return ""
-    return "\n# The lanes have the plan's sizes; vLLM's own scheduler decides which prompts are encoded together."
+    return "\n# The lanes have the plan's sizes; vLLM's own scheduler forms batches of prompts."

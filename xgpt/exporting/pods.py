@@ -1,4 +1,4 @@
-"""Pods that run a plan: the parts that objects of Kubernetes, Dynamo and llm-d share.
+"""Pods that run a plan: the common parts of objects for Kubernetes, Dynamo and llm-d.
 
 Pods run as a user without privileges on a read-only root. The plan comes from a ConfigMap, keys from a Secret, weights
 from a volume claim or, for a model named by its Hugging Face id, from the hub.
@@ -32,9 +32,9 @@ MAX_NAME = 48
 MAX_CONFIG_BYTES = 1_000_000
 """Largest size of a ConfigMap; the API server accepts 1 MiB, names included."""
 LEAVE_S, DRAIN_S, SPARE_S = 15, 60, 30
-"""Seconds after SIGTERM: until load balancers notice, for running requests, and for the engine to end."""
+"""Seconds after SIGTERM: until load balancers stop sending, for running requests, and until the engine ends."""
 START_S = 1800
-"""Seconds in which a pod must have loaded weights and compiled."""
+"""Seconds within which a pod must load weights and compile."""
 DOWNLOADS = {"protocol": "TCP", "port": 443}
 NAMES = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
 """Ports of DNS."""
@@ -45,7 +45,7 @@ class Names:
     """The names and labels of a plan's objects.
 
     Attributes:
-        selector: labels that choose the plan's pods and no others.
+        selector: labels that select only the plan's pods.
     """
 
     name: str
@@ -68,10 +68,9 @@ class PodSpec:
     """The main container of a pod.
 
     Attributes:
-        ports: by name.
-        probed: the name of the port that answers probes; None: the pod has no port of its own, and ends by
-            itself when the engine does.
-        alive, ready: paths that answer whether it runs, and whether it accepts requests.
+        ports: port numbers, by name.
+        probed: name of the port that answers probes; None: the pod has no port, and ends when the engine ends.
+        alive, ready: paths of the probes for running and for accepting requests.
         mounts_keys: whether the clients' keys are mounted as a file.
         env: further environment variables, as Kubernetes writes them.
     """
@@ -89,14 +88,16 @@ class PodSpec:
 
 
 def config_map(plan: Plan, names: Names) -> Object:
-    """Return a ConfigMap with the plan of one replica, its checkpoint as pods see it.
+    """Return a ConfigMap with the plan of one replica and the path of its checkpoint in pods.
 
     Raises:
         InputError: it is too large.
     """
     document = dump_json(plan.model_copy(update={"replicas": 1, "checkpoint": MODEL_PATH}))
     if len(document.encode()) > MAX_CONFIG_BYTES:
-        says = f"the plan takes {len(document.encode())} bytes, a ConfigMap {MAX_CONFIG_BYTES}; plan with fewer lengths"
+        says = (
+            f"it has {len(document.encode())} bytes, but a ConfigMap holds {MAX_CONFIG_BYTES}; plan with fewer lengths"
+        )
         raise InputError("plan.workload", plan.workload.name, says)
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": names.meta(), "data": {"plan.json": document}}
 
@@ -105,8 +106,8 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     """Return a pod's specification.
 
     Args:
-        fetches: whether the weights of a model that is known by its id are fetched before the container starts, to
-            MODEL_PATH; otherwise the container does it.
+        fetches: whether an init container downloads the weights of a model with a hub id to MODEL_PATH; otherwise the
+            main container does it.
     """
     model_id = hub.id_of(plan.checkpoint)
     shm = shared_memory_gib(work.devices)
@@ -127,7 +128,7 @@ def pod(plan: Plan, names: Names, work: PodSpec, *, fetches: bool = True) -> Obj
     fetch = model_id is not None and fetches
     return {
         "automountServiceAccountToken": False,
-        "enableServiceLinks": False,  # a service's variables could be taken for vLLM's
+        "enableServiceLinks": False,  # variables of services could have the names of vLLM's
         "terminationGracePeriodSeconds": LEAVE_S + DRAIN_S + SPARE_S,
         "securityContext": {
             "runAsNonRoot": True,
@@ -172,7 +173,7 @@ def _container(plan: Plan, names: Names, work: PodSpec, *, has_model: bool) -> O
 
 
 def _fetching(model_id: str, names: Names, image: str) -> Object:
-    """Return the init container that fetches weights to the pod's own disk."""
+    """Return the init container that downloads weights to the pod's disk."""
     return {
         "name": "fetch",
         "image": image,
@@ -212,7 +213,7 @@ def _hub_token(names: Names) -> Object:
 
 
 def _own_variables() -> list[Object]:
-    """Return environment variables that put the files of a user without a home into the writable directory."""
+    """Return environment variables that move the files of a user without a home to the writable directory."""
     variables = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), SCRATCH)
     return [{"name": key, "value": value} for key, value in (variables | {"USER": "xgpt"}).items()]
 
@@ -220,10 +221,10 @@ def _own_variables() -> list[Object]:
 def network_policy(
     plan: Plan, names: Names, ports: Sequence[Object], *, among: bool = False, beyond: Sequence[Object] = ()
 ) -> Object:
-    """Return the NetworkPolicy of a plan's pods: the namespace reaches these ports, and nothing else.
+    """Return the NetworkPolicy of a plan's pods, which the namespace can reach only on these ports.
 
     Args:
-        among: the pods also speak with each other, on any port.
+        among: whether the pods also communicate with each other, on all ports.
         beyond: ports that the pods may reach anywhere.
     """
     ingress: list[Object] = [{"from": [{"podSelector": {}}], "ports": list(ports)}]
@@ -245,16 +246,16 @@ def network_policy(
 
 
 def disruption_budget(names: Names) -> Object:
-    """Return a PodDisruptionBudget: drains of nodes end a twentieth of the pods at a time, and at least one.
+    """Return a PodDisruptionBudget with which drains of nodes end 5% of the pods at a time, and at least one.
 
-    One at a time takes hours for a thousand replicas; so many at once leave the bounds kept (benchmarks.many_replicas).
+    One at a time would take hours for a thousand replicas; 5% at a time keep the bounds (benchmarks.many_replicas).
     """
     spec = {"maxUnavailable": "5%", "selector": {"matchLabels": names.selector}}
     return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": names.meta(), "spec": spec}
 
 
 def service(names: Names, selector: Mapping[str, str] | None = None) -> Object:
-    """Return the Service that clients send requests to."""
+    """Return the Service to which clients send requests."""
     ports = [{"name": "http", "port": 80, "targetPort": "http"}]
     spec = {"selector": {**names.selector, **(selector or {})}, "ports": ports}
     return {"apiVersion": "v1", "kind": "Service", "metadata": names.meta(), "spec": spec}
@@ -265,7 +266,7 @@ def _probe(work: PodSpec, path: str, **settings: int) -> Object:
 
 
 def _resources(plan: Plan, devices: int) -> Object:
-    """Return a container's resources: a core for each GPU, four for endpoint and loop, memory to load weights."""
+    """Return a container's resources: one core for each GPU, four for endpoint and loop, and memory to load weights."""
     memory_gib = 8 + 4 * devices + shared_memory_gib(devices)
     gpus = {"nvidia.com/gpu": str(devices)} if devices else {}
     passing = 8 + (_weights_gib(plan) if devices else 0)
@@ -289,9 +290,10 @@ def _gib(count: int) -> str:
 
 
 def to_yaml(objects: Sequence[Object], comment: str = "") -> str:
-    """Return objects as YAML documents, after a comment.
+    """Return a comment and objects as YAML documents.
 
-    A library quotes the objects, and each line of the comment is one, so that no name in a plan can add YAML.
+    A library quotes the objects, and every line of the comment is commented out, so that no name in a plan can add
+    YAML.
     """
 
     class Dumper(yaml.SafeDumper):

@@ -1,1 +1,1 @@
-"""Windows over the lengths of served requests, and the detection of a change in them."""
+"""Observe the lengths of served requests, and detect changes in them."""

@@ -1,8 +1,7 @@
-"""Decide when a running plan is to be judged, and under which lengths and pace.
+"""Decide when a running plan should be judged, and under which lengths and pace.
 
-Requests and steps enter as they end; an Observation leaves where the plan is to be judged. Reads no clock: times are
-given. What a real server does (`xrunner.server.observe.watch`) and what is simulated are the same. May be imported by
-every package.
+Finished requests and steps are added; an Observation results when the plan should be judged. Times are arguments, not
+read from a clock, so that a server (`xrunner.server.observe.watch`) and a simulation behave equally.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ from xgpt.observation.reuse import Common, ReuseWindow, changed, observed_reuse,
 from xgpt.observation.windows import CERTAIN, ChangeDetector, Goodput, LengthWindow, Sample, Seen, observe
 
 LOOK_EVERY = 16
-"""Ended requests between two looks at their lengths."""
+"""Number of ended requests between two examinations of their lengths."""
 LOOK_INTERVAL_S = 0.5
-"""Time between two looks, at least."""
+"""Least time between two examinations."""
 
 PACE_MEMORY_S = 10.0
-"""Time after which a comparison of a step with its prediction counts 1/e. The clock of a shared machine changes every
-second: means over less tell which second it was."""
+"""Time after which a comparison of a step with its prediction has the weight 1/e. The clock rate of a shared machine
+changes every second, so shorter means are not representative."""
 PACE_MEMORY_STEPS = 50
-"""Comparisons that count at least, however long they took."""
+"""Least number of comparisons that count, even if they are older."""
 ENOUGH_STEPS = 24
-"""Comparisons that it takes to know the pace."""
+"""Number of comparisons from which the pace is known."""
 STRETCH_S = 0.5
-"""The pace of such stretches, one after the other, tells how sure its mean is."""
+"""Length of the periods whose paces give the error of the mean pace."""
 ENOUGH_STRETCHES = 4
-"""Stretches that it takes to tell the error of the mean."""
+"""Number of periods from which the error of the mean is known."""
 SURE = 2.0
-"""Standard errors that tell a slower machine from chance."""
+"""Number of standard errors from which a difference counts as a slower machine."""
 LEAST_GAIN = 0.1
-"""Share by which steps must be shorter than planned before that means something. To be a little slower than one could
-be costs less than a broken bound, so that a machine's good moment does not count as soon as its bad one."""
+"""Share by which steps must be shorter than planned to count as a change. Running slightly slower than possible costs
+less than a broken bound, so a faster pace counts later than a slower one."""
 COMPARED_SHARE = 1 / 8
-"""Of the steps, that are compared with their prediction at least."""
+"""Least share of steps that are compared with their predictions."""
 COMPARED_EVERY_S = 0.05
 """Least time between two comparisons; one takes a tenth of a millisecond."""
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
-    """Whether that pace uses up the headroom of a plan for the other."""
+    """Return whether a slowdown exceeds the headroom of a plan for the other slowdown."""
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 
 def differs(slowdown: float, other: float, spread: float) -> bool:
-    """Whether two paces are further apart than a profile's own measurements, or chance."""
+    """Return whether two slowdowns differ by more than the measurements of a profile."""
     return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 
@@ -61,9 +60,9 @@ def slowdown_to_plan_with(profile: ProfileRef, measured: float | None) -> float:
 
 
 class MeasuredPace:
-    """Measured over predicted time of the latest steps.
+    """The ratio of measured to predicted time of the latest steps.
 
-    Whole sums are compared: a long step counts as much as several short ones.
+    Sums are compared, so that a long step counts as much as several short ones.
     """
 
     def __init__(self) -> None:
@@ -71,14 +70,15 @@ class MeasuredPace:
         self._num_steps, self._step_s = 0, 0.0
         self._first_s = self._last_s = 0.0
         self._stretch_s = self._stretch_measured_s = self._stretch_predicted_s = 0.0
-        """Beginning and sums of the present stretch."""
+        """Start and sums of the current period."""
         self._stretches: deque[float] = deque(maxlen=round(PACE_MEMORY_S / STRETCH_S))
-        """Logarithms of the ratios of those before it."""
+        """Logarithms of the ratios of earlier periods."""
 
     def wants_step(self, step_s: float) -> bool:
-        """Whether to compare the step that has just ended: a share of all steps, in phase with no cycle of a policy.
+        """Return whether to compare the step that has just ended: a share of all steps, independent of a policy's
+        cycles.
 
-        Source: multiples of the golden ratio are spread evenly over [0, 1), whichever of them one takes (Weyl).
+        Source: multiples of the golden ratio are spread evenly over [0, 1) (Weyl).
         """
         self._num_steps += 1
         self._step_s += (step_s - self._step_s) / min(self._num_steps, PACE_MEMORY_STEPS)
@@ -100,41 +100,41 @@ class MeasuredPace:
             self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
-        """Multiply the predictions by a factor from now on."""
+        """Multiply earlier predictions by a factor, which later ones contain."""
         self._predicted_s *= factor
         self._stretch_predicted_s *= factor
         self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)
 
     @property
     def ratio(self) -> float | None:
-        """None: nothing has been compared."""
+        """The ratio; None: nothing has been compared."""
         return self._measured_s / self._predicted_s if self._predicted_s else None
 
     @property
     def is_known(self) -> bool:
-        """Whether what has been compared is more than one moment of the machine."""
+        """Whether comparisons cover enough steps and time."""
         return self._num_compared >= ENOUGH_STEPS and self._last_s - self._first_s >= PACE_MEMORY_S
 
     @property
     def least_ratio(self) -> float:
-        """What the ratio is at least, as far as its stretches tell; 0: they are too few."""
+        """Lower confidence limit of the ratio, from its periods; 0: there are too few."""
         count = len(self._stretches)
         if count < ENOUGH_STRETCHES:
             return 0.0
         mean = fsum(self._stretches) / count
-        # By hand: the event loop asks often, and statistics.stdev takes thirty times as long for its last digits.
+        # Not statistics.stdev, which takes thirty times as long for its last digits: the event loop calls this often.
         error = sqrt(fsum((ratio - mean) ** 2 for ratio in self._stretches) / (count * (count - 1)))
         return exp(mean - SURE * error)
 
 
 class Snapshot(NamedTuple):
-    """An engine's requests and its pace at one moment. Quick to take, to be read in whichever thread has the time.
+    """An engine's requests and pace at one moment, quick to take, and readable in any thread.
 
     Attributes:
-        requests: at least one; their tokens go on being counted.
-        common: what they had in common.
+        requests: at least one request; their tokens continue to be counted.
+        common: their shared blocks.
         step_ratio, slowdown, goodput: see `Observation`.
-        is_missed: whether the goodput is below the plan's quantile, and not by chance.
+        is_missed: whether the goodput is significantly below the plan's quantile.
     """
 
     requests: list[Seen]
@@ -146,26 +146,26 @@ class Snapshot(NamedTuple):
     is_missed: bool = False
 
     def observation(self) -> Observation | None:
-        """Return all requests compared with what was planned; None: no request has finished yet."""
+        """Return the observation of all requests; None: no request has finished yet."""
         sample = Sample.of(self.requests)
         return self.observe(sample) if sample.num_finished else None
 
     def observe(self, sample: Sample) -> Observation:
-        """Return some of the requests compared with what was planned."""
+        """Return the observation of some of the requests."""
         found = observe(sample, self.plan.workload, self.step_ratio, self.slowdown)
         reuse = observed_reuse(self.common, self.plan.block_size)
         return found.model_copy(update={"reuse": reuse, "goodput": self.goodput})
 
 
 class Observer:
-    """Compares what an engine does with what its plan predicts.
+    """Compares the behaviour of an engine with the predictions of its plan.
 
     Attributes:
-        plan: the running one.
-        window: of its requests.
-        reuse: what these had in common.
-        pace: of its steps, against the plan's predictions.
-        goodput: of its requests, by bounds of their own or the plan's.
+        plan: the running plan.
+        window: the latest requests.
+        reuse: their shared blocks.
+        pace: pace of steps against the plan's predictions.
+        goodput: goodput of requests, by their own bounds or the plan's.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -175,25 +175,25 @@ class Observer:
         self.pace = MeasuredPace()
         self.goodput = Goodput()
         self._has_judged_missed = False
-        """Whether a plan has been looked for since the goodput fell below the quantile."""
+        """Whether the plan has been judged since the goodput fell below the quantile."""
         self._detector = ChangeDetector(plan.workload)
         self._judged_slowdown = plan.profile.slowdown
-        """The pace at which a plan was last looked for: it is looked for again at another one only."""
+        """The slowdown under which the plan was last judged; only another one leads to a new judgement."""
         self._since_s = -inf
-        """Arrival of the first request with the lengths of now."""
+        """Arrival of the first request with the current lengths."""
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
-        """Share of prompt tokens found under which a plan was last looked for."""
+        """Share of reused prompt tokens under which the plan was last judged."""
         self._judged_common: list[Common] | None = None
-        """The requests that this share is of; None: the plan's own."""
+        """The requests with this share; None: it is the plan's."""
         self._num_ended = 0
-        """Since the last look."""
+        """Number of ended requests since the last examination."""
         self._looked_s = -inf
 
     @property
     def slowdown(self) -> float | None:
         """Measured time of the latest steps over the profile's; None: too few have been compared.
 
-        A pace that uses up the plan's headroom is returned as soon as chance hardly explains it.
+        A slowdown that exceeds the plan's headroom is returned as soon as it is significant.
         """
         ratio, spread = self.pace.ratio, self.plan.profile.spread
         is_known = self.pace.is_known or is_slower(self.pace.least_ratio, 1.0, spread)
@@ -205,7 +205,7 @@ class Observer:
         self._num_ended += 1
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to take a `snapshot` and `look` at it; if so, it counts as taken."""
+        """Return whether to take a `snapshot` and `look` at it now; if so, it counts as taken."""
         if now_s - self._looked_s <= LOOK_INTERVAL_S:
             return False
         if self._num_ended < LOOK_EVERY:
@@ -216,7 +216,7 @@ class Observer:
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """Return the requests and the pace of this moment; None: no request has arrived."""
+        """Return the current requests and pace; None: no request has arrived."""
         self.window.forget_before(self._since_s)
         if self._judged_common:
             self.reuse.forget_before(self._judged_common[0])
@@ -228,10 +228,10 @@ class Observer:
         return Snapshot(requests, common, self.plan, self.pace.ratio, self.slowdown, self.goodput.share, is_missed)
 
     def look(self, now: Snapshot) -> Observation | None:
-        """Return what the plan is to be judged under; None: nothing has certainly changed since it was last judged.
+        """Return the observation under which the plan should be judged; None: nothing has changed significantly.
 
-        Whatever is decided, these lengths and this pace are what further ones are compared with from now on. May be
-        called from another thread than the rest, once at a time.
+        Later lengths and paces are then compared with this observation, for any decision. It may be called from another
+        thread than the other methods, but only once at a time.
         """
         sample = Sample.of(now.requests)
         others = self._detector.look(sample)
@@ -246,7 +246,7 @@ class Observer:
             found = now.observe(others)
             self._detector = ChangeDetector(found.workload, found.weight)
         elif (is_other_pace or is_newly_missed or common is not None) and sample.num_finished:
-            # Lengths are still those of before, which were learnt from more requests than the window holds.
+            # Lengths are unchanged, and known from more requests than the window contains.
             lengths = {"workload": self._detector.planned, "weight": self._detector.weight or CERTAIN}
             found = now.observe(sample).model_copy(update=lengths)
         else:
@@ -256,10 +256,9 @@ class Observer:
         return found
 
     def _look_at_reuse(self, common: list[Common]) -> list[Common] | None:
-        """Return the requests that find more or less than those of the last look for a plan; None if that is not
-        certain.
+        """Return the requests with another reuse than at the last judgement; None if the difference is not significant.
 
-        A change that was seen in few requests is looked at again once there are twice as many.
+        A change in few requests is examined again once there are twice as many.
         """
         since = changed(common, self._judged_share)
         if since is None and self._judged_common is not None and len(common) >= 2 * len(self._judged_common):

@@ -1,9 +1,8 @@
-"""Observe how much the prompts of recent requests have in common, and whether that has changed.
+"""Observe the prefix reuse of recent requests, and detect changes in it.
 
-Blocks are known by the engine's own keys, which are salted hashes: nothing of a prompt can be read from them. Their
-number is bounded, whatever the prompts' lengths. Requests and steps enter in the order of the engine's log; what leaves
-is the share that was found and the curve of what caches of other sizes would have found. May be imported by every
-package.
+Blocks are identified by the engine's keys, which are salted hashes that reveal nothing of a prompt. Their number is
+limited for all prompt lengths. Requests and steps are added in the order of the engine's log; the results are the
+reused share and the shares that caches of other sizes would have reused.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from xgpt.core.workload import TraceLengths
 Ints = npt.NDArray[np.int64]
 
 MOST_KEYS = 131_072
-"""Blocks of remembered requests: a megabyte."""
+"""Largest number of blocks of remembered requests: one megabyte."""
 MOST_REQUESTS = 2048
 ENOUGH = 150
-"""Requests that a conclusion takes at least."""
+"""Least number of requests for a conclusion."""
 LEAST_CHANGE = 0.1
-"""Least change in the found share of prompt tokens that counts as a change."""
+"""Least difference of the reused share of prompt tokens that counts as a change."""
 SURE = 4.0
-"""Standard errors that tell a change from chance."""
+"""Number of standard errors from which a difference counts as a change."""
 SIZES = 12
-"""Points of the curve that is told."""
+"""Number of points of an observed curve."""
 
 
 @dataclass(slots=True)
@@ -41,10 +40,9 @@ class Common:
     """A request of the window.
 
     Attributes:
-        keys, left: of its prompt's blocks, and of those behind them that it has left.
-        found: tokens of its prompt that were there; None: it waits.
-        output: tokens generated, as far as its blocks tell.
-        is_warm: as many blocks have been left before it as the cache holds.
+        keys, left: keys of its prompt's blocks, and of the later blocks that it has left in the cache.
+        found: number of its prompt tokens in the cache; None: it waits.
+        is_warm: whether earlier requests had left as many blocks as the cache holds.
     """
 
     input_length: int
@@ -55,10 +53,10 @@ class Common:
 
 
 class ReuseWindow:
-    """The last requests of an engine, and the blocks that they had in common.
+    """The last requests of an engine, and their shared blocks.
 
     Args:
-        plan: the running one, which says how large the cache is.
+        plan: the running plan, which determines the size of the cache.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -68,12 +66,12 @@ class ReuseWindow:
         self.go_over_to(plan)
 
     def go_over_to(self, plan: Plan) -> None:
-        """Take the memory of another plan for the cache's."""
+        """Set the cache size to that of another plan."""
         reuse = plan.estimate.reuse
         self._capacity = most_kept(plan) if reuse is None else reuse.kept_blocks
 
     def note(self, record: StepRecord) -> None:
-        """Add what a step's record tells."""
+        """Add the requests and blocks in a step's record."""
         for arrival in record.arrivals:
             if arrival.id not in self._requests:
                 request = Common(arrival.input_length, _numbers(arrival.chain), np.empty(0, np.int64))
@@ -97,19 +95,19 @@ class ReuseWindow:
             self._num_keys -= len(gone.keys) + len(gone.left)
 
     def forget_before(self, first: Common) -> None:
-        """Drop the requests before this one: they had other things in common."""
+        """Drop the requests before this one, whose reuse was different."""
         if any(request is first for request in self._requests.values()):
             while next(iter(self._requests.values())) is not first:
                 _, gone = self._requests.popitem(last=False)
                 self._num_keys -= len(gone.keys) + len(gone.left)
 
     def requests(self) -> list[Common]:
-        """Return those that have begun."""
+        """Return the requests that have begun."""
         return [request for request in self._requests.values() if request.found is not None]
 
 
 def most_kept(plan: Plan) -> int:
-    """Return the blocks in which a plan could keep prompts: all that it has where prompts are encoded."""
+    """Return the largest number of blocks in which a plan can keep prompts: all blocks of a stage that encodes."""
     return min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
 
 
@@ -121,9 +119,9 @@ def _numbers(chain: Chain) -> Ints:
 
 
 def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None:
-    """Return the requests since the found share of prompt tokens changed; None if it has not, as far as is known.
+    """Return the requests since the reused share of prompt tokens changed; None if it has not changed significantly.
 
-    A cache that is still filling finds less than it will later, so a low share says nothing.
+    A low share while the cache fills does not count, since it will rise.
     """
     best: tuple[float, int] | None = None
     size = ENOUGH
@@ -139,7 +137,7 @@ def changed(requests: Sequence[Common], share: float) -> Sequence[Common] | None
 
 
 def share_of(requests: Sequence[Common]) -> tuple[float, float]:
-    """Return the share of prompt tokens that was found, and its standard error."""
+    """Return the reused share of prompt tokens, and its standard error."""
     inputs = np.array([request.input_length for request in requests], float)
     found = np.array([request.found or 0 for request in requests], float)
     share = float(found.sum() / inputs.sum())
@@ -147,9 +145,9 @@ def share_of(requests: Sequence[Common]) -> tuple[float, float]:
 
 
 def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse | None:
-    """Return the share that requests found, and would find in caches of other sizes; None if they have no keys.
+    """Return the share that requests reused, and would reuse with other cache sizes; None if they have no keys.
 
-    The first half fills the cache, and the second is what is counted.
+    The first half of the requests fills the cache, and the second half is counted.
     """
     if len(requests) < 2 or not any(len(request.keys) for request in requests):
         return None
@@ -158,11 +156,11 @@ def observed_reuse(requests: Sequence[Common], block_size: int) -> ObservedReuse
     blocks = tuple(tuple(request.keys.tolist()) for request in requests)
     left = tuple(tuple(request.left.tolist()) for request in requests)
     curve = ReuseCurve(TraceLengths(inputs, outputs, None, TracePrefixes(block_size, blocks, left)), block_size)
-    return told_of(curve, share_of(requests)[0], len(requests) // 2)
+    return summary_of(curve, share_of(requests)[0], len(requests) // 2)
 
 
-def told_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
-    """Summarise a reuse curve from one request onward, where `share` of the prompt tokens was found."""
+def summary_of(curve: ReuseCurve, share: float, begin: int = 0) -> ObservedReuse:
+    """Return the summary of a reuse curve from request `begin` on, with the observed `share`."""
     sizes = [float(size) for size in curve.sizes(SIZES)]
     return ObservedReuse(
         share=share,

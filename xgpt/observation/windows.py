@@ -1,8 +1,7 @@
-"""Observe a running engine: its recent lengths in a decaying window, and whether they have changed.
+"""Observe the recent lengths of a running engine in a decaying window, and detect changes in them.
 
-Requests enter as they arrive and as they finish; an Observation leaves, or the news that lengths differ from the
-planned ones. Reads no clock and draws no random number: the same requests in the same order give the same result. May
-be imported by every package.
+Requests are added when they arrive and when they finish; the results are an Observation, and whether lengths differ
+from the planned ones. Without a clock and random numbers, the same requests in the same order give the same result.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from xgpt.core.workload import histogram_of
 Array = npt.NDArray[np.float64]
 
 WINDOW = 2048
-"""Requests that are remembered."""
+"""Largest number of remembered requests."""
 HALF_LIFE = 1024
-"""Requests after which one counts half."""
+"""Number of requests after which a request's weight is halved."""
 MIN_FINISHED = 100
-"""Finished requests that a conclusion takes at least."""
+"""Least number of finished requests for a conclusion."""
 FALSE_ALARM = 1e-4
-"""Probability that one look takes chance for a change; there are hundreds of looks in 10,000 requests."""
+"""Probability of a false alarm in one examination; there are hundreds of examinations in 10,000 requests."""
 WINDOWS_A_DOUBLING = 2
-"""Windows of growing size that a look compares: the one that ends up before the change dilutes what it tells."""
+"""Number of compared windows for each doubling of their size; a window that starts before the change is less clear."""
 LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
-"""Of the planned lengths: between these quantiles requests are counted. The outer ones show what reaches the tails."""
+"""Quantiles of the planned lengths between which requests are counted; the outer ones show changes of the tails."""
 MOST_NATS = 500.0
-"""Beyond which a probability is taken from its asymptote: the number itself would be 0."""
+"""Logarithm above which a probability is computed by its asymptote, since the number itself would be 0."""
 CERTAIN = 1e5
-"""The weight, in requests, of planned lengths that are taken as certain: two requests that no plan foresaw are then a
+"""The weight, in requests, of planned lengths that count as certain: two requests of an unplanned length are then a
 change."""
 
 
@@ -47,7 +46,7 @@ class Seen:
     Attributes:
         max_output: output tokens that its client allowed.
         generated: output tokens so far.
-        has_ended: its output is complete. One that was cancelled never is: it was at least so long.
+        has_ended: whether its output is complete; that of a cancelled request never is, and counts as at least so long.
     """
 
     arrival_s: float
@@ -67,28 +66,28 @@ class LengthWindow:
         return len(self._seen)
 
     def arrive(self, arrival_s: float, input_length: int, max_output: int) -> Seen:
-        """Add a request, and return where the caller counts its tokens."""
+        """Add a request, and return the object in which the caller counts its tokens."""
         seen = Seen(arrival_s, input_length, max_output)
         self._seen.append(seen)
         return seen
 
     def forget_before(self, arrival_s: float) -> None:
-        """Drop requests that arrived before a time: they came under other circumstances."""
+        """Drop requests that arrived before a time."""
         while self._seen and self._seen[0].arrival_s < arrival_s:
             self._seen.popleft()
 
     def requests(self) -> list[Seen]:
-        """Return the requests of the window; their tokens go on being counted."""
+        """Return the requests of the window, whose tokens continue to be counted."""
         return list(self._seen)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Requests of the window, column by column, later ones with more weight.
+    """Requests of the window as columns; later requests have more weight.
 
     Attributes:
         outputs: tokens so far.
-        longest: output tokens that the client allowed at most.
+        longest: largest number of output tokens, set by the client.
     """
 
     arrival_s: Array
@@ -100,10 +99,10 @@ class Sample:
 
     @classmethod
     def of(cls, requests: Sequence[Seen]) -> Sample:
-        """Return a window as numbers; not of an empty one.
+        """Return the sample of a window that is not empty.
 
-        It may run in another thread than the one that counts tokens. So it first reads which requests have finished:
-        none then counts as finished with fewer tokens than it generated.
+        It may run in another thread than the one that counts tokens, so it first reads which requests have finished: no
+        request then counts as finished with fewer tokens than it generated.
         """
         has_ended = np.array([seen.has_ended for seen in requests])
         return cls(
@@ -128,7 +127,7 @@ class Sample:
 
     @property
     def weight(self) -> float:
-        """Effective number of ended requests; 0 where there is none. Source: Kish, Survey Sampling, 1965."""
+        """Effective number of ended requests; 0 if there is none. Source: Kish, Survey Sampling, 1965."""
         return _effective(self.weights[self.has_ended])
 
     def input_histogram(self) -> Histogram:
@@ -136,11 +135,11 @@ class Sample:
         return _histogram(lengths, np.asarray(np.bincount(index, self.weights), float))
 
     def output_histogram(self) -> Histogram:
-        """Lengths of outputs, those in flight accounted for.
+        """Return the histogram of output lengths, with running outputs accounted for.
 
-        Long outputs end last: of the requests that arrived lately, those that have ended are the short ones. An output
-        in flight tells that it is longer than what has come of it, which is all that the product-limit estimator
-        needs. What lies beyond the longest that was seen counts as of that length.
+        Long outputs end last, so among recent requests those that have ended are short. A running output is known to be
+        longer than its present length, which is what the product-limit estimator needs. Probability above the longest
+        observed length counts as that length.
         Source: Kaplan and Meier, JASA 1958; Efron, 5th Berkeley Symposium, 1967 (the tail).
         """
         lengths, index = np.unique(self.outputs, return_inverse=True)
@@ -154,7 +153,7 @@ class Sample:
 
     @property
     def known_to(self) -> float:
-        """Output length below which `output_histogram` tells how many are longer; inf: everywhere."""
+        """Output length up to which `output_histogram` is known; inf: everywhere."""
         longest = int(self.outputs.max())
         return inf if self.has_ended[self.outputs == longest].all() else longest
 
@@ -172,22 +171,22 @@ def _histogram(lengths: npt.NDArray[np.int_], mass: Array) -> Histogram:
 
 
 class Goodput:
-    """Which of the latest requests kept their bounds."""
+    """The share of the latest requests that kept their bounds."""
 
     def __init__(self) -> None:
         self._kept: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, *, is_kept: bool) -> None:
-        """Count a request that has all its tokens."""
+        """Count a finished request."""
         self._kept.append(is_kept)
 
     @property
     def share(self) -> float | None:
-        """Of them, that kept their bounds; None: too few to tell."""
+        """Share of the requests that kept their bounds; None: there are too few."""
         return sum(self._kept) / len(self._kept) if len(self._kept) >= MIN_FINISHED else None
 
     def is_below(self, quantile: float) -> bool:
-        """Whether fewer keep their bounds than this share, and not by chance."""
+        """Return whether the share of requests within their bounds is significantly below this quantile."""
         count, broken = len(self._kept), len(self._kept) - sum(self._kept)
         expected = (1 - quantile) * count
         return count >= MIN_FINISHED and broken > expected and 1 - gammaincc(broken, expected) < FALSE_ALARM
@@ -196,7 +195,7 @@ class Goodput:
 def observe(
     sample: Sample, planned: Workload, step_ratio: float | None = None, slowdown: float | None = None
 ) -> Observation:
-    """Return a sample compared with what was planned, with the observed pace."""
+    """Return the observation of a sample, compared with the planned lengths."""
     inputs, outputs = sample.input_histogram(), sample.output_histogram()
     return Observation(
         workload=Workload(name="observed", input=inputs, output=_reaching(outputs, int(sample.longest.max()))),
@@ -225,20 +224,20 @@ def observe_lengths(inputs: npt.ArrayLike, outputs: npt.ArrayLike, planned: Work
 
 
 def _reaching(outputs: Histogram, longest: int) -> Histogram:
-    """Return the outputs with the longest that is allowed, even if none was so long: K/V memory is set aside for it."""
+    """Return the outputs extended to the longest allowed length, for which K/V memory is reserved."""
     if longest <= outputs.lengths[-1]:
         return outputs
     return Histogram(lengths=(*outputs.lengths, longest), probabilities=(*outputs.probabilities, 0.0))
 
 
 def _below(histogram: Histogram, lengths: npt.ArrayLike) -> Array:
-    """Share of at most these lengths."""
+    """Return the shares of lengths up to each of these."""
     total = np.concatenate([[0.0], np.cumsum(histogram.probabilities)])
     return total[np.searchsorted(histogram.lengths, lengths, side="right")]
 
 
 def wasserstein(a: Histogram, b: Histogram) -> float:
-    """Mean way, in tokens, by which the lengths of one must be moved to become the other (W_1)."""
+    """Return the Wasserstein distance W_1 of two distributions of lengths, in tokens."""
     lengths = np.union1d(a.lengths, b.lengths)
     return float(np.abs(_below(a, lengths) - _below(b, lengths))[:-1] @ np.diff(lengths.astype(float)))
 
@@ -246,15 +245,15 @@ def wasserstein(a: Histogram, b: Histogram) -> float:
 def surprise(
     observed: Histogram, size: float, planned: Histogram, planned_size: float = CERTAIN, known_to: float = inf
 ) -> float:
-    """Return how little chance explains the difference between observed and planned lengths.
+    """Return the significance of the difference between observed and planned lengths.
 
     Requests are counted between quantiles of the planned lengths, and beyond them, so that a change of the spread shows
-    as soon as one of the mean. The likelihood ratio of these counts, in nats, is half a chi-squared variable where
+    as early as one of the mean. The likelihood ratio of these counts, in nats, is half a chi-squared variable if
     nothing changed.
 
     Args:
-        planned_size: how many requests the planned lengths were learnt from.
-        known_to: what the observed histogram has from this length on counts as longer.
+        planned_size: number of requests from which the planned lengths are known.
+        known_to: length from which the observed histogram is not known; all from there on counts as longer.
 
     Returns:
         -log of the probability. Source: Wilks, Annals of Mathematical Statistics, 1938.
@@ -264,7 +263,7 @@ def surprise(
     edges = np.unique([lengths[0] - 1, *(lengths[i] for i in at), lengths[-1]])
     edges = edges[edges < known_to]
     counted, expected = (np.diff(_below(h, edges), prepend=0.0, append=1.0) for h in (observed, planned))
-    counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums that miss 1 by rounding
+    counted, expected = np.maximum(counted, 0.0), np.maximum(expected, 0.0)  # sums may differ from 1 by rounding
     pooled = (size * counted + planned_size * expected) / (size + planned_size)
     nats = max(0.0, size * _divergence(counted, pooled) + planned_size * _divergence(expected, pooled))
     freedom = (np.count_nonzero(pooled > 1e-12) - 1) / 2
@@ -276,20 +275,20 @@ def surprise(
 
 
 def _divergence(shares: Array, to: Array) -> float:
-    """Kullback and Leibler's, in nats."""
+    """Return the Kullback-Leibler divergence, in nats."""
     some = shares > 0
     return float(shares[some] @ np.log(shares[some] / to[some]))
 
 
 class ChangeDetector:
-    """Detects that requests differ from those that a plan was made for, and since when.
+    """Detects a difference between requests and a plan's lengths, and its beginning.
 
-    Each look compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`); where several
-    differ, the clearest tells since when.
+    Each examination compares the last 64, 91, 128, 181, ... requests with the planned lengths (`surprise`). If several
+    differ, the most significant one gives the beginning.
 
     Args:
-        planned: the lengths that the running plan was made for.
-        weight: how many requests those lengths were learnt from; None: taken as certain.
+        planned: the lengths for which the running plan was made.
+        weight: number of requests from which those lengths are known; None: they count as certain.
     """
 
     def __init__(self, planned: Workload, weight: float | None = None) -> None:
@@ -297,9 +296,9 @@ class ChangeDetector:
         self.weight = weight
 
     def look(self, whole: Sample) -> Sample | None:
-        """Return the requests since the lengths changed; None if they have not, or too few have ended since.
+        """Return the requests since the lengths changed; None if they have not, or too few have ended since then.
 
-        Lengths that were themselves learnt from few requests are looked at again once there are twice as many.
+        Lengths that are known from few requests are examined again once there are twice as many.
         """
         if whole.num_finished < MIN_FINISHED:
             return None
@@ -314,7 +313,7 @@ class ChangeDetector:
         return whole if self.weight is not None and whole.weight >= 2 * self.weight else None
 
     def _score(self, sample: Sample) -> float:
-        """Return how little chance explains its inputs or its outputs."""
+        """Return the higher significance of the difference of inputs or outputs."""
         if sample.num_finished < MIN_FINISHED // 2:
             return 0.0
         inputs, outputs, weight = self.planned.input, self.planned.output, self.weight or CERTAIN

@@ -1,6 +1,6 @@
-"""Draw charts as SVG with matplotlib: the same bytes for the same input.
+"""Draw charts as SVG with matplotlib, with the same bytes for the same input.
 
-A chart is handed to a page as an image of its own (a data URL): nothing inside it can run or reach the page.
+A page contains a chart as an image (a data URL), so that nothing inside it can run or access the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLOURS = ("#0b5fa5", "#d1731a", "#1a7f4b", "#8a4fa8", "#b3261e", "#6b7785")
 ENCODE, DECODE, BOTH = COLOURS[1], COLOURS[0], COLOURS[3]
 
 _STYLE: dict[Any, Any] = {
-    # Names from a plan are names, not formulas.
+    # Names in a plan are text, not formulas.
     "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "xgpt",
@@ -40,7 +40,7 @@ _STYLE: dict[Any, Any] = {
 
 
 class Chart(NamedTuple):
-    """An image for a page: its data URL, its text alternative, and the line beneath it."""
+    """An image for a page: its data URL, its alternative text, and its caption."""
 
     source: str
     alt: str
@@ -48,7 +48,7 @@ class Chart(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A bar of a timeline, seconds from its left edge."""
+    """A bar of a timeline; times are in seconds from the left edge."""
 
     row: int
     start_s: float
@@ -77,7 +77,7 @@ def _axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: str, caption: str) -> Chart:
-    """Draw the work of each worker over time, encode and decode in two colours; below, the requests in decode."""
+    """Draw the steps of each worker over time, coloured by encode and decode, and below them the requests in decode."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.35 * len(rows)))
         bars, batch = figure.subplots(2, 1, sharex=True, height_ratios=(0.5 + 0.35 * len(rows), 0.9))
@@ -104,7 +104,7 @@ def timeline(spans: Sequence[Bar], rows: Sequence[str], decoding: Series, alt: s
 def frontier(
     lines: Sequence[Series], chosen: tuple[float, float], bound_s: float | None, alt: str, caption: str
 ) -> Chart:
-    """Highest throughput (requests a second) against the latency it takes (s), a line a policy."""
+    """Draw each policy's highest throughput (requests a second) by latency (s)."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 4)
         for line, colour in zip(lines, COLOURS, strict=False):
@@ -127,7 +127,7 @@ def frontier(
 def memory(
     devices: Sequence[str], parts: dict[str, Sequence[float]], limit_gib: float, alt: str, caption: str
 ) -> Chart:
-    """GiB of each device, in parts, against what it offers."""
+    """Draw the parts of each device's memory in GiB, with its limit."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(10, 0.9 + 0.3 * len(devices))
         left = [0.0] * len(devices)
@@ -145,7 +145,7 @@ def memory(
 
 
 def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: str, alt: str, caption: str) -> Chart:
-    """Shares of requests against their length, in bins."""
+    """Draw the shares of requests by length, in bins."""
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(5, 2.4)
         axes.stairs(shares, edges, fill=True, color=COLOURS[0], alpha=0.75)
@@ -159,13 +159,13 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
 
 
 class DayChart(NamedTuple):
-    """What a fleet does over a day, by interval."""
+    """The load, replicas, kept requests and costs of a fleet over a day, by interval."""
 
     hours: Sequence[float]  # the intervals' edges
     load: Sequence[float]  # requests a second
     replicas: dict[str, Sequence[int]]
     kept: Sequence[float | None]  # share of requests
-    asked: float  # the share that is to be kept
+    asked: float  # the share that must be kept
     costs: Sequence[float]  # in an hour
     constant_cost: float  # the constant fleet's
 

@@ -1,4 +1,4 @@
-"""Write a plan in the words of the engine that would run it: vLLM, SGLang or TensorRT-LLM."""
+"""Write the command with which vLLM, SGLang or TensorRT-LLM runs a plan."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "
 
 
 SPECULATES = ("vllm", "sglang")
-"""Engines whose options for a draft are written."""
+"""Engines for which options of a draft can be written."""
 
 
 def engine_command(plan: Plan) -> str | None:
-    """Return the command that starts one replica of a plan in its engine; None: only xgpt's own schedule runs it.
+    """Return the command that starts one replica of a plan in its engine; None: the plan needs xgpt's scheduler.
 
-    Engines by themselves run steps that mix prompts and decodes under a token budget, on equal stages. A plan without
-    an engine is written for vLLM.
+    The engines' own schedulers run steps that mix prompts and decodes under a token budget, on equal stages. A plan
+    without an engine is written for vLLM.
     """
     policy, stages = plan.policy, plan.stages
     if not isinstance(policy, ChunkedSettings) or plan.cluster.device.type != "gpu":
@@ -75,7 +75,7 @@ def vllm_draft(speculation: Speculation | None) -> list[str]:
 
 
 def _sglang_draft(speculation: Speculation | None) -> list[str]:
-    """Return SGLang's options for a draft without branches; it drafts with a model's own layer as EAGLE."""
+    """Return SGLang's options for a draft without branches; it calls drafts with a model's own layer EAGLE."""
     if speculation is None:
         return []
     name = {"mtp": "EAGLE"}.get(speculation.method, speculation.method.upper())
@@ -86,7 +86,7 @@ def _sglang_draft(speculation: Speculation | None) -> list[str]:
 
 
 def command_in_words(plans: dict[str, Plan]) -> list[str]:
-    """Return lines on what to run in the engine itself, and on what xgpt's schedule in it gains beyond that.
+    """Return lines with the command for the engine itself, and about the use of xgpt's scheduler in it.
 
     Args:
         plans: each policy's best plan, the best of all first.
@@ -100,9 +100,9 @@ def command_in_words(plans: dict[str, Plan]) -> list[str]:
     each = f", {times} times" if times > 1 else ""
     lines = [f"run in {name} itself{each}: {engine_command(runs)}"]
     if runs.engine is None:
-        lines.append(f"figures are without an engine's loop: --engine vllm has {name}'s")
+        lines.append(f"figures do not include an engine's loop: --engine vllm includes that of {name}")
     if runs is not best:
-        lines.append(f"{best.policy.kind} is more than {name} does by itself: `xgpt export` writes it as its scheduler")
+        lines.append(f"{name} alone cannot run {best.policy.kind}: `xgpt export` adds xgpt's scheduler to it")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The numbers behind a page's figures: when each stage works, and what fills each device's memory."""
+"""The data of a page's figures: the steps of each stage, and the memory of each device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from xgpt.core.schema import Plan
 from xsimulator.clock import Span as StageSpan
 
 CYCLES = 4
-"""Encode phases of a micro-batch that a timeline shows."""
+"""Number of encode phases of a micro-batch in a timeline."""
 MIN_STEPS, MAX_STEPS = 20, 120
-"""Of a timeline, for each stage."""
+"""Least and largest number of steps of each stage in a timeline."""
 GIB = 2.0**30
 
 
 class StepBar(NamedTuple):
-    """A step of a stage: seconds from the timeline's left edge, and what it does."""
+    """A step of a stage: its times in seconds from the timeline's left edge, and its kind."""
 
     row: int
     start_s: float
@@ -25,11 +25,11 @@ class StepBar(NamedTuple):
 
 
 class TimelineFigure(NamedTuple):
-    """A stretch of a simulated run.
+    """A part of a simulated run.
 
     Attributes:
-        rows: the name of each stage.
-        bars: their steps.
+        rows: names of the stages.
+        bars: steps of the stages.
         decoding: (seconds, requests in decode) of each step of the first stage that decodes.
     """
 
@@ -42,7 +42,7 @@ class MemoryFigure(NamedTuple):
     """GiB of each device of a replica.
 
     Attributes:
-        usable: what plans may fill of a device.
+        usable: memory of a device that plans may use.
         rest: weights, activations and workspace of each device.
         kv: keys and values of each device.
     """
@@ -53,7 +53,7 @@ class MemoryFigure(NamedTuple):
 
 
 def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
-    """Return some encode phases of a simulated run, from the middle, where it has settled."""
+    """Return some encode phases from the middle of a simulated run, where its state is steady."""
     spans = sorted(spans, key=lambda span: span.start_ns)
     encodes = sorted({span.start_ns for span in spans if span.step.encode and span.stage == 0})
     middle = len(encodes) // 2
@@ -84,7 +84,7 @@ def timeline(plan: Plan, spans: Sequence[StageSpan]) -> TimelineFigure:
 
 
 def memory(plan: Plan) -> MemoryFigure:
-    """Return what a plan puts on each device of one replica."""
+    """Return the memory of each device of one replica."""
     kv: list[float] = []
     for stage in plan.stages:
         layers = (stage.decode_layers[1] - stage.decode_layers[0]) / plan.model.num_layers

@@ -1,4 +1,5 @@
-"""A day's fleet as one self-contained page: load, replicas, kept requests, cost; the constant fleet for comparison."""
+"""A day's fleet as one self-contained page: load, replicas, kept requests and cost, compared with the constant
+fleet."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def fleet_report(fleet: FleetPlan) -> str:
-    """Return the page, as HTML that loads nothing from anywhere."""
+    """Return the page, as HTML that loads no other files."""
     constraint, plan = fleet.constraint, fleet.kinds[0].plan
     bounds = {"latency": constraint.latency_bound_s, "first token": constraint.ttft_s, "a token": constraint.tpot_s}
     kept = ", ".join(f"{name} within {bound:g} s" for name, bound in bounds.items() if bound is not None)
@@ -43,9 +44,9 @@ def fleet_report(fleet: FleetPlan) -> str:
             for kind in fleet.kinds
         ],
         proof=(
-            f"{fleet.num_requests:,} requests simulated; shares leave the headroom free. Planned for "
+            f"{fleet.num_requests:,} requests simulated; shares are for bounds reduced by the headroom. Planned for "
             f"{fleet.load_factor:.2f} times the load, the least factor tried that keeps the share. With changes that "
-            f"are free and take no time no fleet costs less than {fleet.least_cost:.4g}."
+            f"are free and instantaneous, no fleet costs less than {fleet.least_cost:.4g}."
         ),
     )
 
@@ -85,6 +86,6 @@ def _day(fleet: FleetPlan) -> Chart:
         drawn,
         alt=f"load, replicas, kept requests and cost of {fleet.name} over {hours[-1]:g} hours",
         caption="From above: requests that arrive, replicas of each kind, the share of each interval's requests that "
-        "keep the bounds with the headroom left free, and what the fleet costs in an hour; dashed, the cheapest "
+        "keep the bounds reduced by the headroom, and the cost of the fleet in an hour; dashed, the cheapest "
         "constant fleet.",
     )

@@ -1,4 +1,4 @@
-"""Describe in words what a plan does, for the terminal and the report."""
+"""Describe a plan as text, for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xsimulator.forecast import FORECASTS
 
 
 def settings_text(plan: Plan) -> str:
-    """Return a plan's control variables ("encode_batch 4, decode_iterations 9") and, on several devices, its shape."""
+    """Return a plan's control variables ("encode_batch 4, decode_iterations 9") and, for several devices, its shape."""
     policy = plan.policy
     texts = [f"{variable.name} {getattr(policy, variable.name)}" for variable in policy.variables]
     for of_rule in (getattr(policy, name) for name in policy.tuned):
@@ -34,7 +34,7 @@ def settings_text(plan: Plan) -> str:
 
 
 def placement_in_words(plan: Plan) -> str:
-    """Return which devices work together, and how."""
+    """Return a description of the replicas, stages and device groups."""
     replicas = "one replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
     lanes = {"both": "", "encode": "encode ", "decode": "decode "}
     parts = []
@@ -53,18 +53,18 @@ def placement_in_words(plan: Plan) -> str:
 
 
 def objective_in_words(constraint: Constraint) -> str:
-    """Return the objective in words."""
+    """Return a description of the objective."""
     if constraint.maximise is not None:
         return f"{constraint.maximise}, while requests are always waiting"
     if constraint.maximises_arrivals:
-        return f"the arrival rate ({_process(constraint)}) at which the bounds are kept with waiting counted"
+        return f"the arrival rate ({_process(constraint)}) within the bounds, waiting included"
     if constraint.objective == "arrivals":
-        return "throughput: without a bound, any arrival rate below it is kept"
+        return "throughput: without a bound, any arrival rate below it is sustained"
     return "throughput while requests are always waiting, latency counted from admission"
 
 
 def own_objective_in_words(plans: Mapping[str, Plan]) -> list[str]:
-    """Return a line with the value of the user's own objective under each policy; none without one."""
+    """Return a line with the value of a user's objective for each policy; none without one."""
     if next(iter(plans.values())).constraint.maximise is None:
         return []
     return ["its value: " + ", ".join(f"{kind} {objective_value(plan):.4g}" for kind, plan in plans.items())]
@@ -75,28 +75,27 @@ def _process(constraint: Constraint) -> str:
 
 
 def engine_in_words(plan: Plan) -> list[str]:
-    """Return a line on the plan's engine and on what the prediction takes from it; none without an engine."""
+    """Return a line on the plan's engine and its effects in the prediction; none without an engine."""
     engine = plan.engine
     if engine is None or engine.framework == "native":
         return []
     parts = ["it schedules a step ahead"] if engine.schedules_ahead else []
-    parts += ["xgpt's scheduler in it decides each step after the one before"] if engine.scheduler == "xgpt" else []
+    parts += ["xgpt's scheduler in it schedules each step after the one before"] if engine.scheduler == "xgpt" else []
     if plan.request_path_s:
-        parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside of its loop")
+        parts.append(f"a request takes {1e3 * plan.request_path_s:.3g} ms outside its loop")
     if engine.mixing:
         parts.append(f"decodes take {100 * engine.mixing:.0f}% longer in a step that also encodes")
     if FORECASTS[plan.policy.kind].stations.admits_each_step:
-        parts += [] if engine.mixes else ["prompts go first, in steps of their own"]
-        parts += [] if engine.cuts_prompts else ["a prompt waits for a step that has room for all of it"]
+        parts += [] if engine.mixes else ["prompts go first, in separate steps"]
+        parts += [] if engine.cuts_prompts else ["a prompt waits for a step with room for all of it"]
     lines = [": ".join([f"engine: {engine.name}", *([", ".join(parts)] if parts else [])])]
     if timed := engine.borrowed:
         lines.append(f"not measured of {engine.name}, but of another engine or version: {', '.join(timed)}")
     return lines
 
 
-def ranges_in_words(plan: Plan) -> list[str]:
-    """Return a line on the ranges of a plan's figures, and on the measured rows behind them; none if its steps were
-    measured."""
+def ranges_from_rows(plan: Plan) -> list[str]:
+    """Return a line on the ranges of a plan's figures from errors of measured rows; none if steps were measured."""
     figures = {
         "throughput_rps": ("throughput", "requests/s"),
         "ttft_s": ("first token", "s"),
@@ -106,11 +105,11 @@ def ranges_in_words(plan: Plan) -> list[str]:
     for name, rows in plan.estimate.ranges_from.items():
         (low, high), (text, unit) = plan.estimate.ranges[name], figures[name]
         parts.append(f"{text} {low:.3g} to {high:.3g} {unit} ({rows})")
-    return [f"likely, nine times in ten: {'; '.join(parts)}"] if parts else []
+    return [f"likely ranges, in nine of ten cases: {'; '.join(parts)}"] if parts else []
 
 
 def mixing_in_words(plan: Plan) -> list[str]:
-    """Return a line on the cost of mixed steps at which another policy would serve more; none if unknown."""
+    """Return a line on the cost of mixed steps at which another policy would serve more; none if there is none."""
     edge = plan.estimate.mixing_edge
     if edge is None:
         return []
@@ -123,11 +122,11 @@ def mixing_in_words(plan: Plan) -> list[str]:
 
 
 def bounds_in_words(constraint: Constraint) -> str:
-    """Return the bounds in words, as in "15 s from arrival to the last token"."""
+    """Return a description of the bounds, such as "15 s from arrival to the last token"."""
     names = {
         "latency_bound_s": "from arrival to the last token",
         "ttft_s": "to the first token",
-        "tpot_s": "between tokens in the mean",
+        "tpot_s": "mean between tokens",
     }
     quantiles = {"ttft_s": constraint.ttft_quantile, "tpot_s": constraint.tpot_quantile}
     return ", ".join(
@@ -142,7 +141,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
     e, constraint, found = plan.estimate, plan.constraint, plan.estimate.capacity
     texts = []
     if found is not None and not found.rate_per_s:
-        texts.append("arrivals: with waiting counted, the bounds are kept at practically no rate (simulated)")
+        texts.append("arrivals: with waiting included, practically no rate keeps the bounds (simulated)")
     elif found is not None:
         texts.append(
             f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
@@ -164,7 +163,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
     return texts
 
 
-def at_rest_in_words(plan: Plan) -> list[str]:
+def ranges_on_this_machine(plan: Plan) -> list[str]:
     """Return a line on the ranges of the plan's figures on this machine; none if they are not known."""
     names = {
         "rate_per_s": "requests/s of arrivals",
@@ -174,11 +173,11 @@ def at_rest_in_words(plan: Plan) -> list[str]:
     }
     ranges = {} if plan.estimate.ranges_from else plan.estimate.ranges
     found = [f"{ranges[name][0]:.3g} to {ranges[name][1]:.3g} {text}" for name, text in names.items() if name in ranges]
-    return [f"ranges on this machine at rest: {', '.join(found)}"] if found else []
+    return [f"ranges on this machine when idle: {', '.join(found)}"] if found else []
 
 
 def profile_in_words(plan: Plan) -> str:
-    """Return a line on the profile that a plan rests on, and on how it was fitted to a served engine."""
+    """Return a line on the plan's profile, and on its fit to a served engine."""
     profile = plan.profile
     text = f"profile: {profile.source}, sha256 {profile.sha256[:12]}"
     if SERVED in profile.provenance:
@@ -193,7 +192,7 @@ def _with_error(error: float | None) -> str:
 
 
 def classes_in_words(plan: Plan) -> list[str]:
-    """Return a line on the classes of requests with their bounds, where there are any."""
+    """Return a line on the classes of requests with their bounds; none without classes."""
     labels = {"latency_bound_s": "latency", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     texts = []
     for each in plan.constraint.classes:
@@ -210,13 +209,13 @@ def headroom_in_words(plan: Plan) -> list[str]:
     if not headroom or not plan.constraint.bounds_latency:
         return []
     errors = {
-        "measured": "steps of one machine vary and drift by",
-        "imported": "predictions from others' tables are off by for served models",
-        "analytic": "predictions from a datasheet are off by",
+        "measured": "the variation and drift of steps on one machine",
+        "imported": "the error of predictions from imported tables for served models",
+        "analytic": "the error of predictions from a datasheet",
     }
     return [
         f"headroom: bounds are kept even if every step takes {100 * headroom:.0f}% longer than predicted "
-        f"(about what {errors[source]}; --headroom sets it)"
+        f"(about {errors[source]}; --headroom sets it)"
     ]
 
 
@@ -227,13 +226,13 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
     missing = [kind for kind in kinds if kind not in plans and kind not in either]
     lines = []
     if either and set(either) <= set(kinds):
-        lines.append("waa: waa-c and waa-m divide these devices alike")
+        lines.append("waa: waa-c and waa-m divide these devices equally")
     if "chunked" in missing and any(plan.model.is_encoder_decoder for plan in plans.values()):
         missing.remove("chunked")
         lines.append(f"no plan of chunked: {UNCUT}")
     if all(plan.cluster.host is None and plan.cluster.num_devices > 1 for plan in plans.values()):
         missing = [kind for kind in missing if kind not in POLICY_GROUPS["waa"]]
-        lines.append("no plan of waa: the cluster states no `host`, the link over which it sends K/V")
+        lines.append("no plan of waa: the cluster has no `host`, the link over which waa sends K/V")
     if missing:
         lines.append(f"no plan keeps the bounds: {', '.join(missing)}")
     closed = [kind for kind, plan in plans.items() if plan.constraint.sla == "request" and not plan.search.simulations]
@@ -243,7 +242,7 @@ def missing_in_words(policy: str, plans: dict[str, Plan]) -> list[str]:
 
 
 def log_in_words(workload: object, plan: Plan) -> list[str]:
-    """Return a line on the rate that a log with times asks for, next to the rate that a plan holds; none without."""
+    """Return a line that compares the rate of a log with times and the plan's rate; none without such a log."""
     trace = load_trace(workload) if isinstance(workload, str) else None
     if trace is None or trace.timestamp_s is None or len(trace.input) < 2 or trace.timestamp_s[-1] <= 0:
         return []
@@ -251,22 +250,22 @@ def log_in_words(workload: object, plan: Plan) -> list[str]:
     mean = (len(trace.input) - 1) / span_s
     minutes = np.bincount((trace.timestamp_s // 60).astype(np.int64))
     peak = max(mean, float(minutes.max()) / min(60.0, span_s))
-    says = f"this plan holds {rate:.4g} on {plan.num_devices} devices"
+    says = f"this plan sustains {rate:.4g} on {plan.num_devices} devices"
     if rate < peak:
-        says = f"{says}: {math.ceil(peak / rate)} of these deployments hold the peak"
+        says = f"{says}: {math.ceil(peak / rate)} of these deployments sustain the peak"
     elif plan.constraint.arrival_rate_per_s is None:
-        says = f"{says}: `--arrival-rate {peak:.3g} --devices auto` finds the fewest"
+        says = f"{says}: `--arrival-rate {peak:.3g} --devices auto` finds the smallest number"
     return [f"your log: {mean:.3g} requests/s, {peak:.3g} in its busiest minute; {says}"]
 
 
 def reuse_in_words(plan: Plan) -> list[str]:
-    """Return a line on the share of prompts that the plan expects to reuse, and on what that gains."""
+    """Return a line on the share of prompts that the plan expects to reuse, and on its gain."""
     reuse = plan.estimate.reuse
     if reuse is None:
         return []
     blocks = min(stage.kv_blocks for stage in plan.stages if stage.lane != "decode")
     line = (
-        f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} if memory had no end) "
+        f"reuse: requests find {reuse.share:.0%} of their prompt tokens ({reuse.most_share:.0%} with unlimited memory) "
         f"in the {reuse.kept_blocks} of {blocks} K/V blocks that outputs leave free"
     )
     if reuse.alone:
@@ -276,18 +275,18 @@ def reuse_in_words(plan: Plan) -> list[str]:
 
 
 def joint_in_words(plan: Plan) -> list[str]:
-    """Return a line on what the estimate misses where a trace's outputs depend on its inputs."""
+    """Return a line on the error of the estimate if a trace's outputs depend on its inputs."""
     joint = plan.estimate.joint_lengths
     if joint is None:
         return []
     return [
-        f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated in the trace's pairs, "
+        f"pairs: inputs and outputs correlate by {joint.correlation:+.2f}; simulated with the trace's pairs, "
         f"throughput is {100 * joint.throughput:+.1f}%, latency {100 * joint.latency:+.1f}% against independent lengths"
     ]
 
 
 def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
-    """Return a line on the best plan of equal stages, which the chosen one need not be."""
+    """Return a line on the best plan with equal stages, compared with the chosen one."""
     if uniform is best:
         return "best uniform plan (equal stages, no rra, no waa): the chosen one"
     if uniform is None:
@@ -300,7 +299,7 @@ def uniform_in_words(best: Plan, uniform: Plan | None) -> str:
 
 
 def uneven_in_words(best: Plan, uneven: Plan) -> str:
-    """Return a line on what a plan for several machines would gain beyond what vLLM runs."""
+    """Return a line on the gain of plans for several machines that vLLM cannot run."""
     gain = maximised(uneven) / maximised(best) - 1
     left_out = "on several machines plans are for vLLM, whose stages have equal tensor-parallel degrees"
     if gain <= 0:
@@ -310,7 +309,7 @@ def uneven_in_words(best: Plan, uneven: Plan) -> str:
 
 
 def _shape(plan: Plan) -> str:
-    """Replicas and tensor-parallel degrees of the stages: "2 x [2 1 1]", of WAA "[1 1] > [2]".
+    """Return the replicas and the tensor-parallel degrees of stages: "2 x [2 1 1]", or with WAA "[1 1] > [2]".
 
     "4e2" is a group of four devices that divides the experts into two parts, "1e8" one of eight single devices that
     hold the experts together.
@@ -331,13 +330,13 @@ def _count(number: int, noun: str) -> str:
 
 
 def schedule_in_words(plan: Plan) -> str:
-    """Return a sentence on what the engine does under the plan."""
+    """Return a description of the schedule."""
     policy = plan.policy
     match policy.kind:
         case "rra":
             return (
                 f"encode about {_count(policy.encode_batch, 'request')}, then run "
-                f"{_count(policy.decode_iterations, 'decode iteration')}, and again"
+                f"{_count(policy.decode_iterations, 'decode iteration')}, and repeat"
             )
         case "orca" | "chunked" if plan.engine is not None and not plan.engine.mixes:
             budget = policy.token_budget if policy.kind == "chunked" else plan.engine.token_budget
@@ -353,7 +352,7 @@ def schedule_in_words(plan: Plan) -> str:
             )
         case "chunked" if policy.slack is not None:
             return (
-                f"every step decodes running requests and encodes as much as they have time for, "
+                f"every step decodes running requests and encodes as much as their slack allows, "
                 f"{policy.slack.least_tokens} to {policy.slack.most_tokens} prompt tokens, at most "
                 f"{_count(policy.max_batch, 'request')}"
             )
@@ -363,7 +362,7 @@ def schedule_in_words(plan: Plan) -> str:
                 f"at most {_count(policy.max_batch, 'request')}"
             )
         case "static":
-            return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and again"
+            return f"encode {_count(policy.batch, 'request')}, decode until the last of them ends, and repeat"
     return (
         f"some devices encode {_count(policy.encode_batch, 'request')} at once, the others decode up to "
         f"{policy.max_decode_batch}, neither waiting for the other"
@@ -371,7 +370,7 @@ def schedule_in_words(plan: Plan) -> str:
 
 
 def limit_in_words(plan: Plan) -> str:
-    """Return what no other schedule exceeds, in one sentence, for a plan whose search has a gap."""
+    """Return a sentence on the limit that no other schedule exceeds, for a plan whose search has a gap."""
     constraint = plan.constraint
     most = f"{maximised(plan) * (1 + (plan.search.gap or 0.0)):.4g} requests/s"
     if not constraint.bounds_latency:
@@ -384,36 +383,37 @@ def limit_in_words(plan: Plan) -> str:
 
 
 def proof_in_words(plan: Plan) -> str:
-    """Return what no other schedule exceeds, and the evidence for it."""
+    """Return a description of the proof: the limit of other schedules, and the searched points."""
     search = plan.search
     proof = f"no proof of optimality ({search.bound.removeprefix('none: ')})"
     if search.gap is not None:
         more = f"{100 * search.gap:.1f}% more than this one" if search.gap >= 0.0005 else "no more than this one"
         proof = f"{limit_in_words(plan)}: {more} (bound: {search.bound})"
     if search.rival is not None:
-        proof += f"; {search.rival}, which simulation does not tell from this one"
+        proof += f"; {search.rival}, which simulation cannot distinguish from this one"
     simulated = f", {_count(search.simulations, 'plan')} simulated," if search.simulations else ""
     if plan.estimate.simulated:
         rate = ("the arrival rate",) if plan.estimate.capacity is not None else ()
-        proof += f"; simulated, not in closed form: {', '.join((*plan.estimate.simulated, *rate))}"
+        proof += f"; simulated instead of closed form: {', '.join((*plan.estimate.simulated, *rate))}"
     return f"{proof}; {search.evaluations} of {search.space_size} points{simulated} in {search.seconds:.2f} s"
 
 
 def speculation_in_words(plan: Plan, ahead: Mapping[int, float]) -> Iterator[str]:
-    """Yield how a draft runs ahead, and what each number of tokens ahead would serve; nothing without a draft.
+    """Yield the settings of speculative decoding, and the rate for each number of draft tokens; nothing without a
+    draft.
 
     Args:
         ahead: see `Planned.ahead`.
     """
     tried = ", ".join(f"{tokens}: {value:.4g}" for tokens, value in sorted(ahead.items()))
-    others = f" (by tokens ahead, {tried} requests/s)" if ahead else ""
+    others = f" (by draft tokens a step, {tried} requests/s)" if ahead else ""
     if plan.speculation is None:
         if ahead:
-            yield f"speculative decoding: off, it does not gain{others}"
+            yield f"speculative decoding: off, since it gains nothing{others}"
         return
     speculation = plan.speculation
     yield (
-        f"speculative decoding: {speculation.method}, {speculation.tokens} tokens ahead, "
+        f"speculative decoding: {speculation.method}, {speculation.tokens} draft tokens a step, "
         f"of which {speculation.tokens_per_step - 1:.2f} are accepted{others}"
     )
     if isinstance(plan.policy, ChunkedSettings):

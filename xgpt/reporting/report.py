@@ -1,4 +1,4 @@
-"""Write a plan as one self-contained HTML page: schedule, promised figures, and the data behind them."""
+"""Write a plan as one self-contained HTML page: schedule, predicted figures, and their data."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from xgpt.pages.charts import Chart
 
 NUM_REQUESTS = 400
-"""Requests of the simulated run whose figures stand next to the prediction."""
+"""Number of requests of the simulated run whose figures are next to the prediction."""
 LOAD_WITHOUT_BOUNDS = 0.8
-"""Share of saturation at which requests arrive in the report of a plan without bounds."""
+"""Arrival rate in the report of a plan without bounds, as a share of saturation."""
 HISTOGRAM_BINS = 40
 
 
 def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
-    """Return the page, as HTML that loads nothing from anywhere.
+    """Return the page, as HTML that loads no other files.
 
     Raises:
-        InputError: the plan's memory cannot hold its own workload.
+        InputError: the plan's memory cannot hold its workload.
     """
     rated = plan
     if plan.estimate.capacity is None:
@@ -58,7 +58,7 @@ def report(plan: Plan, profile: Profile, rng: np.random.Generator) -> str:
         "no latency bound" if constraint.latency_bound_s is None else f"latency bound {constraint.latency_bound_s:g} s"
     )
     slowdown = plan.profile.slowdown
-    slowed = "" if slowdown == 1 else f", everything taken to last {slowdown:.3g} times as long"
+    slowed = "" if slowdown == 1 else f", with all times multiplied by {slowdown:.3g}"
     return render(
         "report.html",
         heading=f"{plan.model.name} on {plan.cluster.name}: {plan.policy.kind}",
@@ -114,16 +114,14 @@ def _cards(plan: Plan) -> list[dict[str, str]]:
     if e.cost_per_million_tokens is not None:
         cards.append(("per million output tokens", f"{e.cost_per_million_tokens:.2f}"))
     if plan.search.gap is not None:
-        what = (
-            "arrivals a second that no schedule exceeds" if plan.constraint.maximises_arrivals else "at most possible"
-        )
+        what = "upper bound on arrivals a second" if plan.constraint.maximises_arrivals else "at most possible"
         cards.append((what, f"{maximised(plan) * (1 + plan.search.gap):.2f}"))
     return [{"label": label, "value": value} for label, value in cards]
 
 
 def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
     e, c = plan.estimate, plan.constraint
-    # Bounds on requests that arrive are none on what happens while requests always wait.
+    # Bounds on arriving requests do not apply at saturation.
     bounds = Constraint() if c.maximises_arrivals else c
     latency_s = measured.request_latency_s if c.sla == "request" else measured.latency_s
 
@@ -153,8 +151,8 @@ def _figures(plan: Plan, measured: Measured) -> list[dict[str, str]]:
 
 
 def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """What requests take from their arrival on at the highest rate that keeps the bounds, without bounds at a share of
-    saturation; None where the bounds are kept at none."""
+    """Return the times from arrival at the highest rate within the bounds, or without bounds at a share of saturation;
+    None if no rate keeps the bounds."""
     bounded = plan.constraint.bounds_latency
     rate = rate_of(plan) if bounded else LOAD_WITHOUT_BOUNDS * plan.estimate.throughput_rps
     times = Trial(plan, profile).at(rate) if rate else None
@@ -171,7 +169,7 @@ def _arriving(plan: Plan, profile: Profile) -> dict[str, object] | None:
 
 
 def _classes(plan: Plan, profile: Profile) -> dict[str, object] | None:
-    """Return each class of requests with its bounds, and the share that keeps them at the highest arrival rate; None if
+    """Return each class of requests with its bounds, and its share within them at the highest arrival rate; None if
     there are no classes, or no rate keeps the bounds."""
     if not plan.constraint.classes or not (rate := rate_of(plan)):
         return None
@@ -217,8 +215,8 @@ def _timeline(plan: Plan, spans: list[StageSpan]) -> Chart:
         charts.Series("in decode", times, [float(size) for size in sizes]),
         alt=f"timeline of {len(plan.stages)} stages",
         caption=(
-            "What each stage of a replica does, from the middle of the simulated run; below, how many requests a step "
-            "decodes."
+            "The steps of each stage of a replica, from the middle of the simulated run; below, the number of requests "
+            "that a step decodes."
         ),
     )
 
@@ -233,7 +231,7 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
             x, y = [p.latency_s for p in points], [p.throughput_rps for p in points]
             lines.append(charts.Series(kind, x, y))
     if not lines:
-        raise InputError("model", plan.model.name, "no plan of it fits the plan's devices: the plan was edited")
+        raise InputError("model", plan.model.name, "it does not fit the plan's devices: the plan was edited")
     end = max(line.x[-1] for line in lines)
     lines = [charts.Series(line.name, [*line.x, end], [*line.y, line.y[-1]]) for line in lines]
     e = plan.estimate
@@ -243,8 +241,8 @@ def _frontier(plan: Plan, profile: Profile) -> Chart:
         plan.constraint.latency_bound_s,
         alt="highest throughput of each policy against its latency",
         caption=(
-            "Predicted: the highest throughput of each policy that keeps a latency. Read off a grid of settings; in "
-            "between, a search may do a little better."
+            "Predicted: the highest throughput of each policy by latency, on a grid of settings; a search between "
+            "grid points may find slightly more."
         ),
     )
 
@@ -282,5 +280,5 @@ def _layers(layers: tuple[int, int]) -> str:
 
 
 def _ordinal(quantile: float) -> str:
-    """0.99 -> p99"""
+    """Return a quantile as text: 0.99 as p99."""
     return f"p{100 * quantile:g}"

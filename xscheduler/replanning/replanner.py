@@ -28,7 +28,7 @@ from xgpt.core.reuse import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.traces import read_lengths
 from xgpt.observation.observer import slowdown_to_plan_with
-from xgpt.observation.reuse import most_kept, told_of
+from xgpt.observation.reuse import most_kept, summary_of
 from xgpt.observation.windows import observe_lengths
 from xsimulator.costs.step_cost import LaneCost
 from xsimulator.costs.step_counts import StepCounts
@@ -108,7 +108,7 @@ def observe_source(plan: Plan, source: str) -> tuple[Plan, Observation]:
         if lengths.prefixes is not None:
             curve, estimated = ReuseCurve(lengths, plan.block_size), plan.estimate.reuse
             kept = most_kept(plan) if estimated is None else estimated.kept_blocks
-            reuse = told_of(curve, curve.share(kept * plan.block_size))
+            reuse = summary_of(curve, curve.share(kept * plan.block_size))
             observation = observation.model_copy(update={"reuse": reuse})
         return plan, observation
 

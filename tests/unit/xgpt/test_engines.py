@@ -106,7 +106,7 @@ def test_the_loops_cost_is_in_the_profile() -> None:
 
 def test_an_engine_of_another_framework_than_the_profiles_is_refused() -> None:
     profile = xgpt.profile(model="llama-3.1-8b", cluster="h100x8").model_copy(update={"engine": "sglang"})
-    with pytest.raises(InputError, match="the profile has steps of sglang"):
+    with pytest.raises(InputError, match="the profile is for sglang"):
         planned("vllm-0.15", profile=profile)
 
 

@@ -13,7 +13,7 @@ from xgpt.benchmark import Drawn, Load, Replayed, draw
 from xgpt.core.errors import MachineError
 from xgpt.core.schema import PACES_AT_REST, Plan, Profile
 from xgpt.core.workload import TraceLengths
-from xgpt.reporting.plan_text import at_rest_in_words, profile_in_words
+from xgpt.reporting.plan_text import profile_in_words, ranges_on_this_machine
 from xgpt.resolve import load_cluster, load_model
 from xgpt.served_profile import as_served
 from xgpt.solving import _with_ranges
@@ -100,9 +100,9 @@ def test_without_it_plans_leave_more_room_and_say_so(measured: Profile, monkeypa
     plan = served_profile._plan(served, SPEC, None, ONE)
     assert "steps of a served load" in profile_in_words(plan)
     assert "not fitted to a served engine" in profile_in_words(served_profile._plan(measured, SPEC, None, ONE))
-    assert at_rest_in_words(plan) == []
+    assert ranges_on_this_machine(plan) == []
     ranged = _with_ranges(plan)
     fast, slow = PACES_AT_REST
     low, high = ranged.estimate.ranges["throughput_rps"]
     assert (low * slow, high * fast) == pytest.approx((plan.estimate.throughput_rps,) * 2)
-    assert f"{low:.3g} to {high:.3g} requests/s saturated" in at_rest_in_words(ranged)[0]
+    assert f"{low:.3g} to {high:.3g} requests/s saturated" in ranges_on_this_machine(ranged)[0]

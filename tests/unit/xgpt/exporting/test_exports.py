@@ -436,7 +436,7 @@ def filled(words: list[str], values: dict[str, str]) -> list[str]:
 def test_a_replica_that_does_not_spread_evenly_over_nodes_is_not_exported() -> None:
     cluster = load_cluster("h200x8").model_copy(update={"num_nodes": 4, "devices_per_node": 4})
     stage = Stage(devices=tuple(range(7)), tp=7, decode_layers=(0, 12), kv_blocks=800)
-    with pytest.raises(InputError, match="must take as many devices on each"):
+    with pytest.raises(InputError, match="must use equally many devices on each"):
         export(fitting(RRA).model_copy(update={"cluster": cluster, "stages": (stage,)}), "k8s")
 
 
