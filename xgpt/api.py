@@ -210,7 +210,8 @@ def autoscale(
     Args:
         fleet: the plan of a day, or the path of its fleet.json.
         on_note: is called with a line about each reading of the load.
-        stop: the function returns once it is set; None: only signals end it. **asked
+        stop: the function returns once it is set; None: only signals end it.
+        **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.
@@ -352,7 +353,8 @@ def calibrate(
         xgpt.calibrate("plan.json", ["vllm-bench.json"]).profile
 
     Args:
-        measured: one or more result files of `vllm bench serve`, AIPerf, guidellm or genai-perf. **asked
+        measured: one or more result files of `vllm bench serve`, AIPerf, guidellm or genai-perf.
+        **asked
 
     Raises:
         InputError: a file is not such a result, the plan cannot hold its requests, or its profile is not on this
@@ -383,7 +385,8 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
     Args:
         lengths: a trace (CSV, JSON lines), or the URL of a running server, whose current plan is then judged under the
-        lengths that it has observed. **asked
+        lengths that it has observed.
+        **asked
 
     Raises:
         InputError: the trace is malformed, or the server runs another model.
@@ -409,7 +412,8 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         report = xgpt.bench("plan.json", num_requests=100).report
 
     Args:
-        target: a plan, which a separate process serves during the measurement, or the URL of any endpoint. **asked
+        target: a plan, which a separate process serves during the measurement, or the URL of any endpoint.
+        **asked
 
     Raises:
         InputError: the plan cannot hold the requests, or arguments cannot be combined.
@@ -551,7 +555,8 @@ def serve(
         xgpt.serve("plan.json", port=8001, replan=False)
 
     Args:
-        on_note: is called with each line about what is started, and in a dry run about what this machine lacks. **asked
+        on_note: is called with each line about what is started, and in a dry run about what this machine lacks.
+        **asked
 
     Raises:
         InputError: the plan or an argument is not accepted.

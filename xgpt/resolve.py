@@ -1,4 +1,4 @@
-"""Turn names on the command line into models, clusters and workloads: shipped configs, or the user's files."""
+"""Resolve names into models, clusters, engines and workloads: shipped configs, or the user's files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from xgpt.core.workload import TraceLengths, histogram
 
 _YAML = (".yaml", ".yml")
 FRAMEWORKS = {"trtllm": "tensorrt-llm"}
-"""Names that frameworks have in tables, where their engines are called something else."""
+"""Names of engines in configs/engines, by their names in tables."""
 
 
 class DetectedCluster(Frozen):
-    """A cluster file that stands for the machine it is read on."""
+    """A cluster file for the machine on which it is read."""
 
     name: Literal["local"]
     detect: Literal[True]
@@ -32,12 +32,12 @@ class DetectedCluster(Frozen):
 
 
 def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | None]:
-    """Return the shape of a model, and the absolute path of its weights' directory (None: it is not here).
+    """Return the shape of a model, and the absolute path of its weights' directory (None: not on this machine).
 
     Args:
         name: a shipped model, a YAML file, a directory in Hugging Face layout, or a Hugging Face id.
         config: config.json of an id; None: that of huggingface_hub's cache, or a shipped config of the same shape. The
-            network is never asked.
+            network is never used.
 
     Raises:
         InputError: there is no such model, or the file does not describe one.
@@ -48,7 +48,7 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
         raise InputError("config", config, f"it needs a Hugging Face id, which {name} is not")
     path = find_config("models", name)
     if path.is_dir():
-        return read_spec(path), Path(os.path.abspath(path))  # a plan is served from elsewhere, too
+        return read_spec(path), Path(os.path.abspath(path))  # a plan may be served from another directory
     return parse(load_yaml(path, "model"), ModelSpec, "model"), None
 
 
@@ -68,11 +68,11 @@ def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | No
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """Return a cluster by name or file; `local` is the machine at hand, `local:N` takes N devices of it.
+    """Return a cluster by name or file; `local` is this machine, `local:N` is N of its devices.
 
     Raises:
         InputError: there is no such cluster, or the file does not describe one.
-        MachineError: this machine has fewer devices than asked for.
+        MachineError: this machine has fewer devices than requested.
     """
     kind, _, count = name.partition(":")
     if kind == "local" and count:
@@ -86,10 +86,10 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def check_names(among: Iterable[str]) -> None:
-    """Refuse unknown names of clusters.
+    """Check that the names of clusters are known.
 
     Raises:
-        InputError: the message names the argument `among`.
+        InputError: one is not; the message states the argument `among`.
     """
     for name in among:
         if not name.startswith("local:"):
@@ -97,9 +97,9 @@ def check_names(among: Iterable[str]) -> None:
 
 
 def load_engine(name: str) -> EngineSpec:
-    """Return an engine by name or file; a framework's name stands for its newest version.
+    """Return an engine by name or file; a framework's name means its newest version.
 
-    `xgpt-vllm`, or `xgpt-` before any of vLLM's versions, is vLLM with xgpt's scheduler class in it.
+    `xgpt-vllm`, or `xgpt-` before any of vLLM's versions, is vLLM with xgpt's scheduler class.
 
     Raises:
         InputError: there is no such engine, or the file does not describe one.
@@ -112,9 +112,9 @@ def load_engine(name: str) -> EngineSpec:
 
 
 def engine_of(profile: Profile) -> EngineSpec | None:
-    """Return the engine whose steps a profile has; None if it is any engine's, or not described.
+    """Return the engine of a profile's steps; None if there is none, or no description of it.
 
-    vLLM measured on this machine runs under xgpt's own schedule: none of what it does by itself holds.
+    vLLM measured on this machine runs with xgpt's schedule, so that the description of vLLM's own does not apply.
     """
     if profile.engine is None or (profile.source == "measured" and profile.engine != "native"):
         return None
@@ -133,7 +133,7 @@ def load_workload(name: str, spec: ModelSpec | None = None) -> Workload:
 
     Args:
         name: a shipped workload, a YAML file, a trace, or a page of Prometheus metrics.
-        spec: the model whose context the lengths must keep within.
+        spec: the model in whose context the lengths must fit.
 
     Raises:
         InputError: there is no such workload, it is malformed, or it is longer than the model's context.
@@ -164,7 +164,7 @@ def load_classes(name: str) -> tuple[RequestClass, ...]:
 
 
 def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workload:
-    """Return a workload by name or file, or as it is given, within the context of a model.
+    """Return a workload, given by name, file or object, which must fit the context of a model.
 
     Raises:
         InputError: see `load_workload`.
@@ -177,13 +177,13 @@ def workload_of(given: str | Workload, spec: ModelSpec | None = None) -> Workloa
 
 
 def load_trace(name: str) -> TraceLengths | None:
-    """Return the requests of a workload that is a trace, pair by pair; None if it is not a trace."""
+    """Return the requests of a workload that is a trace; None if it is not a trace."""
     path = find_config("workloads", name)
     return read_lengths(path) if has_requests(path) else None
 
 
 def _check_context(workload: Workload, spec: ModelSpec) -> None:
-    """An encoder-decoder holds input and output in a context each, a decoder-only model in one."""
+    """Check that lengths fit the context, in which encoder-decoders have input and output separately."""
     longest_input, longest_output = workload.input.lengths[-1], workload.output.lengths[-1]
     longest = max(longest_input, longest_output) if spec.is_encoder_decoder else longest_input + longest_output
     if longest > spec.max_context:

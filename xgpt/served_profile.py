@@ -1,8 +1,8 @@
-"""Fit a measured profile to steps of a served engine: what an endpoint, its clients and other memory add to a step.
+"""Fit a measured profile to the steps of a served engine, which an endpoint, clients and cold memory lengthen.
 
-A profile times steps one by one on a machine that does nothing else. A served engine shares its cores with the front
-and with clients, cuts prompts into pieces, and writes to K/V memory for the first time. A short load shows what all of
-that adds: each of the profile's tables gets the factor that fits the load's steps best (`xsimulator.calibrate`).
+A profile times steps one by one on an idle machine. A served engine shares its cores with the front and with clients,
+cuts prompts into chunks, and writes K/V memory for the first time. A short load measures these effects: each of the
+profile's tables gets the factor that fits the load's steps best (`xsimulator.calibrate`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from xsimulator.calibrate import PARTS, Steps, corrected, fit, steps_of
 STAGES = ((0.35, 4.0), (0.7, 4.0), (0.95, 4.0))
 """Arrival rates of the load, as shares of saturation, and the seconds of each."""
 INPUTS, OUTPUTS = (16, 64, 128, 256, 448), (8, 32, 64)
-"""Lengths of its prompts and outputs, each as often as the others."""
+"""Lengths of its prompts and outputs, all equally frequent."""
 TOKEN_BUDGET, MAX_BATCH = 64, 32
 LEAST_REQUESTS, MOST_REQUESTS = 12, 400
 LEAST_STEPS = 100
 QUANTILES = 100
 STALL = 4.0
-"""A step that takes this multiple of its prediction says nothing of the profile."""
+"""Multiple of its prediction from which a step is ignored as a stall."""
 PRIOR = 0.01
-"""Weight by which the factors are drawn to one pace."""
+"""Weight of the prior with which the factors are close to one pace."""
 
 
 def as_served(
@@ -43,8 +43,8 @@ def as_served(
 ) -> Profile:
     """Return the profile, fitted to the steps of a short load on an engine that is served on this machine.
 
-    It is returned unchanged for several devices, for an encoder-decoder, if others kept the machine busy while it was
-    measured, and if the load fails.
+    It is returned unchanged for several devices, for an encoder-decoder, if other processes kept the machine busy
+    during the measurement, and if the load fails.
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile
@@ -61,7 +61,7 @@ def as_served(
 
 
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
-    """Return the steps of the load, also to a caller whose thread runs an event loop, as in a notebook."""
+    """Return the steps of the load; the caller's thread may run an event loop, as in a notebook."""
     rng, rate = np.random.default_rng(0), plan.estimate.throughput_rps
     most = MOST_REQUESTS / (rate * sum(share * seconds for share, seconds in STAGES))
     stages = [(share * rate, seconds * min(1.0, most)) for share, seconds in STAGES]
@@ -78,7 +78,7 @@ def _steps_of_load(plan: Plan) -> list[StepRecord]:
 
 
 def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: ClusterSpec) -> Plan:
-    """Return a plan whose steps are of many sizes."""
+    """Return a plan with steps of many sizes."""
 
     def equally_often(lengths: tuple[int, ...]) -> Histogram:
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
@@ -100,8 +100,8 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
 def _fitted(profile: Profile, steps: Steps) -> Profile:
     """Return the profile with a factor on each of its tables, and with the jitter of the load's steps.
 
-    The factors are drawn to one pace for all: what a few seconds show of each table by itself does not hold for the
-    next. Steps that were far off do not decide between the tables, but they count in the mean.
+    A prior keeps the factors close to one pace, since a few seconds of load do not determine each table separately.
+    Stalled steps do not affect the ratios of the factors, but count in their mean.
     """
     counted = steps.where(steps.seconds < STALL * steps.parts.sum(axis=1))
     pace = float(counted.seconds.sum() / counted.parts.sum())

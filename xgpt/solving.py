@@ -1,4 +1,4 @@
-"""Turn a request into plans: choose clusters and devices, plan each policy, simulate its arrival rate."""
+"""Make plans for a request: choose clusters and devices, plan each policy, and simulate its arrival rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xscheduler.problem import Problem
 from xsimulator.run import with_joint_lengths
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
-"""The way out of a plan from a busy machine's profile."""
+"""Advice for a plan from a busy machine's profile."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Planned:
     """The plans for a request.
 
     Attributes:
-        problem: on the cluster and devices that were chosen.
+        problem: the problem on the chosen cluster and devices.
         plans: each policy's best plan, the best of all first.
         choices: the clusters that were compared, the cheapest first.
         planning_s: seconds that planning took on the chosen cluster.
-        ahead: what the objective maximises with each number of tokens ahead that was planned; 0: without a draft.
+        ahead: value of the objective for each planned number of draft tokens; 0: without a draft.
     """
 
     request: PlanRequest
@@ -55,13 +55,13 @@ class Planned:
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether a planner that only makes equal stages could find another plan."""
+        """Whether a planner of only equal stages could find another plan."""
         constraint = self.problem.constraint
         one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
         return self.problem.cluster.num_devices > 1 and not one_way
 
     def best_uneven(self) -> Plan | None:
-        """Return the best plan with stages that vLLM does not run; None: they were not left out by default."""
+        """Return the best plan with stages that vLLM cannot run; None: such stages were not left out by default."""
         problem = self.problem
         if not problem.even or problem.engine is not None or problem.profile.engine is not None:
             return None
@@ -70,7 +70,7 @@ class Planned:
     def best_uniform(self) -> Plan | None:
         """Return the best plan of equal stages, without rra and waa; None: none keeps the bound.
 
-        It is the best plan of these policies if that has equal stages; only otherwise is there one to look for.
+        If the best plan of these policies has equal stages, it is that plan; otherwise it is searched.
         """
         all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
         of_kinds = (plan for plan in self.plans.values() if plan.policy.kind in UNIFORM_KINDS)
@@ -84,9 +84,9 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
     """Return the plans for a request.
 
     Raises:
-        InputError: a name is not known, a file is broken, or the profile is of something else.
+        InputError: a name is not known, a file is broken, or the profile does not belong to the request.
         InfeasibleError: no schedule keeps the constraint.
-        MachineError: the machine cannot be measured, or cannot run the plan that is made for it.
+        MachineError: the machine cannot be measured, or cannot run the plan made for it.
     """
     problem, choices = _resolve(request, progress)
     started = time.perf_counter()
@@ -110,9 +110,9 @@ def _task(request: PlanRequest, problem: Problem) -> Task:
 def _settle(
     request: PlanRequest, problem: Problem, progress: Progress | None
 ) -> tuple[Problem, dict[str, Plan], dict[int, float]]:
-    """Return each policy's best plan, with the draft that serves the most; see `Planned.ahead`.
+    """Return each policy's best plan with the best number of draft tokens; see `Planned.ahead`.
 
-    Tokens ahead are tried from none on, until two more in a row have not gained.
+    Numbers of draft tokens are tried upwards from 0, until two in a row have gained nothing.
     """
     most = problem.speculation
     if most is None or request.speculative_tokens is not None:
@@ -138,7 +138,7 @@ def _settle(
 
 
 def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | None) -> dict[str, Plan]:
-    """Return the plans with their arrival rates; the best one also with what its choice depends on."""
+    """Return the plans with their arrival rates, and the best one with its ranges and dependences."""
     plans = with_capacities(plans, problem.profile)
     best = with_mixing_edge(plans, problem.profile)
     if trace is not None:
@@ -153,31 +153,32 @@ def _annotate(plans: dict[str, Plan], problem: Problem, trace: TraceLengths | No
 
 
 RANGED = ("latency_s", "ttft_s", "itl_p99_s")
-"""Figures that take as many times as long as steps do, while requests are always waiting."""
+"""Figures that are proportional to step times at saturation."""
 
 
 def _with_ranges(plan: Plan) -> Plan:
-    """Return the plan with the ranges of its figures on a machine at rest."""
+    """Return the plan with the ranges of its figures on an idle machine."""
     fast, slow = PACES_AT_REST
     estimate, found = plan.estimate, plan.estimate.capacity
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
     ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
     if found is not None and found.rate_under_tighter_per_s is not None and found.rate_under_looser_per_s is not None:
-        # Of a machine at another pace, bounds are as much tighter or looser; the two rates are those of bounds 5% off.
+        # Another pace tightens or loosens the bounds by its factor; the two rates are those of bounds that differ by
+        # 5%.
         gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
         ranges["rate_per_s"] = found.rate_under_tighter_per_s / slow, (found.rate_per_s + gain) / fast
     return plan.with_estimate(ranges=ranges)
 
 
 def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
-    """Return the plan with the ranges of its figures by the errors of measured rows that are alike."""
+    """Return the plan with the ranges of its figures from the errors of similar measured rows."""
     borrowed = plan.engine is not None and bool(plan.engine.borrowed)
     quantities: dict[str, Quantity] = {"throughput_rps": "throughput", "ttft_s": "TTFT", "tpot_s": "TPOT"}
     ranges, rows = {}, {}
     for name, quantity in quantities.items():
         found, value = likely(cell, quantity, borrowed=borrowed), getattr(plan.estimate, name)
         ranges[name] = found.low * value, found.high * value
-        rows[name] = f"{found.rows} measured rows: {found.of}" if found.rows else "nothing like it was measured"
+        rows[name] = f"{found.rows} measured rows: {found.of}" if found.rows else "nothing similar was measured"
     estimate = plan.estimate.model_copy(update={"ranges": ranges, "ranges_from": rows})
     return plan.model_copy(update={"estimate": estimate})
 
@@ -195,22 +196,22 @@ def _check(plans: dict[str, Plan], problem: Problem) -> None:
 def _with_busy_machine_warning(plan: Plan, problem: Problem) -> Plan:
     """Return the plan with a warning that its profile was measured on a busy machine.
 
-    The warning says how much of the arrival rate the headroom for that costs, in closed form.
+    The warning states how much of the arrival rate the larger headroom costs, in closed form.
     """
     profile, constraint = problem.profile, plan.constraint
-    text = f"{profile.unrest}; the bounds allow for {100 * constraint.headroom:.0f}%; {AGAIN}"
+    text = f"{profile.unrest}; the headroom is {100 * constraint.headroom:.0f}%; {AGAIN}"
     usual = KNOWN_ERROR[profile.source]
     if constraint.headroom > usual and constraint.maximises_arrivals:
         loose = plan.model_copy(update={"constraint": constraint.model_copy(update={"headroom": usual})})
         most, now = predicted_rate(loose, profile), predicted_rate(plan, profile)
         if most and now:
-            text += f"; with {100 * usual:.0f}% this plan would keep about {100 * (most / now - 1):.0f}% more"
+            text += f"; with {100 * usual:.0f}% this plan would sustain about {100 * (most / now - 1):.0f}% more"
     warnings = (*plan.estimate.warnings, text)
     return plan.with_estimate(warnings=warnings)
 
 
 def _resolve(request: PlanRequest, progress: Progress | None) -> tuple[Problem, tuple[ClusterChoice, ...]]:
-    """Return the problem on the chosen cluster and devices, and all clusters that were compared."""
+    """Return the problem on the chosen cluster and devices, and all compared clusters."""
     check_held(request.policy, request.fix)
     if request.among is None:
         problem = resolve(request, progress)

@@ -1,4 +1,4 @@
-"""Read what a request says of speculative decoding, and the acceptance that a server's metrics tell."""
+"""Read a request's settings of speculative decoding, and the acceptance in a server's metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xgpt.core.schema import ModelSpec, Speculation
 from xgpt.requests import PlanRequest
 
 FEW_AHEAD = 8
-"""Positions of an acceptance that is given as one share."""
+"""Number of positions for an acceptance that is given as one share."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 """A sample of a metrics page: name, labels, value."""
 VLLM = "vllm:spec_decode_num_"
@@ -19,10 +19,10 @@ SGLANG = "sglang:spec_accept_length"
 
 
 def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None:
-    """Return the draft of a request, with as many tokens ahead as its acceptance has positions; None if there is none.
+    """Return the draft of a request, with as many draft tokens as its acceptance has positions; None if there is none.
 
     Raises:
-        InputError: fields are missing or do not go together, or the model has no layer for multi-token prediction.
+        InputError: fields are missing or cannot be combined, or the model has no layer for multi-token prediction.
     """
     method = request.speculative
     if method is None:
@@ -33,13 +33,13 @@ def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None
     if request.acceptance is None:
         raise InputError("acceptance", None, "`speculative` needs it: shares, or a server's metrics page")
     if method in ("mtp", "ngram") and request.draft_model is not None:
-        raise InputError("draft_model", request.draft_model, f"{method} has none")
+        raise InputError("draft_model", request.draft_model, f"{method} has no draft model: leave it out")
     if method == "mtp" and not model.mtp_layers:
         raise InputError("speculative", method, f"{model.name} has no layer for multi-token prediction")
     if model.is_encoder_decoder:
         raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
     if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
-        raise InputError("speculative", method, f"{model.name} keeps states that cannot be searched; take mtp")
+        raise InputError("speculative", method, f"{model.name} keeps states that cannot be searched; use mtp")
     for name in ("among", "maximise"):
         if getattr(request, name) is not None:
             raise InputError(name, getattr(request, name), "it cannot be combined with `speculative`")
@@ -48,7 +48,7 @@ def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None
     shares = _shares(request.acceptance, request.speculative_tokens)
     tokens = request.speculative_tokens or len(shares)
     if tokens > len(shares):
-        accepted = f"acceptance has {len(shares)} positions: give more, or fewer tokens ahead"
+        accepted = f"acceptance has {len(shares)} positions: give more, or fewer draft tokens"
         raise InputError("speculative_tokens", tokens, accepted)
     try:
         return Speculation(method=method, tokens=tokens, acceptance=shares, draft=request.draft_model)
@@ -57,13 +57,13 @@ def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None
 
 
 def _shares(given: float | tuple[float, ...] | str, tokens: int | None) -> tuple[float, ...]:
-    """Return the share of steps in which each position is accepted."""
+    """Return the shares of steps in which each position is accepted."""
     if isinstance(given, tuple):
         return given
     if isinstance(given, str):
         return from_metrics(Path(given))
     if not 0 <= given <= 1:
-        raise InputError("acceptance", given, "a share is from 0 to 1")
+        raise InputError("acceptance", given, "a share must be from 0 to 1")
     return _constant(given, tokens or FEW_AHEAD)
 
 
@@ -72,10 +72,10 @@ def _constant(share: float, positions: int) -> tuple[float, ...]:
 
 
 def from_metrics(path: Path) -> tuple[float, ...]:
-    """Return the acceptance by position that a metrics page of vLLM or SGLang tells.
+    """Return the acceptance by position in a metrics page of vLLM or SGLang.
 
-    vLLM counts drafts, and accepted tokens by position. SGLang states the mean tokens of a step only, which is taken as
-    one share for all positions.
+    vLLM counts drafts, and accepted tokens by position. SGLang states only the mean tokens of a step, from which one
+    share for all positions is computed.
 
     Raises:
         InputError: there is no such file, or it counts no drafts.
@@ -98,7 +98,7 @@ def from_metrics(path: Path) -> tuple[float, ...]:
         return tuple(min(1.0, *shares[: position + 1]) for position in range(len(shares)))
     if steps:
         return _constant(_share_of(sum(steps) / len(steps)), FEW_AHEAD)
-    raise InputError("acceptance", str(path), f"it holds no {VLLM}drafts_total and no {SGLANG}")
+    raise InputError("acceptance", str(path), f"it contains neither {VLLM}drafts_total nor {SGLANG}")
 
 
 def _samples(text: str) -> Iterator[tuple[str, str, float]]:

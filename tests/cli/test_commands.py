@@ -165,7 +165,7 @@ def test_a_busy_machine_does_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     asked = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "chunked", "--profile", "wild.json")
     ran = xgpt(*asked)
     assert re.search(
-        r"busy machine.* 130% longer.* allow for 20%.*with 12% this plan would keep about \d+% more",
+        r"busy machine.* 130% longer.* allow for 20%.*with 12% this plan would sustain about \d+% more",
         " ".join(ran.out.split()),
     )
     document = json.loads(xgpt(*asked, "--json").out)
@@ -176,7 +176,7 @@ def test_a_busy_machine_does_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     refused = xgpt("plan", "--latency-bound", "0.001", *asked[3:])
     assert refused.code == 1
     assert "warning: the profile was measured on a busy machine" in refused.err
-    assert "other processes took 1.3 cores meanwhile (cc1plus 1.2, make 0.1)" in refused.err
+    assert "other processes used 1.3 cores meanwhile (cc1plus 1.2, make 0.1)" in refused.err
 
 
 def test_a_point_counts_once_however_often_it_was_predicted(xgpt: Xgpt) -> None:
@@ -393,7 +393,7 @@ def test_simulated_arrivals_tell_times_from_arrival(xgpt: Xgpt, plan: Path) -> N
     stages = json.loads(xgpt("simulate", str(plan), "--arrival-rate", "2:10,8:5,2:10", "--json").out)
     assert stages["ttft_p99_s"] >= 0
     line = xgpt.fails(2, "simulate", str(plan), "--arrival-rate", "2:50", "--requests", "9")
-    assert "stages bring 100" in line
+    assert "stages contain 100" in line
     for wrong in ("2:", "0", "2:5:6", "2,3", "nan"):
         assert "--arrival-rate" in xgpt.fails(2, "simulate", str(plan), "--arrival-rate", wrong)
 

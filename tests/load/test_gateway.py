@@ -91,7 +91,7 @@ def test_a_gateway_that_ends_or_hangs_is_started_anew(number: signal.Signals, tm
         assert log == ours
         os.kill(lost, number)
         assert eventually(lambda: not Path(f"/proc/{lost}/cmdline").exists(), 60)
-        assert eventually(lambda: any("starting it anew" in line for line in server.lines), 10)
+        assert eventually(lambda: any("starting it again" in line for line in server.lines), 10)
         assert eventually(lambda: answers(server.url, body, before), 60)
         assert gateway_pid(server.process.pid) != lost
     assert server.process.returncode == 0

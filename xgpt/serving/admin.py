@@ -19,10 +19,10 @@ HOST = "127.0.0.1"
 
 @asynccontextmanager
 async def admin_server(engine: EngineClient, model: ServedModel, port: int) -> AsyncIterator[int]:
-    """Serve the engine's pages; yields the port.
+    """Serve the engine's pages, and yield the port.
 
     Args:
-        port: 0: any free one.
+        port: port to listen on; 0: any free one.
 
     Raises:
         MachineError: the port is taken.

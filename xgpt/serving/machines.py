@@ -1,4 +1,4 @@
-"""Serve a plan for several machines in vLLM: which part of it each machine serves, and with which others."""
+"""Divide a plan for several machines in vLLM among the machines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MASTER_PORT = 29500
 
 
 def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
-    """Return the part of a plan that this machine serves, and the machines that hold it; None: this one only.
+    """Return the part of a plan that this machine serves, and the machines that share it; None: this one only.
 
-    A machine serves as many replicas as it has devices for, or a part of one. Each replica has an endpoint of its own,
-    on its first machine, so that none depends on another; a gateway before them spreads the requests.
+    A machine serves as many replicas as it has devices for, or a part of one. Each replica has a separate endpoint on
+    its first machine, so that replicas are independent; a gateway in front of them distributes the requests.
 
     Raises:
         InputError: the plan's devices do not divide evenly among the machines, or an argument is missing.
@@ -36,7 +36,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
     if here >= each:
         return plan.model_copy(update={"replicas": here // each}), None
     if len(plan.policy.lanes) > 1:
-        accepted = "its lanes run on several machines under `xgpt export --to llm-d` or `--to dynamo`"
+        accepted = "for its lanes on several machines use `xgpt export --to llm-d` or `--to dynamo`"
         raise InputError("plan.policy", plan.policy.kind, accepted)
     host, _, port = (request.master_addr or "").partition(":")
     if not host or not (port or "0").isdecimal():
@@ -46,7 +46,7 @@ def share_of(plan: Plan, request: ServeRequest) -> tuple[Plan, Machines | None]:
 
 
 def follow_first(plan: Plan, machines: Machines) -> None:
-    """Run this machine's part of a replica for the engine on its first machine, until that stops or SIGTERM.
+    """Run this machine's part of a replica for the engine on the first machine, until that stops or SIGTERM.
 
     Raises:
         MachineError: the first machine cannot be reached, or refuses this one.
