@@ -165,7 +165,7 @@ def test_a_busy_machine_does_not_halve_a_plan_in_silence(xgpt: Xgpt) -> None:
     asked = ("plan", "--latency-bound", "4", *PROBLEM, "--policy", "chunked", "--profile", "wild.json")
     ran = xgpt(*asked)
     assert re.search(
-        r"busy machine.* 130% longer.* allow for 20%.*with 12% this plan would sustain about \d+% more",
+        r"busy machine.* 130% longer.* headroom is 20%.*with 12% this plan would sustain about \d+% more",
         " ".join(ran.out.split()),
     )
     document = json.loads(xgpt(*asked, "--json").out)

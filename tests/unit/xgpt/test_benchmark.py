@@ -134,7 +134,7 @@ def test_a_slower_machine_is_no_error_of_the_model(monkeypatch: pytest.MonkeyPat
     for figure in report.figures:
         assert figure.error_at_pace == pytest.approx(0.0, abs=1e-3), figure.metric
     notes = " ".join(render.bench_notes(report))
-    assert "diagnosis: steps took 40% longer than the profile says" in notes and "counted from arrival" in notes
+    assert "diagnosis: steps took 40% longer than in the profile" in notes and "counted from arrival" in notes
     assert len(render.bench_table(report).rows) == 6
     assert report.share_within_bound is not None and report.bound_kept == (report.share_within_bound >= 0.99)
 
