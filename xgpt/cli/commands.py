@@ -1,4 +1,4 @@
-"""What each command takes, and its help. The work is done by `run` of a module of the command's name.
+"""The arguments and help of each command; `run` in the module with the command's name does the work.
 
 Only click is imported here, so that help and shell completion answer at once.
 """
@@ -19,7 +19,7 @@ from xgpt.cli.values import Whole
 def plan() -> None:
     """Find the schedule with the highest throughput under a latency bound, and write plan.json.
 
-    --objective says which throughput: by default the highest arrival rate at which the bound is kept.
+    --objective chooses the throughput; by default it is the highest arrival rate within the bound.
 
     \b
     Examples:
@@ -36,10 +36,10 @@ def plan() -> None:
 @output_option("Where to write the fleet.", default="fleet.json")
 @json_option
 def fleet() -> None:
-    """Find how many replicas hold each interval of a day's load at the least cost, and write fleet.json.
+    """Find the replicas that serve each interval of a day's load at the least cost, and write fleet.json.
 
-    Replicas may be of several kinds. The day is simulated request by request on the fleet that is found, and, for
-    comparison, on the cheapest one that never changes.
+    Replicas may be of several kinds. The day is simulated request by request on this fleet and, for comparison, on the
+    cheapest fleet that never changes.
 
     \b
     Examples:
@@ -53,7 +53,7 @@ def fleet() -> None:
 @output_option("Also write the profile here. Profiles of xgpt's own engine are cached in any case.")
 @json_option
 def profile() -> None:
-    """Measure step times on this machine, compute them from a datasheet, or import what others measured.
+    """Measure step times on this machine, compute them from a datasheet, or import measurements of others.
 
     \b
     Examples:
@@ -82,7 +82,7 @@ def simulate() -> None:
 @output_option("Write --current as a plan, for xgpt simulate, report and bench.")
 @json_option
 def compare() -> None:
-    """Compare every policy, each at its own best under the same bound.
+    """Compare the best plans of all policies under the same bound.
 
     \b
     Examples:
@@ -99,8 +99,8 @@ def compare() -> None:
 def serve() -> None:
     """Run a plan behind an OpenAI-compatible endpoint.
 
-    When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON
-    on standard error, one line a request, with its id and never its prompt.
+    When lengths change, the server switches to a better plan: see http://HOST:PORT/ and /plan/history. Logs are JSON on
+    standard error: one line for each request, with its id and never its prompt.
 
     A plan for several devices runs as one process for each device. With --ray it runs on the machines of a Ray cluster;
     with --engine vllm start the same command on each machine, with --nnodes and its own --node-rank. Tensors travel
@@ -124,11 +124,11 @@ def serve() -> None:
 )
 @json_option
 def autoscale() -> None:
-    """Recommend how many replicas of each kind a live load takes, as a Prometheus metric for an autoscaler to act on.
+    """Recommend the replicas of each kind that a live load needs, as a Prometheus metric for an autoscaler.
 
     The metric is xgpt_replicas_wanted. It comes from the plan, the live load, and a forecast: the day in fleet.json at
-    today's level, or today's trend where that has been more accurate. `xgpt export fleet.json --to k8s` writes
-    autoscalers (HPA, KEDA) that act on it. This command starts and ends no replicas.
+    today's level, or today's trend if that has been more accurate. `xgpt export fleet.json --to k8s` writes autoscalers
+    (HPA, KEDA) that act on it. This command itself does not start or stop replicas.
 
     \b
     Examples:
@@ -146,7 +146,7 @@ def autoscale() -> None:
 def bench() -> None:
     """Replay a workload against a plan or an endpoint, and compare measured figures with the plan's predictions.
 
-    A plan that was made for arrivals is measured at the arrival rate that it promises.
+    A plan that was made for arrivals is measured at its predicted arrival rate.
 
     The API key for a URL is read from the environment variable XGPT_API_KEY.
 
@@ -171,8 +171,8 @@ def bench() -> None:
 def calibrate() -> None:
     """Fit a plan's step times to a benchmark of any server: `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
-    PLAN.JSON is what the server ran; `xgpt compare --current '...' -o current.json` writes it from its command. Of
-    several loads every second one is left out of the fit, and tells its error.
+    PLAN.JSON is the plan that the server ran; `xgpt compare --current '...' -o current.json` makes it from the server's
+    command. With several loads, every second one is left out of the fit and shows its error.
 
     \b
     Examples:
@@ -184,10 +184,10 @@ def calibrate() -> None:
 
 @options.command("replan")
 @click.argument("plan_path", metavar="PLAN.JSON")
-@output_option("Where to write the plan to run from now on, changed or not.")
+@output_option("Where to write the plan to run from now on, even if it is unchanged.")
 @json_option
 def replan() -> None:
-    """Judge a plan under other lengths: the best plan for them, what it gains, and what the switch costs.
+    """Judge a plan under other lengths: the best plan for them, its gain, and the cost of the switch.
 
     With the URL of a server, the plan that it runs now is judged, which may differ from PLAN.JSON.
 
@@ -237,7 +237,7 @@ def export() -> None:
 @click.option("--port", type=Whole(0, 65535), default=8470, help="Port of the page; 0: any free one.")
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def ui() -> None:
-    """Plan on a local page: choose, drag the bound, and see at once what each policy does.
+    """Plan on a local page: choose, drag the bound, and see the result of each policy at once.
 
     \b
     Example:
@@ -248,7 +248,7 @@ def ui() -> None:
 @options.command("doctor")
 @json_option
 def doctor() -> None:
-    """Describe this machine and what xgpt keeps on it, and list what keeps its figures from being trusted.
+    """Describe this machine and xgpt's files on it, and list problems that make its figures unreliable.
 
     \b
     Example:
@@ -259,7 +259,7 @@ def doctor() -> None:
 @options.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion() -> None:
-    """Print the script by which a shell completes commands, options and names.
+    """Print the script with which a shell completes commands, options and names.
 
     \b
     Examples:

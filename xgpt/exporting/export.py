@@ -1,7 +1,7 @@
-"""Write the files from which another platform starts a plan: scripts for a machine, Kubernetes objects.
+"""Write the files with which another platform starts a plan: scripts for a machine, Kubernetes objects.
 
-All of them run `xgpt serve`, so that the endpoint's keys and limits always apply. Versions are pinned, and everything
-starts offline. A plan that does not fit its devices is refused.
+All of them run `xgpt serve`, so that the endpoint's keys and limits always apply. Versions are pinned, and starting
+needs no network. A plan that does not fit its devices is an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from xrunner.vllm.command import runs_by_itself
 Target = Literal["vllm", "sglang", "k8s", "dynamo", "llm-d", "script"]
 
 WEIGHTS = "weights"
-"""Directory next to a script, into which it fetches weights."""
+"""Directory next to a script, into which it downloads weights."""
 
 
 def export(plan: Plan, target: Target) -> dict[str, str]:
     """Return the files of a target, by name.
 
     Raises:
-        InputError: the plan does not fit its devices by its own estimate, is for another engine, or the target cannot
-            run it.
+        InputError: the plan does not fit its devices by its estimate, is for another engine, or cannot run on the
+            target.
     """
     check_memory(plan)
     by_engine = plan.speculation is not None or plan.sharing_replicas > 1 or runs_by_itself(plan)
@@ -52,10 +52,10 @@ def export(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def check_memory(plan: Plan) -> None:
-    """Refuse a plan that needs more memory than its fullest device has.
+    """Check that a plan fits in the memory of its fullest device.
 
     Raises:
-        InputError: the message says how much the plan needs and how much there is.
+        InputError: it does not; the message states the needed and the available memory.
     """
     device = plan.cluster.device
     usable = device.memory_bytes * device.usable_memory
@@ -64,7 +64,7 @@ def check_memory(plan: Plan) -> None:
         raise InputError(
             "plan.estimate.memory_bytes",
             needed,
-            f"a {device.name} offers {usable / 2**30:.2f} GiB, the plan needs {needed / 2**30:.2f}; plan again",
+            f"a {device.name} has {usable / 2**30:.2f} GiB, but the plan needs {needed / 2**30:.2f}; plan again",
         )
 
 
@@ -102,7 +102,7 @@ def _nodes(plan: Plan) -> tuple[str, str]:
     num_devices, per_node = plan.num_devices, plan.cluster.devices_per_node
     count = -(-num_devices // per_node)
     if num_devices % count:
-        says = f"that takes {num_devices} devices, on {count} nodes of {per_node}: as many on each"
+        says = f"the plan's {num_devices} devices must be divided evenly among {count} nodes of {per_node}"
         raise InputError("plan.replicas", plan.replicas, says)
     if count == 1:
         return "", ""
@@ -111,15 +111,15 @@ def _nodes(plan: Plan) -> tuple[str, str]:
 
 
 def _engine_itself(plan: Plan) -> dict[str, str]:
-    """Return a script that starts one replica of a plan in its engine, under the engine's own scheduler.
+    """Return a script that starts one replica of a plan in its engine, with the engine's own scheduler.
 
     Raises:
-        InputError: no command of the engine runs the plan.
+        InputError: no command of the engine can run the plan.
     """
     command = engine_command(plan)
     if command is None:
         accepted = (
-            "an engine by itself runs plans of chunked on equal stages of GPUs; vLLM and SGLang also with a draft"
+            "an engine's own scheduler runs plans of chunked on equal stages of GPUs; vLLM and SGLang also with a draft"
         )
         raise InputError("plan.policy", plan.policy.kind, accepted)
     times = plan.replicas // plan.sharing_replicas
@@ -147,8 +147,8 @@ def _script(head: str, command: Sequence[str], variables: str = "", *, fetched: 
     """Return a script that executes the command, followed by the script's own arguments.
 
     Args:
-        variables: arguments with the shell's own variables in them, quoted already.
-        fetched: the id of a model whose weights are fetched first, unless they are there.
+        variables: quoted arguments that contain shell variables.
+        fetched: id of a model whose weights are downloaded first, unless they exist; None: none.
     """
     fetch = ""
     if fetched is not None:

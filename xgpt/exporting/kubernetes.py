@@ -47,14 +47,14 @@ RAY_WORKER = ["ray", "start", f"--address=$(LWS_LEADER_ADDRESS):{RAY_PORT}", "--
 """How the pods of a group become a Ray cluster, on which xgpt's own engine runs."""
 
 TOLERANCE = 0.1
-"""Relative distance from the target within which an autoscaler changes nothing; Kubernetes' default."""
+"""Relative deviation from the target that Kubernetes' autoscaler ignores by default."""
 
 
 def kubernetes_files(plan: Plan) -> dict[str, str]:
-    """Return by file name: the objects, their kustomization, an autoscaler, and for vLLM the image's Dockerfile.
+    """Return the files, by name: the objects, their kustomization, an autoscaler, and for vLLM the image's Dockerfile.
 
     Raises:
-        InputError: pods could not run the plan.
+        InputError: pods cannot run the plan.
     """
     check_deployable(plan, "k8s")
     names = Names.of(plan)
@@ -62,20 +62,20 @@ def kubernetes_files(plan: Plan) -> dict[str, str]:
 
 
 def replica_files(plan: Plan, names: Names) -> dict[str, str]:
-    """Return the files of `kubernetes_files`, with other names of the objects."""
+    """Return the files of `kubernetes_files` except the autoscaler, with these names of the objects."""
     return _leader_worker_set(plan, names) if num_nodes(plan) > 1 else _deployment(plan, names)
 
 
 def check_deployable(plan: Plan, target: str) -> None:
-    """Refuse a plan for other devices than GPUs, or without weights.
+    """Check that a plan is for GPUs and has weights.
 
     Raises:
-        InputError: the message says what to plan for.
+        InputError: it is not, or has none.
     """
     if plan.cluster.device.type != "gpu":
-        raise InputError("to", target, f"the plan is for {plan.cluster.device.name}; its pods ask for GPUs")
+        raise InputError("to", target, f"the plan is for {plan.cluster.device.name}, but pods request GPUs")
     if plan.checkpoint is None:
-        says = "pods take weights from a directory or the hub; plan with --model DIRECTORY or --model ORGANISATION/NAME"
+        says = "pods need weights from a directory or the hub; plan with --model DIRECTORY or --model ORGANISATION/NAME"
         raise InputError("plan.checkpoint", None, says)
 
 
@@ -124,7 +124,8 @@ _OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for C
 
 
 def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
-    """Return a LeaderWorkerSet with a group of pods for each replica: the leader answers requests, all compute."""
+    """Return a LeaderWorkerSet with a group of pods for each replica, in which all compute and the leader answers
+    requests."""
     in_vllm = plan.profile.engine != "native"
     check_engine(plan, "vllm" if in_vllm else "native")
     nodes = num_nodes(plan)
@@ -134,7 +135,7 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
     if in_vllm:
         check_vllm_runs(plan.model_copy(update={"replicas": 1}))
         if len(plan.policy.lanes) > 1:
-            accepted = "its lanes are groups of their own under `--to llm-d` and `--to dynamo`"
+            accepted = "its lanes need separate groups: use `--to llm-d` or `--to dynamo`"
             raise InputError("plan.policy", plan.policy.kind, accepted)
         meet, env = ["--engine", "vllm", *MEET], list[Object]()
         leads, follows = _serve(names, PORT, meet), follower_command(meet)
@@ -169,10 +170,10 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
 
 
 def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: Object, meta: Object) -> Object:
-    """Return a LeaderWorkerSet: for each replica of a plan a leader and its workers, which only run together.
+    """Return a LeaderWorkerSet with a leader and its workers, which only run together, for each replica of a plan.
 
     Args:
-        meta: of the set and its leaders; workers only have the labels of all the plan's pods.
+        meta: metadata of the set and its leaders; workers only have the labels of all the plan's pods.
     """
     template = {
         "size": size,
@@ -193,7 +194,7 @@ def _serve(names: Names, port: int, more: Sequence[str]) -> list[str]:
 
 
 def serving_command(names: Names, port: int, meet: Sequence[str] = ()) -> list[str]:
-    """Return the command of a pod with vLLM behind a gateway, which reaches it by address only."""
+    """Return the command of a pod with vLLM that a gateway reaches by address only."""
     return _serve(names, port, ["--engine", "vllm", *meet])
 
 
@@ -203,16 +204,16 @@ def follower_command(meet: Sequence[str]) -> list[str]:
 
 
 def weights_note(plan: Plan, names: Names) -> str:
-    """Return a comment that says where pods get weights from."""
+    """Return a comment about the source of the pods' weights."""
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         return f"weights are fetched by their id, {model_id} (a token for it: secret {names.name}-hub, key token)"
     return f"the weights come from a volume claim, {names.name}-model"
 
 
 def _autoscaler(plan: Plan, names: Names) -> dict[str, str]:
-    """Return an autoscaler for overlays to add; nothing where the plan has no arrival rate.
+    """Return an autoscaler for overlays to add; nothing if the plan has no arrival rate.
 
-    It keeps each replica at the arrival rate at which the plan keeps its bounds.
+    It keeps the arrival rate of each replica at the highest one within the plan's bounds.
     """
     if plan.estimate.capacity is None:
         return {}
@@ -249,7 +250,7 @@ def _files(
         f"# A plan by xgpt {__version__} on {engine}. The image {image}\n# {origin};\n"
         f"# {weights_note(plan, names)};\n# the clients' keys from a secret:\n"
         f"#   kubectl create secret generic {names.name}-keys --from-file=keys=keys.txt\n{instructions}"
-        "# Pods of this namespace alone may ask it (NetworkPolicy). Start: kubectl apply -k .\n"
+        "# Only pods of this namespace may send requests (NetworkPolicy). Start: kubectl apply -k .\n"
     )
     return {"xgpt.yaml": to_yaml(objects, comment), "kustomization.yaml": kustomization(["xgpt.yaml"])}
 

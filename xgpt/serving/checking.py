@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_devices(plan: Plan, num_nodes: int = 1) -> None:
-    """Refuse a plan for other devices than those at hand.
+    """Check that this machine has the devices of a plan.
 
     Raises:
         MachineError: devices are missing; the message says which, and how to plan for those of this machine.
@@ -57,17 +57,19 @@ def located(plan: Plan, checkpoint: str | None = None) -> Plan:
     if (model_id := hub.id_of(plan.checkpoint)) is not None:
         cached = hub.cached(model_id)
         if cached is None or not weight_files(cached):
-            accepted = f"its weights are not here: run `hf download {model_id}`, or give `checkpoint`, their directory"
+            accepted = (
+                f"its weights are not here: run `hf download {model_id}`, or give their directory as `checkpoint`"
+            )
             raise InputError("plan.checkpoint", model_id, accepted)
         return plan.model_copy(update={"checkpoint": str(cached)})
     if plan.checkpoint is not None and not Path(plan.checkpoint).is_dir():
-        accepted = "there is no such directory on this machine: give `checkpoint`, the weights' directory"
+        accepted = "there is no such directory on this machine: give the weights' directory as `checkpoint`"
         raise InputError("plan.checkpoint", plan.checkpoint, accepted)
     return plan
 
 
 def missing(plan: Plan, given: str | Profile | None = None, *, replan: bool = True) -> list[str]:
-    """Return what this machine lacks to serve a plan in full, a line each.
+    """Return lines about what this machine lacks to serve a plan with all functions.
 
     Args:
         replan: whether the plan will be re-planned, which needs its profile.
@@ -132,7 +134,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Refuse a new plan that `xgpt serve` could not run on this machine with any weights.
+    """Check that `xgpt serve` could run a new plan on this machine, with some weights.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -145,7 +147,7 @@ def check_planned(plan: Plan) -> None:
 
 
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
-    """Refuse a plan that an engine cannot run here, with any weights.
+    """Check that an engine can run a plan here, with some weights.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -159,7 +161,7 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
     needed = max(plan.estimate.memory_bytes)
     if needed > offered:
         raise MachineError(
-            f"the plan needs {needed / 2**30:.1f} GiB a device, this machine has {offered / 2**30:.1f} GiB: plan for it"
+            f"the plan needs {needed / 2**30:.1f} GiB a device, but this machine has {offered / 2**30:.1f}: plan for it"
         )
 
 
@@ -198,24 +200,24 @@ def nodes_of(plan: Plan, devices: int) -> int:
 
 
 def check_own_schedule(plan: Plan) -> None:
-    """Refuse a plan that only an engine's own scheduler runs: with a draft, or with experts that replicas share.
+    """Check that a plan needs no engine's own scheduler: it has no draft, and no experts that replicas share.
 
     Raises:
-        InputError: the plan has either.
+        InputError: it has one of these.
     """
     if plan.sharing_replicas > 1:
         accepted = (
-            "xgpt's own schedule runs replicas by themselves: run the engine's command that `xgpt plan` prints, or fix "
+            "xgpt's scheduler runs replicas independently: run the engine's command that `xgpt plan` prints, or fix "
             f"ep to at most tp, {plan.stages[0].tp}"
         )
         raise InputError("plan.stages.ep", plan.stages[0].ep, accepted)
     if plan.speculation is not None:
-        accepted = "xgpt's own schedule makes one token a step: run the engine's command that `xgpt plan` prints"
+        accepted = "xgpt's scheduler has no speculative decoding: run the engine's command that `xgpt plan` prints"
         raise InputError("plan.speculation", plan.speculation.method, accepted)
 
 
 def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
-    """Refuse a plan that vLLM cannot serve here.
+    """Check that vLLM can serve a plan here, and return vLLM's version.
 
     Args:
         num_nodes: machines that the plan's replicas span.
@@ -239,13 +241,13 @@ def check_plan_for_vllm(plan: Plan, num_nodes: int = 1) -> str:
 
 
 def check_vllm_runs(plan: Plan) -> None:
-    """Refuse a plan that vLLM cannot run on any machine.
+    """Check that vLLM with xgpt's scheduler can run a plan on some machine.
 
     Raises:
-        InputError: the message says why.
+        InputError: it cannot; the message states the reason.
     """
     check_own_schedule(plan)
     if any(block.recurrent is not None for block in plan.model.kinds):
-        accepted = "vLLM pages the states of recurrent layers by itself; run it under vLLM's own scheduler"
+        accepted = "vLLM pages the states of recurrent layers itself; run it with vLLM's own scheduler"
         raise InputError("plan.model", plan.model.name, accepted)
     limits_of(plan)

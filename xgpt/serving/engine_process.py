@@ -1,8 +1,8 @@
 """Run the engine of a plan in this process, at its end of the channel: `python -m xgpt.serving.engine_process FD`.
 
-FD is the process's end of the channel (`xrunner.channel`); standard input holds an `EngineOrder`. The process has no
-HTTP, tokenizer, metrics or log of steps. It ends when the front closes the channel, as the kernel does when the front
-ends; signals that a terminal or a service manager sends to all processes of a server are for the front.
+FD is the process's end of the channel (`xrunner.channel`); standard input contains an `EngineOrder`. The process has no
+HTTP, tokenizer, metrics or log of steps. It ends when the front closes the channel or ends. Signals that a terminal or
+a service manager sends to all processes of a server are for the front.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from xrunner.logs import log_json
 from xrunner.memory import keep_freed_memory
 
 END_S = 20.0
-"""For the step under way, and for the workers, to end once the front has gone."""
+"""Seconds within which the current step and the workers end after the front has ended."""
 
 
 def main() -> None:
-    """Run the engine until the front has gone, or the engine has failed."""
-    # Not ignored: processes that this one starts would ignore them, too.
+    """Run the engine until the front ends or the engine fails."""
+    # Not SIG_IGN, which processes that this one starts would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     order = EngineOrder.model_validate_json(sys.stdin.buffer.read())
     log_json(order.log_level)
     if _is_alone(order):
-        keep_freed_memory()  # before any other thread takes memory: the engine's would have an arena of its own
+        keep_freed_memory()  # before another thread allocates memory, so that the engine gets no separate arena
     host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), decode_down), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
     engine.start()
@@ -54,7 +54,7 @@ def _build(order: EngineOrder, on_step: OnStep) -> HostedEngine:
     engine = build_engine(order.plan, listener, order.batching, order.ray, reuse=order.reuse)
     if is_alone:
         take_cores()
-    # Loaded modules stay: the garbage collector would go through them in the middle of a step.
+    # Without this the garbage collector would scan all loaded modules in the middle of a step.
     gc.collect()
     gc.freeze()
     return engine

@@ -106,8 +106,8 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
 
 
 def _redeployer(worker: Worker) -> Deployer:
-    """Return a function that sets another plan's K/V memory up; the weights stay in place."""
-    # Not the worker itself: its memory must be free before the next one's is taken.
+    """Return a function that allocates the K/V memory of another plan and keeps the weights."""
+    # It must not refer to the worker, whose memory must be free before the next worker's is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
     dtype, device = layer.dtype, layer.device
@@ -122,7 +122,7 @@ def _redeployer(worker: Worker) -> Deployer:
 
 
 def _redeployer_of(workers: RemoteExecutor) -> Deployer:
-    """Return a function that gives the same workers another plan's stages; each reads its new part."""
+    """Return a function that assigns another plan's stages to the same workers, which load their new parts."""
 
     def deploy(schedule: Schedule) -> Executor:
         nonlocal workers

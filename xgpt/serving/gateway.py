@@ -1,4 +1,4 @@
-"""Serve a plan behind the Shepherd Model Gateway (`pip install smg`) in place of our endpoint.
+"""Serve a plan behind the Shepherd Model Gateway (`pip install smg`) instead of xgpt's endpoint.
 
 The gateway answers clients: it renders chats, tokenises, parses calls of functions and reasoning, and serves
 Completions, Chat, Responses and Messages. It sends token ids to this process over gRPC (`xrunner.engine_service`),
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 HEAD_S, IDLE_S = 10, 120
-"""Seconds for the head of a request, and between two requests of one connection."""
+"""Timeouts in seconds: for the head of a request, and between two requests of one connection."""
 START_S, STOP_S = 30.0, 40.0
 LOOK_S, HANG_S = 2.0, 15.0
-"""Seconds between two looks at the gateway, and without an answer after which it is taken to hang."""
+"""Seconds between two health checks of the gateway, and without an answer after which it counts as hanging."""
 DRAIN_S = 30.0
 ENDPOINT_FIELDS = (
     "api_key_file",
@@ -48,14 +48,14 @@ ENDPOINT_FIELDS = (
     "answer_within_of",
     "otlp_endpoint",
 )
-"""Fields of what the endpoint does, and the gateway does not as it is started here."""
+"""Fields of functions that only the endpoint has."""
 
 
 def check_gateway(plan: Plan, request: ServeRequest) -> None:
-    """Check that the gateway is installed, and can do what is asked.
+    """Check that the gateway is installed and supports the request.
 
     Raises:
-        InputError: it is not, or a field is the endpoint's only.
+        InputError: it is not installed, or a field needs the endpoint.
     """
     missing = [name for name in ("smg", "grpc", "smg_grpc_proto") if find_spec(name) is None]
     if missing:
@@ -112,10 +112,10 @@ async def _serve(plan: Plan, request: ServeRequest, limits: Limits, engine: Engi
 
 
 class Gateway:
-    """The gateway's process before an engine.
+    """The gateway's process in front of an engine.
 
     Attributes:
-        port: on which it answers clients.
+        port: port on which it answers clients.
     """
 
     def __init__(self, plan: Plan, request: ServeRequest, engine_port: int) -> None:
@@ -125,7 +125,7 @@ class Gateway:
         self._process: Process | None = None
 
     async def start(self) -> None:
-        """Start it, and return once it lists the model. Raises MachineError: it ends, or does not answer."""
+        """Start the gateway, and return when it lists the model. Raises MachineError: it ends, or does not answer."""
         self._process = process = await _started(self._arguments)
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
@@ -156,12 +156,12 @@ class Gateway:
             lost_s = [*(then_s for then_s in lost_s if now_s - then_s < PERIOD_S), now_s]
             if len(lost_s) > RESTARTS:
                 raise MachineError(f"{why}, {len(lost_s)} times within {PERIOD_S / 60:.0f} minutes")
-            logger.error("%s; starting it anew", why)
+            logger.error("%s; starting it again", why)
             await self._kill(self._process)
             await self.start()
 
     async def _answers(self, within_s: float) -> bool:
-        """Return whether it lists the model in time."""
+        """Return whether the gateway lists the model in time."""
         with suppress(OSError, ValueError, asyncio.IncompleteReadError):  # a timeout is an OSError
             return await asyncio.wait_for(_lists(self._host, self.port, self._model), within_s)
         return False
@@ -172,7 +172,7 @@ class Gateway:
         await process.wait()
 
     async def end(self) -> None:
-        """End it: by a signal, and if that does not help, at once."""
+        """End the gateway with SIGTERM, and if that fails with SIGKILL."""
         if (process := self._process) is not None and process.returncode is None:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -183,7 +183,7 @@ class Gateway:
 
 
 def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port: int) -> list[str]:
-    """Return the gateway's command line: one engine, and a limit on everything that a client may send or hold."""
+    """Return the gateway's command line, with one engine and limits on all resources that a client can use."""
     options: dict[str, object] = {
         "--host": request.host,
         "--port": port,
@@ -211,9 +211,9 @@ def gateway_arguments(plan: Plan, request: ServeRequest, port: int, engine_port:
 
 
 def parsers(plan: Plan) -> dict[str, str]:
-    """Return the gateway's parsers of calls and of reasoning, as the checkpoint's template writes both.
+    """Return the gateway's parsers of tool calls and reasoning for the checkpoint's chat template.
 
-    Left to itself the gateway goes by the model's name, which is the name of a directory here.
+    By default the gateway chooses them by the model's name, which is the name of a directory here.
     """
     template = _template(plan)
     found = {}

@@ -1,4 +1,4 @@
-"""Start the engine of a plan in a process of its own, and end it when it is no longer served."""
+"""Start the engine of a plan in a separate process, and end it when serving ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 def running(
     plan: Plan, request: ServeRequest, machines: Machines | None = None
 ) -> Iterator[tuple[EngineClient, ServedModel]]:
-    """Start the engine of a plan in a process of its own, its planner and its step log; end them with the context.
+    """Start the engine of a plan in a separate process, its planner and its step log; end them with the context.
 
     Args:
         machines: those on which vLLM runs the plan; None: this one only.
@@ -56,7 +56,7 @@ def running(
         if log is not None:
             at_end.callback(log.close)
         if planner is not None:
-            planner.start()  # it loads while the engine does
+            planner.start()  # it loads in parallel with the engine
             at_end.callback(planner.stop)
         engine = start_engine(plan, request, machines)
         at_end.callback(engine.close)
@@ -84,7 +84,7 @@ def running(
 
 
 def start_engine(plan: Plan, request: ServeRequest, machines: Machines | None = None) -> RemoteEngine:
-    """Return the engine of a plan, ready to take requests: ours in a process of its own, or vLLM.
+    """Return the engine of a plan, ready for requests: xgpt's in a separate process, or vLLM.
 
     Raises:
         InputError: the plan cannot be run in the requested way.

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class ServeRequest(ServeFields):
-    """A request to serve a plan, and the keys, limits and machines that its fields name."""
+    """A request to serve a plan, with methods for its keys, limits and machines."""
 
     def keys(self, plan: Plan) -> ApiKeys | None:
         """Return the API keys, if any.
 
         Raises:
-            InputError: the file holds none, or one of a class that the plan does not have; or the host needs keys and
-                no file is given.
+            InputError: the file contains no key, or one of a class that the plan does not have, or the host needs keys
+                and no file is given.
         """
         names = [each.name for each in plan.constraint.classes]
         keys = None if self.api_key_file is None else ApiKeys.read(self.api_key_file, names)
@@ -64,7 +64,7 @@ class ServeRequest(ServeFields):
         """Return the settings of the plan's classes of requests.
 
         Raises:
-            InputError: a named class is not one of them.
+            InputError: a class in the request is not one of them.
         """
         return Classes(plan, self.answer_within_of)
 
@@ -86,10 +86,10 @@ class ServeRequest(ServeFields):
         )
 
     def check_batching(self, plan: Plan) -> None:
-        """Refuse rows that the engine or the plan cannot run.
+        """Check that the engine and the plan support the batching.
 
         Raises:
-            InputError: vLLM runs the plan, or it does not run whole batches on one device.
+            InputError: vLLM runs the plan, or the plan is not one of whole batches on one device.
         """
         if self.batching == "flat":
             return
@@ -98,10 +98,10 @@ class ServeRequest(ServeFields):
         policies.build_rows(plan, self.batching)
 
     def check_reuse(self, plan: Plan) -> None:
-        """Refuse to run a plan that counts on reuse without reuse: none of its figures would hold.
+        """Check that a plan that counts on prefix reuse runs with it, since its figures would be wrong without.
 
         Raises:
-            InputError: the message names the option that turns reuse off.
+            InputError: reuse is off; the message states the option that turns it off.
         """
 
         in_vllm = self.engine == "vllm"
@@ -138,7 +138,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
     """Serve until SIGTERM or SIGINT; under vLLM, on a replica's machines after its first, run this one's part of it.
 
     Args:
-        on_note: is called with each line on what is started, and in a dry run on what is missing on this machine.
+        on_note: is called with each line about what is started, and in a dry run about what this machine lacks.
 
     Raises:
         InputError: this machine cannot serve the plan in the requested way.
@@ -190,7 +190,7 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
 
 
 def _differences(plan: Plan, request: ServeRequest) -> str | None:
-    """Return how this machine differs from what it was when the plan's profile was measured; None: it does not."""
+    """Return how this machine differs from its state when the plan's profile was measured; None: it does not."""
     if not plan.cluster.is_local or plan.profile.source != "measured":
         return None
     try:
@@ -201,7 +201,8 @@ def _differences(plan: Plan, request: ServeRequest) -> str | None:
 
 @contextmanager
 def _no_end_by_hangup() -> Iterator[None]:
-    """Let SIGHUP end nothing: a running server reads its key file again, and one that starts has just read it."""
+    """Ignore SIGHUP within the context: a running server reads its key file again, and a starting one has just read
+    it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
