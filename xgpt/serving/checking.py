@@ -194,7 +194,7 @@ def nodes_of(plan: Plan, devices: int) -> int:
     per_node = plan.cluster.devices_per_node
     nodes = -(-devices // per_node)
     if devices % nodes:
-        says = f"a replica spans {nodes} nodes of {per_node}, and must take as many devices on each"
+        says = f"a replica spans {nodes} nodes of {per_node}, and must use equally many devices on each"
         raise InputError("plan.stages", devices, says)
     return nodes
 
