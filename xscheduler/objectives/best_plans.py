@@ -154,7 +154,7 @@ def kinds_of(problem: Problem, policy: PolicyChoice) -> tuple[str, ...]:
     if problem.speculation is not None:
         kinds = tuple(kind for kind in kinds if kind in SPECULATIVE_POLICIES)
         if not kinds:
-            accepted = f"speculative decoding needs {' and '.join(SPECULATIVE_POLICIES)}"
+            accepted = f"speculative decoding needs {' or '.join(SPECULATIVE_POLICIES)}"
             raise InputError("policy", policy, accepted)
     found = _with_variables(runnable(kinds, problem.model), policy, problem.fixed)
     if not found:
