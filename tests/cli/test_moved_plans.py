@@ -60,7 +60,7 @@ def test_what_another_machine_lacks_is_said(xgpt: Xgpt, local_plan: Path, tmp_pa
     shutil.move("model", there)
     for command in (("serve", "--dry-run"), ("serve", "--port", "0"), ("serve", "--dry-run", "--engine", "vllm")):
         line = xgpt.fails(2, *command, str(local_plan))
-        assert f"plan.checkpoint: '{local_plan.parent / 'model'}'" in line and "give --checkpoint" in line
+        assert f"plan.checkpoint: '{local_plan.parent / 'model'}'" in line and "directory as --checkpoint" in line
     assert "--checkpoint: 'nowhere'" in xgpt.fails(2, "serve", str(local_plan), "--checkpoint", "nowhere")
     shutil.rmtree(cache_dir())
     document = json.loads(local_plan.read_text())

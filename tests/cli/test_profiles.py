@@ -75,7 +75,7 @@ def test_fewer_devices_are_refused_and_more_are_taken(xgpt: Xgpt) -> None:
         assert xgpt("profile", "--model", "llama-3.1-8b", "--cluster", name, "-o", f"{name}.json").code == 0
     plan = ("plan", "--latency-bound", "inf", *PROBLEM[:2], "--policy", "orca", "--workload", "orca")
     line = xgpt.fails(2, *plan, "--cluster", "h200x8", "--profile", "h200x1.json")
-    assert "profile.devices_per_node: 1" in line and "h200x8 has 8 a node" in line
+    assert "profile.devices_per_node: 1" in line and "h200x8 has 8 devices per node" in line
     assert xgpt(*plan, "--cluster", "h200x1", "--profile", "h200x8.json").code == 0
 
 

@@ -108,7 +108,7 @@ def test_plans_have_room_for_as_many_more_tokens(checkpoint):
 def test_what_cannot_be_kept_is_refused(checkpoint):
     directory, _ = checkpoint("opt-tied")
     plan = planned(problem_in(directory, 1), "static")
-    with pytest.raises(InputError, match=r"plan\.kv_dtype.*take flat"):
+    with pytest.raises(InputError, match=r"plan\.kv_dtype.*use flat"):
         build_engine(plan, batching="rows")
     with pytest.raises(InputError, match=r"plan\.kv_dtype: 'int8' .* float32 or bfloat16: use flat, or plan with"):
         ServeRequest(batching="slots").check_batching(plan)

@@ -42,7 +42,7 @@ def test_more_clients_serve_more_and_wait_longer(plan: Plan) -> None:
 
 
 def test_clients_go_without_arrivals(plan: Plan) -> None:
-    with pytest.raises(InputError, match=r"clients: 4 .*without `arrival_rate_per_s`"):
+    with pytest.raises(InputError, match=r"clients: 4 .*cannot be combined with `arrival_rate_per_s`"):
         api.simulate(plan, clients=4, arrival_rate_per_s=2)
 
 

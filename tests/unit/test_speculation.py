@@ -182,7 +182,7 @@ def test_acceptance_is_read_from_metrics(tmp_path: Path) -> None:
     file.write_text('sglang:spec_accept_length{model_name="m"} 2.5\n')
     assert from_metrics(file)[:2] == pytest.approx((0.6, 0.36))
     file.write_text("up 1\n")
-    with pytest.raises(InputError, match="it holds no vllm:spec_decode_num_drafts_total"):
+    with pytest.raises(InputError, match="it contains neither vllm:spec_decode_num_drafts_total"):
         from_metrics(file)
 
 
@@ -205,12 +205,12 @@ def test_models_tell_their_layers_for_multi_token_prediction() -> None:
             {"speculative": "eagle", "acceptance": (0.5,), "speculative_tokens": 2},
             "speculative_tokens: 2 .*1 positions",
         ),
-        ({"speculative": "ngram", "acceptance": 0.5, "draft_model": "a/b"}, "draft_model: .*has none"),
+        ({"speculative": "ngram", "acceptance": 0.5, "draft_model": "a/b"}, "draft_model: .*has no draft model"),
         (
             {"speculative": "eagle", "acceptance": 0.5, "model": "t5-11b", "engine": "xgpt"},
             "speculative: .*has an encoder",
         ),
-        ({"speculative": "eagle", "acceptance": 0.5, "policy": "rra"}, "policy: .*chunked and orca"),
+        ({"speculative": "eagle", "acceptance": 0.5, "policy": "rra"}, "policy: .*chunked or orca"),
         ({"speculative": "eagle", "acceptance": "no-such-file"}, "acceptance: .*cannot be read"),
     ],
 )
