@@ -64,12 +64,18 @@ def _iterations_until_full(workload: Workload) -> float:
 
 def outstanding_requests(plan: Plan) -> int:
     """Return the number of requests that keep a replica saturated: as many as may run, and some that wait."""
-    return ceil(max(1.5 * plan.estimate.decode_batch, _most_running(plan)) + 3 * plan.estimate.encode_batch) + 8
+    running, encoding = max(1.5 * plan.estimate.decode_batch, _most_running(plan)), 3 * plan.estimate.encode_batch
+    return ceil(min(running, _num_blocks(plan)) + min(encoding, _num_blocks(plan))) + 8
 
 
 def _most_running(plan: Plan) -> int:
+    """Return how many requests may run on a replica: as many as its policy admits, each with a block of K/V at least."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
-    return most
+    return min(most, _num_blocks(plan))
+
+
+def _num_blocks(plan: Plan) -> int:
+    return max(stage.kv_blocks for stage in plan.stages)
 
 
 def requests_to_send(plan: Plan, num_requests: int, *, saturated: bool) -> int:
