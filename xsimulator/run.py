@@ -69,7 +69,7 @@ def outstanding_requests(plan: Plan) -> int:
 
 
 def _most_running(plan: Plan) -> int:
-    """Return how many requests may run on a replica: as many as its policy admits, each with a block of K/V at least."""
+    """Return how many requests may run on a replica: those that its policy admits, each with a block of K/V."""
     most: int = getattr(plan.policy, FORECASTS[plan.policy.kind].load)
     return min(most, _num_blocks(plan))
 
