@@ -113,10 +113,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
         InputError: the plan is for another engine, or the checkpoint is not there, is broken, or does not have the
             plan's shape.
     """
-    if ray is None:
-        check_runs(plan)
-    else:
-        check_runs_on_ray(plan, ray)
+    check_native_runs(plan, ray)
     if plan.checkpoint is not None:
         from xrunner.weights import Checkpoint, check_weights
 
@@ -163,6 +160,19 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
         raise MachineError(
             f"the plan needs {needed / 2**30:.1f} GiB a device, but this machine has {offered / 2**30:.1f}: plan for it"
         )
+
+
+def check_native_runs(plan: Plan, ray: str | None) -> None:
+    """Check that xgpt's own engine can run a plan on this machine, or on the machines of a Ray cluster.
+
+    Raises:
+        MachineError: devices or memory are missing.
+        InputError: as `check_runs` and `check_runs_on_ray` do.
+    """
+    if ray is None:
+        check_runs(plan)
+    else:
+        check_runs_on_ray(plan, ray)
 
 
 def check_runs_on_ray(plan: Plan, address: str) -> None:

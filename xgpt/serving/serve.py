@@ -18,7 +18,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.outputs import check_step_log
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
-from xgpt.serving.checking import check_plan, check_plan_for_vllm, check_runs, check_runs_on_ray, located, missing
+from xgpt.serving.checking import check_native_runs, check_plan, check_plan_for_vllm, located, missing
 from xgpt.serving.gateway import check_gateway, serve_behind_gateway
 from xgpt.serving.machines import follow_first, share_of
 from xgpt.serving.running import running
@@ -168,10 +168,8 @@ def serve(plan: Plan, request: ServeRequest, on_note: Callable[[str], None] = la
         on_note(f"vLLM {check_plan_for_vllm(plan, span)}{'' if request.dry_run else ': starting'}")
     elif request.dry_run:
         check_plan(plan, request.ray)
-    elif request.ray is not None:
-        check_runs_on_ray(plan, request.ray)
     else:
-        check_runs(plan)
+        check_native_runs(plan, request.ray)
     if request.dry_run:
         if (tracer := open_tracer(request.otlp_endpoint)) is not None:
             tracer.close()

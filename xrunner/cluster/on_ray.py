@@ -137,15 +137,16 @@ class RayLauncher:
         )
         self._number = number
         self._order: StartWorkers | None = None
-        self._is_there = self._is_broken = False
+        self._is_there = False
         self._heard_s = time.monotonic()
         self._place()
 
     def _place(self) -> None:
         """Have Ray start the actor, with the order that it has to carry out."""
-        self._placed_s, self._is_broken = time.monotonic(), False
+        self._placed_s = time.monotonic()
         self._actor: Any = self._create()
-        self._calls = [self._actor.exited.remote()]
+        self._calls: list[Any] = [self._actor.exited.remote()]
+        """Calls to the actor that have not been answered; none: it died before it was there."""
         if self._order is not None:
             self.start(self._order)
 
@@ -159,7 +160,7 @@ class RayLauncher:
         silent_s = now - self._heard_s
         if silent_s > (SILENCE_S if self._is_there else MEET_S):
             raise MachineError(f"the launcher of machine {self._number} has been silent for {silent_s:.0f} s")
-        if self._is_broken:
+        if not self._calls:
             if now - self._placed_s > AGAIN_S:
                 self._place()
             return []
@@ -172,7 +173,7 @@ class RayLauncher:
                 reason = str(error).strip().splitlines()[0]
                 raise MachineError(f"the launcher of machine {self._number} is lost: {reason}") from None
             # Until Ray knows that a machine is gone, it places actors there, which die at once.
-            self._is_broken = True
+            self._calls = []
             return []
         if ready:
             self._is_there, self._heard_s = True, now
