@@ -261,7 +261,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
                 refuse("min_tokens", "it is implemented for as many as max_tokens, or with ignore_eos; leave it out")
             self.ignore_eos, self.stop, self.stop_token_ids = True, None, None
         if self.stream_options is not None and not self.stream:
-            refuse("stream_options", "it goes with stream: true; leave it out")
+            refuse("stream_options", "it applies only with stream: true; leave it out")
         if self.output_length is not None and (self.stops or self.stop_token_ids):
             refuse("output_length", "an output of fixed length cannot stop earlier; leave stop and stop_token_ids out")
 
@@ -300,7 +300,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     def check(self) -> None:
         super().check()
         if self.is_scored_only and not self.echo:
-            refuse("max_tokens", "0 goes with echo: true; otherwise the answer would be empty")
+            refuse("max_tokens", "0 is accepted only with echo: true; otherwise the answer would be empty")
 
     @property
     def num_prompt_logprobs(self) -> int | None:
