@@ -1,7 +1,7 @@
 """Runs a plan: models, K/V cache, attention, engine and server.
 
-A Plan enters; tokens, and a log of the steps that made them, leave. May be imported by xprofiler.measure and
-xgpt. Imports torch; never xsimulator or xscheduler.
+A plan enters; tokens and a log of the steps leave. `xprofiler.measure` and `xgpt` may import this package. It imports
+torch, and never xsimulator or xscheduler.
 """
 
 from xgpt.core.compiled_code import set_directory

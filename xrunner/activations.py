@@ -1,4 +1,5 @@
-"""Activations by name, alone and as gates: the first half of the columns, activated, times the second half.
+"""Activation functions and gated activations, by name. A gate applies the function to the first half of the columns and
+multiplies the result by the second half.
 
 Source: GLU variants (arXiv 2002.05202).
 """
@@ -48,4 +49,5 @@ IN_PLACE: dict[str, Activation] = ACTIVATIONS | {
     "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
     "silu": lambda x: F.silu(x, inplace=True),
 }
-"""The same on a tensor that nothing else needs; gates write half of it elsewhere."""
+"""In-place activation functions, for tensors that nothing else reads; a gate writes its result into half of the
+tensor."""

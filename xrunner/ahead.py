@@ -1,10 +1,10 @@
-"""Launch the next decode step before it is asked for, so that a GPU never waits for the engine's loop.
+"""Launch the next decode step before the engine asks for it, so that a GPU never waits for the engine's loop.
 
-While requests do nothing but decode, the next step is nearly always the last one again, one token further, less those
-that have ended. Its tokens are on the device already: it is launched before they are read, and the loop settles the
-last step while it runs. Where the next step is another one, what was launched is thrown away: the keys and values that
-it wrote are written again, or lie in blocks whose next owner writes them first. Tokens, steps and their order
-stay as they are without this.
+While all requests only decode, the next step is nearly always the last step, one token further, without the requests
+that have ended. Its input tokens are already on the device, so it is launched before they are read, and the loop
+settles the last step while it runs. If the schedule then asks for another step, the launched one is discarded: the keys
+and values that it wrote are overwritten, or lie in blocks whose next owner writes before reading. Tokens, steps and
+their order are the same as without this.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from xrunner.worker import Worker, fed
 
 @dataclass(slots=True)
 class _Launched:
-    """A decode step under way that the schedule has not asked for yet.
+    """A decode step that was launched before the schedule asked for it.
 
     Attributes:
-        index: where each request's token is; released requests are taken out.
-        tokens: on the device. # int64 [requests]
+        index: index of each request's token in `tokens`; released requests are removed.
+        tokens: the step's tokens, on the device. # int64 [requests]
     """
 
     index: dict[int, int]
@@ -36,18 +36,18 @@ class _Launched:
 
 
 class AheadWorker(Worker):
-    """A worker of a whole decoder-only model that runs ahead where two steps in a row only decode.
+    """A worker of a whole decoder-only model that launches the next step early when two steps in a row only decode.
 
-    Steps that draw at random, penalise or report probabilities wait for their tokens as ever.
+    Steps that sample at random, apply penalties or report log probabilities are not launched early.
 
     Attributes:
-        num_hits: steps launched before they were asked for, and then asked for.
+        num_hits: number of early steps that the schedule then asked for.
     """
 
     num_hits = 0
     _ahead: _Launched | None = None
     _decoded = False
-    """Whether the last step only decoded, and took the highest logits."""
+    """Return whether the last step only decoded, and chose the highest logits."""
 
     def restart(self) -> None:
         self._ahead = None
@@ -80,7 +80,7 @@ class AheadWorker(Worker):
         return dict(zip(step.decode, sampled.tolist(), strict=True))
 
     def _run_ahead(self, step: Step, rows: np.ndarray, tokens: Tensor) -> None:
-        """Launch this step once more, one token further, where there is room for it."""
+        """Launch this step again, one token further, if each request has room for one more token."""
         context = self._rows.context[rows]
         has_room = context // self.cache.block_size < self._rows.num_blocks[rows]
         if not has_room.all() or int(context.max()) >= self.model.spec.max_context:
@@ -93,7 +93,7 @@ class AheadWorker(Worker):
         )
 
     def _take(self, ids: tuple[int, ...]) -> Tensor | None:
-        """Return the tokens of these requests' next step, where it runs already. # int64 [requests]"""
+        """Return the tokens of these requests' next step if it was launched early, else None. # int64 [requests]"""
         ahead, self._ahead = self._ahead, None
         if ahead is None or not ahead.index.keys() >= set(ids):
             return None
@@ -107,7 +107,7 @@ class AheadWorker(Worker):
         return self._batch(step, rows, np.ones(len(rows), dtype=bool))
 
     def _launch(self, batch: Batch) -> Tensor:
-        """Greedy choice, on the device. # int64 [requests]"""
+        """Launch a decode step that chooses the highest logits on the device. # int64 [requests]"""
         with torch.inference_mode():
             logits = self.logits(batch)
             assert logits is not None, "the whole model is here"
@@ -115,7 +115,7 @@ class AheadWorker(Worker):
 
 
 class _Arriving:
-    """A tensor on its way to the host; what is launched later does not delay it."""
+    """A tensor that is being copied to the host; work that is launched later does not delay the copy."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,4 @@
-"""Build a worker: load its weights, set its memory aside, compile what its first steps need."""
+"""Build a worker: load its weights, reserve its memory, and compile what its first steps need."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from xrunner.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker loads, and where.
+    """What a worker loads, and onto which device.
 
     Attributes:
-        kv_dtype: type of K/V; None: that of the dtype.
+        kv_dtype: dtype of keys and values; None: the default for the weights' dtype.
         checkpoint: directory in Hugging Face layout; None: weights drawn from `seed`.
-        num_blocks: of the K/V cache.
-        backend: a name of `attention.BACKENDS`; None: the fastest that runs there.
-        threads: CPU threads of this process; None: leave as they are.
+        num_blocks: number of K/V cache blocks.
+        backend: a name of `attention.BACKENDS`; None: the fastest that runs on the device.
+        threads: CPU threads of this process; None: leave unchanged.
         layouts: how a CPU keeps weights of each shape (see `xrunner.packing.choice.pack`).
     """
 
@@ -61,13 +61,14 @@ def build_worker(
     """Return a worker with its weights loaded, on one device.
 
     Args:
-        part: what this rank holds of the model; None: all of it.
-        group: the ranks that share these layers, where there are several.
-        pipe: the stages before and behind, where there are any.
+        part: the part of the model that this rank holds; None: the whole model.
+        group: the ranks that share these layers; None: this rank has them to itself.
+        pipe: link to the stages before and after; None: there is one stage.
 
     Raises:
-        InputError: no such backend, or not for this device and dtype; or weights that do not fit the spec.
-        MachineError: the device is not here, or its memory does not hold weights and cache.
+        InputError: the backend is unknown or does not run on this device in this dtype, or the weights do not fit the
+            spec.
+        MachineError: this machine does not have the device, or weights and cache do not fit into its memory.
     """
     place, kind = _place(settings)
     name = settings.backend or default_backend(place, kind)
@@ -107,11 +108,11 @@ def build_worker(
 
 
 def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: int) -> RowWorker:
-    """Return a worker that runs whole batches in rows, on one device; its K/V memory is each batch's own.
+    """Return a worker that runs whole batches in rows, on one device; K/V memory belongs to each batch.
 
     Raises:
-        InputError: weights that do not fit the spec, or attention that rows do not have.
-        MachineError: the device is not here, or its memory does not hold the weights.
+        InputError: the weights do not fit the spec, or rows do not support the model's attention.
+        MachineError: this machine does not have the device, or the weights do not fit into its memory.
     """
     place, _ = _place(settings)
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
@@ -126,7 +127,7 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
 
 
 def _place(settings: WorkerSettings) -> tuple[torch.device, torch.dtype]:
-    """Return the device, and the type of what a step reads and writes there."""
+    """Return the device, and the dtype of activations on it."""
     return torch.device(settings.device), state_dtype(settings.dtype, settings.device)
 
 
@@ -134,8 +135,8 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     """Return the model with its weights.
 
     Raises:
-        MachineError: the device is not here, or has no products in this type.
-        torch.OutOfMemoryError: the device does not hold the weights.
+        MachineError: this machine does not have the device, or it cannot multiply in this dtype.
+        torch.OutOfMemoryError: the weights do not fit into the device's memory.
     """
     place, _ = _place(settings)
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -159,13 +160,13 @@ def whole_worker(
     device: torch.device,
     grammars: Grammars | None = None,
 ) -> Worker:
-    """Return a worker of a whole model. On a GPU its decode steps are captured, and run ahead of the loop.
+    """Return a worker of a whole model. On a GPU, decode steps are captured and launched ahead of the engine's loop.
 
     Args:
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
 
     Raises:
-        torch.OutOfMemoryError: the device does not hold these blocks.
+        torch.OutOfMemoryError: the blocks do not fit into the device's memory.
     """
     spec = model.spec
     reads_back = spec.experts is not None or spec.special_attention is not None
@@ -180,7 +181,7 @@ def whole_worker(
 
 
 def warm_up(worker: Worker | RowWorker, *, encode: bool = True, decode: bool = True) -> None:
-    """Compile and load what the first steps would otherwise wait for: a prompt and a decode, as far as it runs them.
+    """Run a prompt and a decode, if the worker can, so that the first real steps need not wait for compilation.
 
     All workers of a pipeline must call this together.
     """

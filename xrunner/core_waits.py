@@ -13,11 +13,11 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWaitMeter:
-    """Hands each record on with the longest time for which a thread of this process was ready to run during the step
-    while other threads had the cores. To be called in the thread that executes steps.
+    """Passes each record on with the longest time that a thread of this process was ready to run during the step while
+    other threads had the cores. Call it in the thread that executes steps.
 
-    The main thread does not count where steps have another one: it answers requests, and no step waits for it. What
-    was waited for since the step before, to wake up, is counted with the step.
+    The main thread is left out if another thread executes steps: it answers requests, and no step waits for it. Time
+    spent waiting to wake up since the last step counts towards this step.
     """
 
     def __init__(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -35,7 +35,8 @@ class CoreWaitMeter:
 
 
 def waited_ns() -> dict[int, int]:
-    """Return how long each thread of this process has waited for a core so far; empty where the system does not say."""
+    """Return how long each thread of this process has waited for a core so far; empty if the system does not report
+    it."""
     found = {}
     paths = [TASKS / task / "schedstat" for task in os.listdir(TASKS)] if TASKS.is_dir() else []
     for path in _files.keys() - paths:  # their threads have ended
@@ -51,4 +52,4 @@ def waited_ns() -> dict[int, int]:
 
 
 _files: dict[Path, int] = {}
-"""Open files: opening one takes six times as long as reading it, and steps are looked at one by one."""
+"""Open files, kept because opening one takes six times as long as reading it, and every step reads them."""

@@ -1,7 +1,8 @@
-"""A core of its own for each thread that computes steps.
+"""Give each thread that computes steps a core of its own.
 
-Linux moves a thread off a core on which another one wakes up. If every core computes, it comes to the core of a thread
-that waits for it, and the two take turns of some milliseconds there, in which the one that waits spins.
+Linux moves a thread off a core on which another thread wakes up. If every core computes, the thread lands on the core
+of one that waits for it. The two then alternate in slices of some milliseconds, and the waiting one spins during its
+slices.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ import torch
 _MAPS = Path("/proc/self/maps")
 _OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/]*\.so\S*$", re.MULTILINE)
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-"""What each thread of a team runs."""
+"""The function that each thread of a team runs."""
 
 
 def take_cores(part: int = 0, parts: int = 1) -> bool:
-    """Keep each OpenMP thread of the caller on its own core, if all teams together have as many threads as this process
-    may use cores. Otherwise nothing changes, because a thread may have to make way for other work.
+    """Pin each of the caller's OpenMP threads to its own core, if all teams together have as many threads as this
+    process may use cores; otherwise change nothing, because a thread may have to make way for other work.
 
-    Threads and processes that the caller starts from now on inherit its core.
+    Threads and processes that the caller starts later inherit its core.
 
     Args:
         part: number of this team: the OpenMP threads that compute for the calling thread.
-        parts: teams of equally many threads that compute on this machine, each in its own process.
+        parts: number of equally large teams that compute on this machine, each in its own process.
 
     Returns:
-        Whether each thread has its own core now.
+        Whether each thread now has its own core.
     """
     cores, count = _usable_cores(), torch.get_num_threads()
     if len(cores) < 2 or count * parts != len(cores):
@@ -44,7 +45,7 @@ def take_cores(part: int = 0, parts: int = 1) -> bool:
 
 @contextmanager
 def own_cores(part: int = 0, parts: int = 1) -> Iterator[None]:
-    """Take cores for as long as the block lasts, in the thread that computes."""
+    """Pin the calling thread's team to cores until the block ends."""
     cores, count = _usable_cores(), torch.get_num_threads()
     taken = take_cores(part, parts)
     try:
@@ -59,7 +60,7 @@ def _usable_cores() -> list[int]:
 
 
 def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
-    """Let each thread of the team run on the cores given for it; False if several threads do not share an OpenMP."""
+    """Pin each thread of the team to its core; return False if the threads do not all use the same OpenMP library."""
     if len(cores) == 1:
         os.sched_setaffinity(0, cores[0])
         return True
@@ -73,7 +74,7 @@ def _keep_to(cores: Sequence[Sequence[int]]) -> bool:
 
 @cache
 def _openmp() -> Any:
-    """Return the OpenMP library whose threads torch computes on; None if it is not one with GNU's interface."""
+    """Return the OpenMP library that runs torch's threads; None if its interface is not GNU's."""
     names = sorted(set(_OPENMP.findall(_MAPS.read_text())), key=lambda name: "/torch" not in name)
     libraries = map(ctypes.CDLL, names)
     return next((library for library in libraries if hasattr(library, "GOMP_parallel")), None)

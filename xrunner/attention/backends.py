@@ -1,4 +1,4 @@
-"""The backends by name, and the fastest that runs on a device."""
+"""The attention backends by name, and which of them is fastest on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "triton": TritonAttention,
     "reference": ReferenceAttention,
 }
-"""The fastest first."""
+"""Backends by name, the fastest first."""
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype) -> list[str]:

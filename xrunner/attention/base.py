@@ -20,22 +20,22 @@ class Batch:
 
     Attributes:
         token_ids: # int64 [tokens]
-        positions: each token's place in its sequence. # int64 [tokens]
-        cache_slots: where its key and value go: block * block_size + offset. # int64 [tokens]
+        positions: position of each token in its sequence. # int64 [tokens]
+        cache_slots: slot in the cache for each token's key and value: block * block_size + offset. # int64 [tokens]
         query_start: sequence i holds tokens [query_start[i], query_start[i + 1]). # int32 [sequences + 1]
-        context_len: tokens that the sequence's last token attends to, its own included. # int32 [sequences]
+        context_len: number of tokens that each sequence's last token attends to, itself included. # int32 [sequences]
         block_tables: blocks of each sequence, in order; padding is arbitrary. # int32 [sequences, max blocks]
-        logit_rows: tokens whose logits are wanted. # int64 [sampled]
-        num_decodes: sequences that hold one token and come first.
-        max_query_len: longest piece of a prompt; 1 where there is none.
-        num_unsorted: of a captured step, of which the device alone knows what it holds: how many of the sequences, the
-            first ones, are the batch's. They hold any number of tokens, in any order; `num_decodes` is 0. # int32 [1]
-        prompt_len: of encoder-decoders alone: how many of the sequence's tokens are the encoder's, the first ones.
-            # int32 [sequences]
-        first_key: the first token that each sequence attends to; None: of all, the first. # int32 [sequences]
-        both_ways: each token attends to all of its sequence, not only up to itself.
-        highest_only: of the logits of a token only the highest is wanted, and need be right.
-        added: to logits, before the highest is looked for; None: nothing. # float32 [sampled, vocab]
+        logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
+        num_decodes: number of sequences with one token; they come first.
+        max_query_len: length of the longest piece of a prompt; 1 if there is none.
+        num_unsorted: set in captured steps only, where the number of sequences is known only on the device: that
+            number. The sequences have any number of tokens, in any order, and `num_decodes` is 0. # int32 [1]
+        prompt_len: encoder-decoders only: how many of the sequence's first tokens the encoder reads. # int32
+            [sequences]
+        first_key: index of the first token that each sequence attends to; None: 0 for all. # int32 [sequences]
+        both_ways: each token attends to its whole sequence, not only to earlier tokens.
+        highest_only: only the highest logit of each row must be right.
+        added: numbers to add to the logits before the highest is chosen; None: none. # float32 [sampled, vocab]
     """
 
     token_ids: Tensor
@@ -56,11 +56,11 @@ class Batch:
 
 
 class PositionBias(NamedTuple):
-    """What each head adds to a score for the query's place less the key's.
+    """The number that each head adds to a score, by the distance between query and key.
 
     Attributes:
-        values: `values[head, center + query - key]`, for all pairs that a batch has. # float32 [heads, places]
-        center: of the pair whose places are equal.
+        values: `values[head, center + query - key]`, for all distances in a batch. # float32 [heads, places]
+        center: index of distance zero.
     """
 
     values: Tensor
@@ -68,14 +68,14 @@ class PositionBias(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How a layer scores a query against a key that the batch lets it see, and which keys it leaves out.
+    """How a layer scores a query against a key, and which of the visible keys it leaves out.
 
     Attributes:
-        scale: what products of queries and keys are multiplied with; None: head_dim ** -0.5.
-        softcap: products, scaled, stay between this and its negative, by tanh; None: they are not limited.
-        bias: added to them then; of models whose heads have keys and values of their own.
-        window: last tokens that a token attends to, itself included; None: all that the batch lets it see.
-        sinks: a further score of each head, which takes its share and adds no value. # float32 [heads]
+        scale: factor on the product of query and key; None: head_dim ** -0.5.
+        softcap: limit c of scaled products, which become c tanh(product / c); None: no limit.
+        bias: position bias added after that; only in models whose heads do not share keys and values.
+        window: number of last tokens that a token attends to, itself included; None: all visible ones.
+        sinks: one more score for each head, which takes part in the softmax but adds no value. # float32 [heads]
     """
 
     scale: float | None = None
@@ -85,22 +85,22 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
 
     def scale_of(self, head_dim: int) -> float:
-        """Return the factor on products over this many dimensions."""
+        """Return the factor on products of queries and keys with this many dimensions."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
 PLAIN = Scoring()
-"""Of most models: all keys, scaled."""
+"""The scoring of most models: all visible keys, scaled."""
 
 
 class Sequences(NamedTuple):
     """What differs between the sequences of a batch.
 
     Attributes:
-        query_len: tokens of each in this step. # int32 [sequences]
-        context_len: tokens of each that are in the cache after this step. # int32 [sequences]
-        block_tables: may be wider than this step needs. # int32 [sequences, blocks]
-        prompt_len: of encoder-decoders alone: tokens of each that are the encoder's. # int32 [sequences]
+        query_len: number of the sequence's tokens in this step. # int32 [sequences]
+        context_len: number of the sequence's tokens in the cache after this step. # int32 [sequences]
+        block_tables: blocks of each sequence; may be wider than this step needs. # int32 [sequences, blocks]
+        prompt_len: encoder-decoders only: number of the sequence's tokens that the encoder reads. # int32 [sequences]
     """
 
     query_len: np.ndarray
@@ -118,12 +118,12 @@ def make_batch(
     wants_logits: np.ndarray | None = None,
     device: torch.device | None = None,
 ) -> Batch:
-    """Return a batch from what differs between sequences; the rest follows.
+    """Return a batch from the properties in which sequences differ; all other fields are derived.
 
     Args:
-        token_ids: of all sequences, one after the other. # int64 [tokens]
-        wants_logits: whether the sequence's last token is sampled from; None: all are. # bool [sequences]
-        device: of the model; None: the CPU.
+        token_ids: tokens of all sequences, one after the other. # int64 [tokens]
+        wants_logits: whether to sample after the sequence's last token; None: after all of them. # bool [sequences]
+        device: the model's device; None: the CPU.
     """
     query_len, context_len, block_tables, prompt_len = sequences
     query_start = np.zeros(len(query_len) + 1, dtype=np.int32)
@@ -153,12 +153,12 @@ def make_batch(
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for what the device computes."""
+    """Copy a tensor to a device without waiting for the device's work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pack(arrays: dict[str, np.ndarray]) -> Tensor:
-    """All of them in one piece of memory, which goes to a device in one copy. # uint8 [bytes]"""
+    """Return all tensors in one piece of memory, which takes one copy to a device. # uint8 [bytes]"""
     packed = np.empty(sum(_padded_bytes(array) for array in arrays.values()), dtype=np.uint8)
     begin = 0
     for array in arrays.values():
@@ -168,7 +168,7 @@ def pack(arrays: dict[str, np.ndarray]) -> Tensor:
 
 
 def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return the tensors that `pack` put together, as views of the received buffer."""
+    """Return the tensors that `pack` joined, as views of the received buffer."""
     tensors, begin = {}, 0
     for name, array in arrays.items():
         dtype = torch.from_numpy(array[:0]).dtype
@@ -178,16 +178,16 @@ def unpack(packed: Tensor, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _padded_bytes(array: np.ndarray) -> int:
-    """Return where the next piece may begin: kernels read 16 bytes at a time."""
+    """Return the size rounded up to 16 bytes, the unit in which kernels read."""
     return -(-array.nbytes // 16) * 16
 
 
 class AttentionBackend(ABC):
-    """Attention over a paged cache. Stateless: one object serves all layers.
+    """Attention over a paged cache. A backend has no state: one object serves all layers.
 
     Attributes:
-        capturable: whether a batch of decodes can be captured in a CUDA graph: nothing is read back from the device,
-            and launches depend on shapes alone.
+        capturable: whether a decode batch can be captured in a CUDA graph: nothing is read back from the device, and
+            launches depend only on shapes.
     """
 
     capturable: ClassVar[bool] = False
@@ -195,7 +195,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it runs there."""
+        """Return whether the backend runs on a device with this dtype."""
 
     @abstractmethod
     def forward(
@@ -207,17 +207,18 @@ class AttentionBackend(ABC):
         batch: Batch,
         scoring: Scoring = PLAIN,
     ) -> Tensor:
-        """Write `k` and `v` into the cache, then let each token attend to what the batch lets it see.
+        """Write `k` and `v` into the cache, then return each token's attention over the keys that the batch lets it
+        see.
 
         Query head h reads key head h // (heads / kv_heads).
 
         Args:
             q: queries; need not be contiguous. # [tokens, heads, head_dim]
-            k, v: keys and values of the tokens of `batch.cache_slots`: in self-attention those of the queries, in
-                cross-attention those that the encoder has just read. # [tokens, kv_heads, head_dim]
-            cache: one layer's, see `KvCache.layers`; earlier tokens of each sequence are in it. May be of fewer bits
-                than the queries. Where keys are the values, `v` is not read.
-            scoring: the layer's.
+            k, v: keys and values of the tokens in `batch.cache_slots`: in self-attention those of the query tokens, in
+                cross-attention those that the encoder has just produced. # [tokens, kv_heads, head_dim]
+            cache: one layer of `KvCache.layers`, which already holds the sequences' earlier tokens. It may have fewer
+                bits than the queries. If keys also serve as values, `v` is not read.
+            scoring: the layer's scoring.
 
         Returns:
             # [tokens, heads * head_dim]

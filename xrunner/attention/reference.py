@@ -1,4 +1,4 @@
-"""Attention by its definition, with which every other backend must agree."""
+"""Attention written as it is defined; every other backend must agree with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xrunner.kv_cache import read_kv, write_kv
 
 
 class ReferenceAttention(AttentionBackend):
-    """Sequence by sequence, in plain torch, on any device and in any dtype; softmax in float32."""
+    """Attention in plain torch, sequence by sequence, on any device and in any dtype; the softmax is in float32."""
 
     @classmethod
     def supports(cls, device: torch.device, dtype: torch.dtype) -> bool:
@@ -40,17 +40,17 @@ class ReferenceAttention(AttentionBackend):
 
 
 def gather_kv(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """A sequence's keys and values out of its blocks. # [2 or 1, context, kv_heads, head_dim]"""
+    """Return a sequence's keys and values from its blocks. # [2 or 1, context, kv_heads, head_dim]"""
     block_size = cache.shape[3]
     blocks = table[: -(-context // block_size)].long()
     return read_kv(cache, blocks).transpose(2, 3).flatten(1, 2)[:, :context]
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
+    """Return the attention of a sequence's last tokens. # q [n, heads, dim], keys [context, kv_heads, dim] -> like q
 
     Args:
-        hidden: True where a token may not look, the window's limit included. # bool [n, context]
+        hidden: True if a query may not see a key; includes the window's limit. # bool [n, context]
     """
     group = q.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
@@ -71,13 +71,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scori
 
 
 def causal_mask(num_queries: int, context: int, device: torch.device, window: int | None = None) -> Tensor:
-    """True where the last `num_queries` tokens of a context may not look. # bool [num_queries, context]"""
+    """Return True where the last `num_queries` tokens of a context may not look. # bool [num_queries, context]"""
     query = torch.arange(context - num_queries, context, device=device)[:, None]
     key = torch.arange(context, device=device)
     return (key > query) if window is None else (key > query) | (key <= query - window)
 
 
 def bias_of(bias: PositionBias, num_queries: int, context: int) -> Tensor:
-    """Of the last tokens of a context. # [heads, num_queries, context]"""
+    """Return the position bias of the last tokens of a context. # [heads, num_queries, context]"""
     key = torch.arange(context, device=bias.values.device)
     return bias.values[:, bias.center + key[context - num_queries :, None] - key]

@@ -1,6 +1,6 @@
 """The two ends of the channel: frames of messages over Unix sockets.
 
-A frame is its length in four bytes, then the message. Nothing that arrives is executed.
+A frame is a message preceded by its length in four bytes. No part of a message is executed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from xrunner.channel.messages import encode
 
 READ_BYTES = 1 << 18
 FRAME_BYTES = 256 << 20
-"""Largest message; a peer that announces a larger one is not one of ours, and is taken to have gone."""
+"""Largest message; a peer that announces a larger one is treated as gone."""
 T = TypeVar("T")
 Decode = Callable[[bytes], T]
 _LENGTH = struct.Struct("!I")
 
 
 class _Frames:
-    """Cuts bytes into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -36,7 +36,7 @@ class _Frames:
         self._bytes += some
 
     def whole(self) -> Iterator[bytes]:
-        """Yield and remove the frames that are complete. Raises EOFError: the bytes are not a frame."""
+        """Yield and remove the complete frames. Raises EOFError: the bytes are not a frame."""
         start, size = 0, _LENGTH.size
         while len(self._bytes) >= start + size:
             (length,) = _LENGTH.unpack_from(self._bytes, start)
@@ -55,7 +55,7 @@ def _frame(message: object) -> bytes:
 
 
 class EngineEnd(Generic[T]):
-    """The end in an engine's process. Any thread may send; one receives."""
+    """The engine process's end of the channel. Any thread may send; one thread receives."""
 
     def __init__(self, connected: socket.socket, decode: Decode[T]) -> None:
         connected.setblocking(True)
@@ -68,16 +68,16 @@ class EngineEnd(Generic[T]):
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when something has come."""
+        """Return a descriptor that is readable when a message has come."""
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Send a message; if the front has gone, `receive` says so."""
+        """Send a message. If the front has gone, the next `receive` raises EOFError."""
         with self._lock, suppress(OSError):
             self._socket.sendall(_frame(message))
 
     def receive(self, timeout_s: float) -> T | None:
-        """Return the next message, or None when the time is over.
+        """Return the next message, or None if none comes in time.
 
         Raises:
             EOFError: the front has gone.
@@ -107,7 +107,7 @@ class EngineEnd(Generic[T]):
 
 
 class FrontEnd(Generic[T]):
-    """The end in the front. Belongs to one thread, and never blocks but in `wait`.
+    """The front's end of the channel. It belongs to one thread and never blocks except in `wait`.
 
     Attributes:
         has_gone: whether the engine's end is closed.
@@ -122,23 +122,24 @@ class FrontEnd(Generic[T]):
         self._received: deque[bytes] = deque()
         self._unsent = bytearray()
         self._is_blocked = False
-        """Whether something waits until the socket has room."""
+        """Whether unsent bytes wait for room in the socket."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(connected, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a file descriptor that is readable when `receive` or what is unsent has something to do."""
+        """Return a file descriptor that is readable when `receive` has work: messages to read or unsent bytes to
+        write."""
         # One of the selector, not of the socket: it is readable when the socket can be written, too, if that is needed.
         descriptor: int = self._selector.fileno()
         return descriptor
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something has come, or when the time is over."""
+        """Wait until a message has come, or the time is over."""
         if not self._received:
             self._selector.select(timeout_s)
 
     def send(self, message: object) -> None:
-        """Send a message, at once or when there is room."""
+        """Send a message at once, or as soon as the socket has room."""
         is_first = not self._unsent
         self._unsent += _frame(message)
         if is_first:

@@ -1,4 +1,4 @@
-"""Run an engine at its end of the channel: one thread steps it, another one reads what the front sends."""
+"""Run an engine at its end of the channel: one thread steps it, another reads the front's messages."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 
 IDLE_S = 0.5
-"""How long an idle engine sleeps at most before it looks after its workers."""
+"""Longest time that an idle engine sleeps before it checks its workers."""
 NOBODY = -1
-"""The id of no request: to cancel it wakes the engine."""
+"""An id that no request has: cancelling it wakes the engine."""
 
 logger = logging.getLogger(__name__)
 
 
 class HostedPool(Protocol):
-    """The K/V memory of a hosted engine, read between two steps."""
+    """The K/V memory of a hosted engine, as it is read between two steps."""
 
     @property
     def reserved_blocks(self) -> int: ...
@@ -51,11 +51,12 @@ class HostedPool(Protocol):
 
 
 class HostedEngine(Protocol):
-    """See `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread, all else to any.
+    """The interface of a hosted engine; see `xrunner.engine.Engine`. `step`, `wait` and `close` belong to one thread;
+    any thread may call the rest.
 
     Attributes:
-        on_refused: called with the reason if another plan cannot be deployed, and the one before goes on.
-        on_begin: called with the requests that a step takes up as it begins.
+        on_refused: called with the reason if another plan cannot be deployed; the previous plan continues.
+        on_begin: called with the requests that a step starts, when the step begins.
     """
 
     takes_seeds: bool
@@ -80,15 +81,16 @@ class HostedEngine(Protocol):
 
 
 Build = Callable[[Callable[[StepRecord], None]], HostedEngine]
-"""Makes an engine that reports each step's record to a function; called in the thread that steps it, since OpenMP keeps
-a team of workers for each thread that has used it, and two teams on the same cores make each other's barriers sleep."""
+"""Builds an engine that reports each step's record to a function. It is called in the thread that steps the engine:
+OpenMP keeps a team of threads for each thread that uses it, and two teams on the same cores slow each other's
+barriers."""
 
 
 class EngineHost:
     """An engine at its end of a channel.
 
-    Call `run` in one thread and `read` in another; both return when the front has gone, or the engine has failed, of
-    which the front is then told.
+    Call `run` in one thread and `read` in another. Both return when the front has gone, or when the engine has failed;
+    in that case the front is told.
     """
 
     def __init__(self, end: EngineEnd[Down], build: Build) -> None:
@@ -98,13 +100,13 @@ class EngineHost:
         self._is_ready = False
         self._stopping = threading.Event()
         self._records: list[StepRecord] = []
-        """Of the step that has just ended."""
+        """Records of the step that has just ended."""
         self._num_plans = self._num_followed = 0
-        """Plans that have been handed to the engine, and of these how many it follows or has refused."""
+        """Number of plans given to the engine, and how many of them it has adopted or refused."""
         self._told = Room()
 
     def run(self) -> None:
-        """Build the engine and step it to the end."""
+        """Build the engine, and step it until it ends."""
         try:
             self._engine = engine = self._build(self._note)
             try:
@@ -158,7 +160,7 @@ class EngineHost:
         self._end.send(Began(ids))
 
     def read(self) -> None:
-        """Hand what the front sends to the engine, and report regularly that this process is alive."""
+        """Pass the front's messages to the engine, and report regularly that this process is alive."""
         alive_s = time.monotonic()
         while not self._stopping.is_set():
             try:

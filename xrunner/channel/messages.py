@@ -16,7 +16,7 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A request for the engine.
 
     Attributes:
-        transfer: for one lane of several vLLMs: where the prompt's K/V is, as another lane's connector has told.
+        transfer: for one lane of several vLLMs: where the prompt's K/V is, as reported by the other lane's connector.
     """
 
     generation: Generation
@@ -24,19 +24,19 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Take a request out: its client has gone."""
+    """Remove a request whose client has gone."""
 
     id: int
 
 
 class Follow(msgspec.Struct, tag="follow", array_like=True):
-    """Have further steps follow another plan, in JSON."""
+    """Follow another plan (JSON) in later steps."""
 
     plan: str
 
 
 class Room(NamedTuple):
-    """K/V blocks set aside and kept, preemptions so far, and whether requests wait until another plan is deployed."""
+    """K/V blocks reserved and kept, preemptions so far, and whether requests wait until another plan is deployed."""
 
     reserved_blocks: int = 0
     kept_blocks: int = 0
@@ -45,7 +45,7 @@ class Room(NamedTuple):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The engine takes requests; for the fields see `RemoteEngine`."""
+    """The engine accepts requests; for the fields see `RemoteEngine`."""
 
     takes_seeds: bool
     scores_prompts: bool
@@ -53,23 +53,23 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
 
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
-    """The engine's process runs, and has made this use of its processes."""
+    """The engine's process is running; carries the bytes sent and seconds computed by each of its processes."""
 
     uses: list[Use]
 
 
 class Began(msgspec.Struct, tag="began", array_like=True):
-    """A step has begun that takes up these requests."""
+    """A step has begun that starts these requests."""
 
     ids: list[int]
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
-    """A step has ended, or a request has come to its end without one.
+    """A step has ended, or a request has ended without one.
 
     Attributes:
-        room: None: it has not changed.
-        transfers: for one lane of several vLLMs: where the K/V of requests is, by their ids.
+        room: state of the K/V memory; None: unchanged.
+        transfers: for one lane of several vLLMs: where the K/V of requests is, by request id.
     """
 
     tokens: list[Token]
@@ -79,23 +79,23 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
 
 class Rested(msgspec.Struct, tag="rested", array_like=True):
-    """No step can run; the room has changed since the last message."""
+    """No step can run now; sent when the state of the K/V memory has changed."""
 
     room: Room
 
 
 class Followed(msgspec.Struct, tag="followed", array_like=True):
-    """Steps follow the last plan that was sent."""
+    """Steps now follow the last plan that was sent."""
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
-    """The last plan that was sent cannot run; the one before goes on."""
+    """The last plan that was sent cannot run; the previous one continues."""
 
     reason: str
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The engine is over.
+    """The engine has failed for good.
 
     Attributes:
         input: field, value and what is accepted, if the error is an InputError.
@@ -107,7 +107,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
     @classmethod
     def of(cls, error: Exception) -> Failed:
-        """Return what the front is to be told of an error."""
+        """Return the message that reports this error."""
         if isinstance(error, InputError):
             return cls(str(error), error.exit_code, (error.field, error.value, error.accepted))
         if isinstance(error, XgptError):
@@ -116,7 +116,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
     @property
     def error(self) -> XgptError:
-        """The error, to be raised in the front."""
+        """The error that the front raises."""
         if self.input is not None:
             return InputError(*self.input)
         return (MachineError if self.exit_code == MachineError.exit_code else XgptError)(self.reason)

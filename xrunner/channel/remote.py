@@ -1,4 +1,4 @@
-"""An engine at the other end of the channel, as the front has it."""
+"""An engine at the other end of the channel, seen from the front."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from xrunner.executor import Use
 from xrunner.generation import Generation, Token
 
 END_S = 30.0
-"""For an engine to end its step and its workers before it is killed."""
+"""Time in which an engine must end its step and its workers before it is killed."""
 POLL_S = 0.5
-"""Between two looks, while an engine starts, at whether its process lives."""
+"""Interval at which a starting engine's process is checked."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 class KvLimits(Protocol):
-    """The K/V memory that a plan gives one request: blocks of `block_size` tokens; see `xgpt.core.policies.Pool`."""
+    """The K/V memory that a plan allows one request: blocks of `block_size` tokens; see `xgpt.core.policies.Pool`."""
 
     @property
     def kv_blocks(self) -> int: ...
@@ -62,14 +62,14 @@ class KvLimits(Protocol):
 
 
 class MemoryAndLimits(HostedPool, KvLimits, Protocol):
-    """The pool of an engine."""
+    """The K/V pool of an engine, as the front needs to know it."""
 
 
 class Inside:
-    """The requests that an engine has, as far as it has told.
+    """The requests inside an engine, according to its messages.
 
     Args:
-        limits: of the plan that runs.
+        limits: the running plan's limits.
     """
 
     def __init__(self, limits: KvLimits) -> None:
@@ -91,7 +91,7 @@ class Inside:
         return self.limits.prompt_blocks
 
     def can_ever_fit(self, request: Request) -> bool:
-        """Whether the plan's memory can hold the request by itself."""
+        """Return whether the plan's K/V memory can hold the request if nothing else runs."""
         return self.limits.can_ever_fit(request)
 
     @property
@@ -115,14 +115,14 @@ class Inside:
         return self.room.num_preemptions
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Note that a step has taken these requests up."""
+        """Note that a step has started these requests."""
         for id_ in ids:
             if id_ in self.waiting:
                 del self.waiting[id_]
                 self.running[id_] = None
 
     def note(self, records: Sequence[StepRecord], tokens: Sequence[Token]) -> None:
-        """Note steps that have ended, and their tokens."""
+        """Note ended steps and their tokens."""
         for record in records:
             for id_ in record.preempted:
                 if id_ in self.running:
@@ -135,7 +135,7 @@ class Inside:
                 self.leave(token.id)
 
     def leave(self, id_: int) -> None:
-        """Forget a request that has ended or is taken out."""
+        """Forget a request that has ended or was removed."""
         self.waiting.pop(id_, None)
         self.running.pop(id_, None)
 
@@ -147,7 +147,7 @@ class Inside:
 
 
 class FrontConnection(Protocol):
-    """The front's end of the channel; see `FrontEnd`."""
+    """The front's connection to an engine; see `FrontEnd`."""
 
     @property
     def has_gone(self) -> bool: ...
@@ -159,26 +159,28 @@ class FrontConnection(Protocol):
 
 
 class FarEnd(Protocol):
-    """What runs an engine at the other end: a process, several of vLLM's, or in tests a thread."""
+    """What runs an engine at the other end: a process, several vLLM processes, or in tests a thread."""
 
     @property
     def front(self) -> FrontConnection:
-        """The connection to it."""
+        """Return the connection to the engine."""
 
     def why_ended(self) -> str | None:
-        """Return how it has ended; None: it runs."""
+        """Return how it ended; None if it is running."""
 
     def is_at_work(self) -> bool:
         """Return whether it is seen to run, or to wait for a processor."""
 
     def end(self, within_s: float) -> None:
-        """Return once it has ended; after the given time, or at once if it is 0, kill it."""
+        """Wait until it has ended; after `within_s`, or at once if that is 0, kill it."""
 
 
 class EngineProcess:
-    """A process that runs `python -m MODULE FD`, FD being its end of the channel, and reads an order from its input.
+    """A process that runs `python -m MODULE FD`, where FD is its end of the channel, and reads an order from standard
+    input.
 
-    It gets a process group of its own: a Ctrl-C in a terminal is for the front, which lets requests end first.
+    It has a process group of its own, so that Ctrl-C in a terminal reaches only the front, which lets requests end
+    first.
     """
 
     def __init__(self, command: Sequence[str], order: bytes) -> None:
@@ -199,7 +201,8 @@ class EngineProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def is_at_work(self) -> bool:
-        """Return whether it or a child of it is: an engine of several processes waits for theirs to start."""
+        """Return whether the process or one of its children is seen to work: an engine of several processes waits for
+        its children."""
         return any(map(is_at_work, (self._process.pid, *children_of(self._process.pid))))
 
     def end(self, within_s: float) -> None:
@@ -212,7 +215,7 @@ class EngineProcess:
 
 
 class ListenedEngine(HostedEngine, Protocol):
-    """An engine that was built by others, whose records can be listened to."""
+    """An engine whose records can be listened to."""
 
     @property
     def pool(self) -> MemoryAndLimits: ...
@@ -220,7 +223,7 @@ class ListenedEngine(HostedEngine, Protocol):
 
 
 class EngineThreads:
-    """An engine of this process in two threads: for tests and small servers."""
+    """An engine in two threads of this process, for tests and small servers."""
 
     def __init__(self, engine: ListenedEngine) -> None:
         ours, self._theirs = pair()
@@ -250,13 +253,13 @@ class EngineThreads:
 
 
 class RemoteEngine:
-    """An engine behind the channel: the contract is that of the package.
+    """An engine behind the channel; the package's docstring states the contract.
 
     Args:
-        far_end: what runs the engine, perhaps not ready yet.
-        limits: on the K/V memory of one request.
+        far_end: what runs the engine; it may still be starting.
+        limits: limits on the K/V memory of one request.
         launch: starts another far end with a plan.
-        limits_of: the limits under a plan.
+        limits_of: returns the limits under a plan.
 
     Raises:
         XgptError: the engine does not start; the error is the engine's own.
@@ -271,13 +274,13 @@ class RemoteEngine:
         self._listeners: list[OnStep] = []
         self.pool = Inside(limits)
         self._next: list[Plan] = []
-        """Plans that have been sent, and that the engine has neither followed nor refused."""
+        """Plans that were sent and that the engine has neither adopted nor refused."""
         self._uses: list[Use] = []
         self._is_closed = False
         self._begin(far_end)
 
     def _begin(self, far_end: FarEnd) -> None:
-        """Return once the engine takes requests."""
+        """Wait until the engine accepts requests."""
         self._far_end, self._front = far_end, far_end.front
         self._heard_s = self._looked_s = self._stepped_s = time.monotonic()
         try:
@@ -305,28 +308,28 @@ class RemoteEngine:
         return message
 
     def _ended(self) -> str:
-        """Return how the process has ended, which closes its sockets a little earlier."""
+        """Return how the process ended; its sockets close a little before it does."""
         end_s = time.monotonic() + POLL_S
         while (why := self._far_end.why_ended()) is None and time.monotonic() < end_s:
             time.sleep(0.01)
         return why or "it has closed its connection"
 
     def listen(self, on_step: OnStep) -> None:
-        """Have the records of further steps reported, before their tokens are returned."""
+        """Call a function with the records of later steps, before their tokens are returned."""
         self._listeners.append(on_step)
 
     @property
     def is_emptying(self) -> bool:
-        """Whether requests wait until another plan has been deployed."""
+        """Return whether requests wait until another plan has been deployed."""
         return self.pool.room.is_emptying
 
     @property
     def is_changing(self) -> bool:
-        """Whether a plan was sent that the engine has neither followed nor refused."""
+        """Return whether a plan was sent that the engine has neither adopted nor refused."""
         return bool(self._next)
 
     def resumes(self, generation: Generation) -> bool:
-        """Return whether what a request has generated can be encoded with its prompt."""
+        """Return whether a request can continue by encoding its prompt and output so far."""
         return self._resumes
 
     def repeats(self, generation: Generation) -> bool:
@@ -334,17 +337,17 @@ class RemoteEngine:
         return True
 
     def submit(self, generation: Generation) -> None:
-        """Hand in a request."""
+        """Submit a request."""
         self.pool.waiting[generation.id] = None
         self._front.send(Submit(generation))
 
     def cancel(self, id_: int) -> None:
-        """Take a request out; one that has ended already is ignored."""
+        """Remove a request; one that has already ended is ignored."""
         self.pool.leave(id_)
         self._front.send(Cancel(id_))
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan as soon as can be. Raises InputError: its schedule cannot be built."""
+        """Follow another plan as soon as possible. Raises InputError: its schedule cannot be built."""
         self._limits_of(plan)
         self._next.append(plan)
         self._front.send(Follow(plan.model_dump_json()))
@@ -354,7 +357,7 @@ class RemoteEngine:
         return self._front.fileno()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something has come, or when the time is over."""
+        """Wait until a message has come, or the time is over."""
         self._front.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
@@ -406,7 +409,7 @@ class RemoteEngine:
             raise EngineLost(f"it has requests, and has ended no step for {stepless_s:.0f} s")
 
     def uses(self) -> list[Use]:
-        """Return what each process of the engine has done, if others than one do."""
+        """Return what each process of the engine has done, if the engine has several processes."""
         return self._uses
 
     def restart(self, plan: Plan) -> None:
@@ -422,7 +425,7 @@ class RemoteEngine:
         self._begin(self._launch(plan))
 
     def close(self) -> None:
-        """End the engine after the step that it executes. One that is being restarted in another thread ends there."""
+        """End the engine after its current step. An engine that is being restarted in another thread ends there."""
         self._is_closed = True
         self._close(END_S)
 
@@ -432,7 +435,8 @@ class RemoteEngine:
 
 
 def in_threads(engine: ListenedEngine) -> RemoteEngine:
-    """Return an engine of this process as the front has one: for tests and small servers. It cannot be restarted."""
+    """Return an engine in threads of this process with the interface of the front, for tests and small servers. It
+    cannot be restarted."""
 
     def launch(_: Plan) -> EngineThreads:
         raise MachineError("an engine in this process cannot be restarted")

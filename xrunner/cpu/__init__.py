@@ -1,11 +1,13 @@
-"""Kernels for CPUs, compiled by numba, with two doors: pack a weight (`LAYOUTS`), and attend (`BACKENDS`).
+"""CPU kernels, compiled by numba, with two entry points: pack a weight (`LAYOUTS`), and attend (`BACKENDS`).
 
-Nothing else of this package is imported outside of it. Without numba both are empty, and the engine runs on torch only.
+No other module of this package is imported from outside it. Without numba both tables are empty, and the engine runs on
+torch only.
 
-`layouts` names the ways to pack: `panels` multiply in vector registers (AVX-512), `matrix_panels` in Intel's matrix
-registers (AMX), and `highest` finds the highest logit. `attention` computes a step's attention: `decodes` has a query
-that is alone with its keys, `prompts` queries that share keys, in `tiles` of vector registers or in matrix registers
-(`amx`). Inner loops are LLVM vector instructions (`simd`) or `assembly`, because compilers spill sums to memory.
+`layouts` names the ways to pack a weight: `panels` multiply in vector registers (AVX-512), `matrix_panels` in Intel's
+matrix registers (AMX), and `highest` finds the highest logit. `attention` computes a step's attention: `decodes`
+handles a query that shares its keys with no other, `prompts` queries that share keys, in tiles held in vector registers
+(`tiles`) or in matrix registers (`amx`). Inner loops are LLVM vector instructions (`simd`) or `assembly`, because
+compilers move sums from registers to memory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from xrunner.attention.base import AttentionBackend
 from xrunner.packing.base import WeightLayout
 
 LAYOUTS: dict[str, WeightLayout] = {}
-"""By name, the fastest first."""
+"""Weight layouts by name, the fastest first."""
 BACKENDS: dict[str, type[AttentionBackend]] = {}
 
 try:

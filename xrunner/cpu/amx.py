@@ -1,7 +1,7 @@
-"""Products of bfloat16 by the processor's matrix registers (AMX), sums in float32, for numba to call.
+"""Products of bfloat16 numbers in the processor's matrix registers (AMX), summed in float32, for numba to call.
 
-A register holds 16 rows of 64 bytes; a product takes 16 x 32 numbers times 32 x 16, of which the second come as pairs:
-elements of an even row and of the odd row behind it side by side. Queries are lanes, as in `simd`: of one or two
+A register holds 16 rows of 64 bytes. A product takes 16 x 32 numbers times 32 x 16; the second operand comes in pairs:
+elements of an even row next to those of the odd row that follows. Queries are lanes, as in `simd`, in one or two
 registers.
 """
 
@@ -21,13 +21,13 @@ from numba.core import cgutils
 from xrunner.cpu.simd import Emit, inlined, int64, pointers
 
 DEPTH = 32
-"""Numbers that a product sums at once."""
+"""Number of products that one instruction sums."""
 SQUARE = 16
 
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 SHAPES = np.zeros(64, dtype=np.uint8)
-"""What the registers are told: eight of 16 rows of 64 bytes."""
+"""The shapes of the registers: eight of 16 rows of 64 bytes."""
 SHAPES[0] = 1
 SHAPES[16:32:2] = 64
 SHAPES[48:56] = 16
@@ -38,10 +38,10 @@ SUMS, ROWS, LANES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 @cache
 def is_available(numbers: str = "bf16") -> bool:
-    """Whether the processor has the registers, and the system lends them to this process.
+    """Return whether the processor has matrix registers and the system lets this process use them.
 
     Args:
-        numbers: what they shall multiply, "bf16" or "int8".
+        numbers: type of the numbers to multiply, "bf16" or "int8".
     """
     features = llvmlite.binding.get_host_cpu_features()
     if platform.system() != "Linux" or platform.machine() not in {"x86_64", "AMD64"}:
@@ -52,7 +52,7 @@ def is_available(numbers: str = "bf16") -> bool:
 
 
 class Registers:
-    """Appends instructions on matrix registers to a function."""
+    """Appends matrix-register instructions to a function."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder
@@ -64,7 +64,7 @@ class Registers:
         self.builder.call(function, arguments)
 
     def load(self, register: int, array: ir.Value, stride: ir.Value) -> None:
-        """Rows that begin `stride` bytes after one another."""
+        """Load rows that lie `stride` bytes apart."""
         self.call("tileloadd64", _byte(register), self._bytes(array), stride)
 
     def store(self, register: int, array: ir.Value, stride: ir.Value) -> None:
@@ -89,7 +89,7 @@ class Registers:
 
 @inlined
 def configure(typing_context: Any, shapes: Any) -> Any:
-    """Tell the registers of this thread their shapes. # uint8 [64]"""
+    """Set the shapes of this thread's registers. # uint8 [64]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         registers = Registers(builder, 0)
@@ -101,7 +101,7 @@ def configure(typing_context: Any, shapes: Any) -> Any:
 
 @inlined
 def release(typing_context: Any) -> Any:
-    """Leave the registers of this thread empty."""
+    """Empty this thread's registers."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         Registers(builder, 0).call("tilerelease")
@@ -112,7 +112,7 @@ def release(typing_context: Any) -> Any:
 
 @inlined
 def pair_rows(typing_context: Any, rows: Any, pairs: Any, count: Any, lanes: Any) -> Any:
-    """Rows of lanes in bfloat16, two and two side by side, and what rounding leaves of them, likewise, behind.
+    """Round rows of lanes to bfloat16 in pairs of rows; store the rounding errors after them, also as bfloat16 pairs.
 
     # rows float32 [count, lanes] -> pairs [2, count / 2, lanes]
     """
@@ -142,7 +142,7 @@ def score_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Dot products of queries, as `pair_rows` leaves them, with twice 16 keys. # -> scores [32, lanes]"""
+    """Compute dot products of queries, as stored by `pair_rows`, with twice 16 keys. # -> scores [32, lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         pairs, keys, scores = pointers(context, builder, signature, values, 3)
@@ -182,7 +182,7 @@ def add_values(
 ) -> Any:
     """Add weights^T values to sums, over 32 dimensions of the values.
 
-    # weights: pairs [16 * num_steps, lanes], values as `turn_values` leaves them, from a byte on, sums [32, lanes]
+    # weights: pairs [16 * num_steps, lanes], values as stored by `turn_values`, from a byte offset on, sums [32, lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -214,9 +214,9 @@ def add_values(
 def turn_values(
     typing_context: Any, values: Any, places: Any, turned_values: Any, first: Any, begin: Any, end: Any, head_dim: Any
 ) -> Any:
-    """Turn the values of 32 keys from the `first` on: rows of a dimension; 16 of them make a register.
+    """Transpose the values of 32 keys from `first` on, so that a row is a dimension; 16 rows fill a register.
 
-    What is not from `begin` to `end` becomes zero.
+    Keys outside `begin` to `end` become zero.
 
     # values bfloat16 as uint16, places int64 [keys] -> turned uint16 [.. head_dim / 16, 16, 32]
     """
@@ -263,7 +263,7 @@ def soften(
     num_keys: Any,
     lanes: Any,
 ) -> Any:
-    """As `tiles.soften`, of an even number of keys; weights are rounded to bfloat16. # -> pairs [keys / 2, lanes]"""
+    """Do `tiles.soften` for an even number of keys; weights are rounded to bfloat16. # -> pairs [keys / 2, lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         scores, pairs, highest, total, shrink = pointers(context, builder, signature, values, 5)
@@ -299,12 +299,12 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """In each quarter of two registers, these elements of the first (0 to 3) and of the second (4 to 7)."""
+    """Return in each quarter these elements of the first register's quarter (0 to 3) and of the second's (4 to 7)."""
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 
 
 def _runs(*quarters: int) -> list[int]:
-    """These quarters of the first (0 to 3) and of the second register (4 to 7), whole."""
+    """Return whole quarters of the first (0 to 3) and of the second register (4 to 7), in the given order."""
     return [4 * quarter + i for quarter in quarters for i in range(4)]
 
 
@@ -312,7 +312,7 @@ _EVEN, _ODD = _runs(0, 2, 4, 6), _runs(1, 3, 5, 7)
 
 
 def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Columns of 16 vectors of 16 elements of 32 bits."""
+    """Return the transpose of 16 vectors of 16 elements of 32 bits."""
 
     def exchange(a: ir.Value, b: ir.Value, mask: list[int]) -> ir.Value:
         return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), SQUARE), mask))
@@ -335,7 +335,7 @@ def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 def _halves(builder: ir.IRBuilder, array: ir.Value) -> ir.Value:
-    """The same memory as numbers of 16 bits."""
+    """Return the same memory as 16-bit numbers."""
     return builder.bitcast(array, ir.IntType(16).as_pointer())
 
 

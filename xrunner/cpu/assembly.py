@@ -1,6 +1,6 @@
-"""Inner loops in assembly, inside what numba compiles: for registers that a compiler does not manage.
+"""Inner loops in assembly inside functions that numba compiles, for registers that a compiler does not manage.
 
-Such a loop reads all it needs from an array of int64, whose address is in %rdi.
+Such a loop reads its arguments from an array of int64, whose address is in %rdi.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def append(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Itera
 
     Args:
         place: address of the array.
-        overwritten: registers that the code uses besides %rdi, and what else it changes.
+        overwritten: registers besides %rdi that the code overwrites, and anything else that it changes.
     """
     kind = ir.FunctionType(ir.VoidType(), [place.type])
     constraints = ",".join(["{rdi}", *[f"~{{{name}}}" for name in overwritten]])
@@ -25,11 +25,11 @@ def append(builder: ir.IRBuilder, place: ir.Value, code: str, overwritten: Itera
 
 
 def argument(number: int) -> str:
-    """An element of the array as an operand."""
+    """Return an element of the array as an operand."""
     return f"{8 * number}(%rdi)"
 
 
 @cache
 def enable() -> None:
-    """Let LLVM read assembly, before the first function that has some is compiled."""
+    """Let LLVM read assembly; call it before the first function that contains some is compiled."""
     llvmlite.binding.initialize_native_asmparser()

@@ -1,8 +1,8 @@
-"""Attention on a CPU, compiled by numba; reads K/V blocks (float32, bfloat16 or eight bits) where they are.
+"""Attention on a CPU, compiled by numba; reads K/V blocks (float32, bfloat16 or eight bits) in place.
 
-Rows of a sequence that read the same K/V head make spans (`numba_prompts`), which go to whichever thread is free; one
-costs what its context says, whether its prompt is whole or a later piece. Decodes whose heads share too few K/V heads
-to fill a tile go one by one (`numba_decode`; see benchmarks/attention.py).
+Rows of a sequence that read the same K/V head form spans (`numba_prompts`), each taken by the next free thread. A
+span's cost follows from its context, whether its prompt is whole or a later piece. Decodes whose heads share too few
+K/V heads to fill a tile run one by one (`numba_decode`; see benchmarks/attention.py).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from xrunner.cpu.simd import address, at, take_next
 from xrunner.cpu.threads import num_threads
 
 LEAST_GROUP = 4
-"""Queries of a decode that make a tile; fewer are faster one by one."""
+"""Fewest queries of a decode that form a tile; fewer are faster one by one."""
 TASKS_A_THREAD = 8
-"""Enough that no thread waits long for the last."""
+"""Tasks for each thread: enough that none waits long for the last one."""
 SPAN_FLOATS = 1 << 16
-"""Of tiles that pass the same keys: they stay in the second-level cache."""
+"""Size of the tiles that read the same keys, in numbers: they fit into the second-level cache."""
 
 
 PIECES: dict[type[Way], tuple[int, int]] = {Vectors: (64, 32), Matrices: (128, 128)}
-"""Keys that a span of a prompt, and of a decode whose heads share K/V heads, passes at a time."""
+"""Keys that a span reads at a time: of a prompt, and of a decode whose heads share K/V heads."""
 
 _NO_PLACES = np.zeros(0, dtype=np.int32)
 _NO_BIAS = np.zeros((0, 0), dtype=np.float32)
@@ -58,7 +58,7 @@ _NO_SCALES = np.zeros(0, dtype=np.float32)
 
 
 class _Places(NamedTuple):
-    """A batch as the kernel takes it; `first_key` is empty where all keys are seen."""
+    """A batch in the form that the kernel takes; `first_key` is empty if all keys are visible."""
 
     query_start: np.ndarray
     context_len: np.ndarray
@@ -69,7 +69,8 @@ class _Places(NamedTuple):
 
 
 class _StridedRows(NamedTuple):
-    """Queries, keys or values wherever they lie: numba compiles anew, for seconds, for each layout of an array.
+    """Queries, keys or values with any strides; numba would otherwise compile anew, for seconds, for each layout of an
+    array.
 
     # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]
     """
@@ -81,9 +82,10 @@ class _StridedRows(NamedTuple):
 
 
 class NumbaAttention(AttentionBackend):
-    """Online softmax over paged blocks, on a CPU only: float32, with keys and values in float32, bfloat16 or int8.
+    """Online softmax over paged blocks, on a CPU only: queries in float32, keys and values in float32, bfloat16 or
+    int8.
 
-    Runs on as many threads as torch does.
+    It runs on as many threads as torch.
     """
 
     def __init__(self) -> None:
@@ -135,14 +137,15 @@ class NumbaAttention(AttentionBackend):
 
 
 def suits_matrices(cache: Tensor) -> bool:
-    """Whether heads and blocks fill matrix registers, where there are some."""
+    """Return whether heads and blocks fill matrix registers, if there are any."""
     block_size, head_dim = cache.shape[3:]
     whole = block_size % amx.SQUARE == 0 and head_dim % amx.DEPTH == 0
     return cache.dtype == torch.bfloat16 and whole and amx.is_available()
 
 
 def _rows(x: Tensor) -> _StridedRows:
-    """A view, where each head's elements lie side by side and decodes' heads too. # x [tokens, heads, head_dim]"""
+    """Return a view if each head's elements are contiguous, and those of decodes' heads, too; otherwise a copy. # x
+    [tokens, heads, head_dim]"""
     num_tokens, num_heads, head_dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != head_dim:
         x = x.contiguous()
@@ -151,7 +154,7 @@ def _rows(x: Tensor) -> _StridedRows:
 
 
 def _stored(cache: np.ndarray, x: np.float32) -> Any:
-    """An element as the cache keeps it: float32, or bfloat16 rounded to the nearest, even of two."""
+    """Return a number as the cache stores it: float32, or bfloat16 rounded to nearest, ties to even."""
 
 
 @overload(_stored, strict=False)
@@ -169,7 +172,7 @@ def _(cache: Any, x: Any) -> Any:
 
 
 def _keep(x: Any, cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
-    """Store a token's key or value, and its scale, if there is one, `scale_place` bytes behind the start."""
+    """Store a token's key or value, and its scale, if it has one, `scale_place` bytes after the start."""
 
 
 @overload(_keep, strict=False)
@@ -194,7 +197,7 @@ def _(x: Any, cache: Any, scales: Any, place: Any, scale_place: Any, head_dim: A
 
 
 def _lose(cache: np.ndarray, scales: np.ndarray, place: int, scale_place: int, head_dim: int) -> None:
-    """Make a value none that is a number."""
+    """Make a value NaN."""
 
 
 @overload(_lose, strict=False)
@@ -307,7 +310,7 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
 
 @njit(nogil=True, **INNER)
 def _all_finite(x, count):
-    """Of the first `count` numbers."""
+    """Return whether the first `count` numbers are finite."""
     largest = np.int32(0)
     for i in range(count):
         largest = max(largest, np.float32(x[i]).view(np.int32) & np.int32(0x7FFFFFFF))
@@ -316,7 +319,7 @@ def _all_finite(x, count):
 
 @njit(nogil=True, **INNER)
 def _rules(scored, h, group):
-    """What of a `Scored` concerns a K/V head."""
+    """Return the part of a `Scored` that concerns one K/V head."""
     return Rules(
         scored.scale * LOG2_E,
         scored.softcap * LOG2_E,
@@ -330,7 +333,7 @@ def _rules(scored, h, group):
 
 @njit(nogil=True, **INNER)
 def _spans(query_start, group, room):
-    """Of each span of `room` rows at most: its sequence, and the first of its rows among the sequence's.
+    """Return, for each span of at most `room` rows, its sequence and its first row within that sequence.
 
     # int32 [spans], int32 [spans]
     """
@@ -347,7 +350,7 @@ def _spans(query_start, group, room):
 
 @njit(nogil=True, **INNER)
 def _aligned(size):
-    """Memory that begins where a cache line does. # float32 [size]"""
+    """Return memory that begins at a cache line. # float32 [size]"""
     memory = np.empty(size + 16, dtype=np.float32)
     first = -address(memory) % 64 // 4
     return memory[first : first + size]

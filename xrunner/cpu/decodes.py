@@ -1,6 +1,6 @@
-"""Attention of a decode, one query at a time: bound by memory, so K/V is read in the order of its addresses.
+"""Attention of one decoding query at a time. It is limited by memory, so K/V is read in the order of addresses.
 
-Also holds what every kernel on a CPU takes: keys, scores and the constants of their softmax.
+The module also holds what every CPU kernel takes: keys, scores and the constants of the softmax.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from xrunner.cpu.scalars import INNER, exp
 from xrunner.cpu.simd import add_rows, at, dot_keys, fetch, soften_keys
 
 NEVER = np.float32(-1e30)
-"""Below any score. Not -inf, which fastmath may assume away."""
+"""A number below any score; -inf would not do, as fastmath may assume that there is none."""
 
 LOG2_E = np.float32(1.4426950408889634)
 
 LINE = 16
-"""Elements of a cache line, in float32."""
+"""Numbers of float32 in a cache line."""
 LINE_BYTES = 64
 
 
 class Keys(NamedTuple):
-    """Keys of one sequence and K/V head, in blocks: those from `earliest` on are seen, and `context` is behind them.
+    """Keys of one sequence and K/V head, in blocks: those from `earliest` up to `context`, exclusive, are visible.
 
     Attributes:
-        scales: of a cache in eight bits, the same memory as float32; else of no use.
+        scales: the same memory as float32 if the cache has eight bits; otherwise unused.
     """
 
     cache: np.ndarray
@@ -42,7 +42,7 @@ class Keys(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A `Scoring` as the kernel takes it: arrays are empty, cap and window 0, where the layer has none."""
+    """A `Scoring` as kernels take it: absent arrays are empty, and an absent cap or window is 0."""
 
     scale: np.float32
     softcap: np.float32
@@ -54,7 +54,7 @@ class Scored(NamedTuple):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def limit(scores, count, cap):
-    """Keep the first scores between cap and -cap: cap tanh(score / cap)."""
+    """Limit the first scores to between -cap and cap: cap tanh(score / cap)."""
     for i in range(count):
         small = exp(np.float32(-2.0) * abs(scores[i]) / cap)
         limited = cap * (np.float32(1.0) - small) / (np.float32(1.0) + small)
@@ -63,14 +63,15 @@ def limit(scores, count, cap):
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def decode(q, keys, num_kv_heads, scored, acc, floats):
-    """One token's queries of some K/V heads: acc = softmax(q K^T) V.
+    """Compute the attention of one token's queries that read some K/V heads: acc = softmax(q K^T) V.
 
-    A block's heads lie side by side: block by block, all of them in turn, they are one run of memory.
+    In a block the heads lie one after the other, so reading block by block and head by head is one run of memory.
 
     Args:
-        q, acc: in whole vectors of a cache line. # [num_kv_heads * group, head_dim]
-        keys: of the first of the heads; blocks of whole lines.
-        floats: room for each head's weights of a line of keys, and sums of them. # [2 * num_kv_heads * group * LINE]
+        q, acc: whole vectors of a cache line. # [num_kv_heads * group, head_dim]
+        keys: keys of the first of the heads; blocks hold whole lines.
+        floats: scratch memory: each head's weights for a line of keys, and their sums. # [2 * num_kv_heads * group *
+            LINE]
     """
     cache, scales, first_head, table, earliest, context, _ = keys
     num_heads, head_dim = q.shape
@@ -130,8 +131,8 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
 
 
 def _heads_at_once(cache: np.ndarray, num_kv_heads: int) -> Any:
-    """K/V heads whose products are made one after the other before the first one's softmax, which would wait for its
-    own; one in float32, where memory is waited for."""
+    """K/V heads that are multiplied one after the other before the first one's softmax, so that no softmax waits for
+    its own product; one in float32, where memory is the limit."""
 
 
 @overload(_heads_at_once, strict=False)
@@ -140,7 +141,8 @@ def _(cache: Any, num_kv_heads: Any) -> Any:
 
 
 def _scale_line(cache: np.ndarray, scales: np.ndarray, numbers: np.ndarray, place: int) -> None:
-    """Multiply a line of numbers with the scales of keys or values, if there are any, `place` bytes from the start."""
+    """Multiply a line of numbers by the scales of keys or values, if there are any, which begin `place` bytes from the
+    start."""
 
 
 @overload(_scale_line, strict=False)
@@ -155,14 +157,14 @@ def _(cache: Any, scales: Any, numbers: Any, place: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _fetch(cache, start, count):
-    """Ask for all lines of some elements: no processor reads ahead from one block to the next by itself."""
+    """Prefetch all cache lines of some elements: no processor reads ahead from one block to the next by itself."""
     for line in range(0, count, LINE_BYTES // cache.itemsize):
         fetch(cache, start + line)
 
 
 @njit(nogil=True, fastmath=True, error_model="numpy", **INNER)
 def _adjust(scores, scored, head, distance):
-    """Scale a line of scores, in powers of two, and add what the layer adds; `distance`: from query to first key."""
+    """Scale a line of scores to powers of two, and add the layer's bias; `distance` is that from query to first key."""
     for i in range(LINE):
         scores[i] *= scored.scale * LOG2_E
     if scored.softcap:
@@ -174,7 +176,7 @@ def _adjust(scores, scored, head, distance):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _add(weights, values, sums, from_values, from_sums, shrink, begin, end, head_dim):
-    """sums = shrink * sums + weights values, of keys from `begin` to `end`."""
+    """Set sums = shrink * sums + weights values, over keys from `begin` to `end`."""
     d = 0
     while d + 4 * LINE <= head_dim:
         add_rows(weights, values, sums, from_values + d, from_sums + d, shrink, begin, end, head_dim, 4, LINE)

@@ -1,11 +1,12 @@
-"""The highest of very many sums, exactly, from a product in eight bits.
+"""Find the highest of many sums exactly, starting from a product in eight bits.
 
-Greedy choice needs one logit of a vocabulary, and a head over 150,000 tokens is a quarter of a small model's weights.
-Its product in eight bits reads a fourth of the bytes and is off by no more than a bound that is known for each output;
-what can be the highest within that bound, some tens of outputs, is multiplied in float32. So the token is that of
-float32, whatever is rounded on the way.
+Greedy sampling needs only the highest logit, and a head over 150,000 tokens is a quarter of a small model's weights.
+Its product in eight bits reads a quarter of the bytes, and its error is bounded for each output. The outputs that can
+be the highest within that bound, some tens, are then multiplied in float32. So the chosen token is that of float32,
+whatever the rounding.
 
-Source: the bound is Cauchy and Schwarz's; screening before exact products, Teflioudi et al., LEMP (SIGMOD 2015).
+Source: the bound is the Cauchy-Schwarz inequality; screening before exact products: Teflioudi et al., LEMP (SIGMOD
+2015).
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear
 
 MOST_CANDIDATES = 32
-"""One output in as many may be multiplied in float32; with more, reading them one by one takes as long as all."""
+"""At most one output in this many is multiplied in float32; with more, reading them one by one takes as long as reading
+all."""
 MOST_REST = 63
-"""Calls without screening after it has failed again and again: it then costs next to nothing."""
+"""Most calls without screening after it has failed repeatedly; failing screens then cost next to nothing."""
 _AT_ONCE = 4096
-"""Outputs whose errors are measured at once."""
+"""Outputs whose errors are measured together."""
 _BLOCK = 256
 """Outputs that are skipped together if none is a candidate."""
 _ROUNDING = 2.0**-20
-"""Of the product of two norms: what float32 itself may round away, of sums of thousands."""
+"""Error of float32 itself, relative to the product of the two norms, for sums of thousands of products."""
 
 
 class Screen:
-    """The product of a weight, of which only each row's highest sum is wanted.
+    """The product with a weight if only each row's highest sum is needed.
 
-    The weight is read where it lies, besides the copy in eight bits; nothing of it is kept twice.
+    The weight is read in place; only its copy in eight bits takes additional memory.
 
     Args:
-        weight: float32 [out, in].
-        rounded: the product with a copy of the weight in eight bits, its rows rounded by `quantise`.
-        whole: the product in float32, for rows of which too many outputs can be the highest.
+        weight: the weight. # float32 [out, in]
+        rounded: the product with a copy of the weight in eight bits, whose rows are rounded by `quantise`.
+        whole: the product in float32, for rows in which too many outputs can be the highest.
     """
 
     def __init__(self, weight: Tensor, rounded: PackedLinear, whole: PackedLinear) -> None:
@@ -55,12 +57,12 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums of which the highest of each row is that of float32, and no other one is above it.
+        """Return sums whose highest in each row is the highest in float32, and no other sum of the row is above it.
 
         # float32 [rows, in] -> [rows, out]
 
         Args:
-            added: to the sums, before the highest is looked for. # float32 [rows, out]
+            added: numbers to add to the sums before the highest is chosen. # float32 [rows, out]
         """
         if self._left or not self._is_bounded:
             self._left = max(self._left - 1, 0)
@@ -90,7 +92,8 @@ class Screen:
 
 
 def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each output: the norm of what eight bits lose of its weights, and that of what they keep. # float32 [out]"""
+    """Return for each output the norm of its weights' rounding errors, and the norm of its rounded weights. # float32
+    [out]"""
     rounded, scales = quantise(weight)
     kept = rounded * scales[:, None]
     norms = kept.norm(dim=1)
@@ -99,7 +102,7 @@ def _errors(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @njit(**(OPTIONS | {"fastmath": True}), **INNER)
 def _highest(sums: Any, norm: Any, lost: Any, errors: Any, norms: Any) -> Any:
-    """What the highest sum may be at most; with the negative of both norms of x, what it is at least."""
+    """Return an upper bound on each row's highest sum; with both norms of x negated, a lower bound."""
     highest = sums[0] + (norm * errors[0] + lost * norms[0])
     for i in range(len(sums)):
         highest = max(highest, sums[i] + (norm * errors[i] + lost * norms[i]))
@@ -118,10 +121,10 @@ def _dot(a: Any, b: Any) -> Any:
 def _rescore(
     sums: Any, x: Any, norm: Any, lost: Any, weight: Any, errors: Any, norms: Any, most: Any, added: Any
 ) -> Any:
-    """Replace a row's candidates by their sums in float32; whether there were no more than `most` of them.
+    """Replace a row's candidates by their sums in float32; return whether there were at most `most` of them.
 
     Args:
-        added: what sums have been added to; of no length: nothing.
+        added: numbers that were added to the sums; empty: none.
     """
     if not np.isfinite(norm * norm):
         return False  # the bound would be none, and fastmath reckons without what is not finite

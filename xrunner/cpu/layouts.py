@@ -1,4 +1,4 @@
-"""The layouts of a weight that our own kernels multiply by, by name, the fastest first."""
+"""The weight layouts that our own kernels multiply by, by name, the fastest first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear, WeightLayout
 
 _FINISHES = {"none": Finish.NOTHING, "relu": Finish.RELU, GATES["silu"]: Finish.GATE}
-"""Activations that panels apply themselves."""
+"""Activation functions that panels apply themselves."""
 
 
 def _in_panels(pack: Callable[[Finish], PackedLinear], activation: str) -> PackedLinear:
@@ -30,12 +30,14 @@ def _panels(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _bfloat16_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Weight and activations rounded to bfloat16; sums, bias and activation function in float32."""
+    """Pack a weight rounded to bfloat16; activations are rounded, too; sums, bias and activation function are
+    float32."""
     return _in_panels(partial(panels.pack_bfloat16, weight.bfloat16()), activation)
 
 
 def _int8_panels(weight: Tensor, activation: str) -> PackedLinear:
-    """Weight and activations in eight bits, a scale for each output and each row; sums in 32 bits."""
+    """Pack a weight rounded to eight bits with a scale for each output; each row of activations has a scale; sums have
+    32 bits."""
     return _in_panels(partial(panels.pack_int8, *quantise(weight)), activation)
 
 

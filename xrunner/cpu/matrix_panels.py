@@ -1,13 +1,13 @@
-"""Products in eight bits by a processor's matrix registers (AMX).
+"""Products in eight bits in a processor's matrix registers (AMX).
 
-oneDNN's products of few rows read a weight at half of what memory gives, and round the inputs and scale the sums in
-passes of their own. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the weights of
-the next panel are asked for between the multiplications of this one.
+oneDNN's products of few rows read a weight at half the memory's bandwidth, and round inputs and scale sums in separate
+passes. Here rows are rounded in one pass, sums are scaled as they leave the registers, and the next panel's weights are
+prefetched between this panel's multiplications.
 
-A weight lies in panels of WIDTH outputs, a panel line by line: a line holds, of each output, the numbers of four
-consecutive inputs. Sixteen lines of sixteen outputs fill a register; sums of
-up to GROUP rows by WIDTH outputs stay in registers while all inputs pass. Rows are rounded to a buffer whose lines are
-whole STEPs wide, filled up with zeros. Shares torch's OpenMP threads, as attention does.
+A weight is stored in panels of WIDTH outputs, and a panel line by line: a line holds four consecutive inputs of each
+output. Sixteen lines of sixteen outputs fill a register. The sums of up to GROUP rows by WIDTH outputs stay in
+registers while all inputs pass. Rows are rounded into a buffer whose lines are whole STEPs wide, padded with zeros. The
+threads are torch's OpenMP threads, as in attention.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18, and Intel's optimisation
 reference manual, chapter 20 (blocking).
@@ -38,29 +38,30 @@ WIDTH = 32
 HEIGHT = 16
 """Rows of a register."""
 GROUP = 32
-"""Rows whose sums stay in registers: four of eight; two hold weights, two inputs."""
+"""Rows whose sums stay in registers: four of the eight registers; two more hold weights and two hold inputs."""
 STEP = 64
 """Bytes of a row that one multiplication takes."""
 SUMS_BYTES = 4 * GROUP * WIDTH
 SCRATCH = SUMS_BYTES + 128
-"""Bytes of a thread's sums when they leave the registers, of their configuration, and of the least result."""
+"""Scratch bytes of a thread: its sums when they leave the registers, the register configuration, and the least
+result."""
 LINE = 4 * WIDTH
 """Bytes of a panel's line."""
 STEP_LINES = HEIGHT * LINE // 64
-"""Cache lines of weights that a turn of the inner loop reads."""
+"""Cache lines of weights that one turn of the inner loop reads."""
 CHUNK = 8
-"""Groups for which a weight is read once, where their inputs take at most CHUNK_BYTES of the second-level cache."""
+"""Groups for which a weight is read once, if their inputs take at most CHUNK_BYTES of the second-level cache."""
 CHUNK_BYTES = 5 * 2**18
 
 INPUTS, INPUTS_STRIDE, WEIGHT, STEPS, SUMS, SOON, SOON_LINES, CONFIG = range(8)
 Y, Y_STRIDE, ROWS, OF_ROWS, OF_OUTPUTS, BIAS, LEAST = range(8, 15)
-"""What the inner loop reads, by its place in an array of int64: addresses, strides in bytes, and numbers. Each turn
-asks for SOON_LINES cache lines of what lies at SOON; ROWS of the sums are scaled and written; LEAST is where the least
-value lies that a result may have."""
+"""Positions of the inner loop's arguments in an array of int64: addresses, strides in bytes, and numbers. Each turn
+prefetches SOON_LINES cache lines from SOON; ROWS rows of the sums are scaled and written; LEAST holds the address of
+the smallest value that a result may have."""
 
 
 def is_available() -> bool:
-    """Whether the processor has the registers, and the system lends them to this process."""
+    """Return whether the processor has matrix registers and the system lets this process use them."""
     return amx.is_available("int8")
 
 
@@ -68,11 +69,11 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
-    """Return the product x W^T + b of x and b, clipped at zero on demand; x is rounded to eight bits row by row.
+    """Return the product x W^T + b of x and b, optionally clipped at zero; x is rounded to eight bits row by row.
 
     Args:
-        weight: int8 [out, in].
-        scales: of each output, float32 [out].
+        weight: the weight. # int8 [out, in]
+        scales: scale of each output. # float32 [out]
     """
     num_outputs, depth = weight.shape
     assert is_available(), "without the system's leave the process would be ended"
@@ -102,9 +103,9 @@ def _rounded(x: Tensor, width: int, num_rows: int) -> tuple[np.ndarray, np.ndarr
     """Round rows to eight bits, as `eight_bits.quantise` does.
 
     Args:
-        x: float32 [rows, in].
-        width: of the result; zeros follow the numbers.
-        num_rows: of the result; those after x's rows hold anything.
+        x: rows to round. # float32 [rows, in]
+        width: width of the result; zeros follow the numbers.
+        num_rows: rows of the result; those after x's rows hold anything.
 
     Returns:
         uint8 [num_rows, width], and each row's scale, float32 [num_rows].
@@ -150,7 +151,7 @@ def _multiply_shared(rows: Any, panels: Any, packed: Any, y: Any, relu: Any, scr
 
 @njit(**OPTIONS, **INNER)
 def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, last: Any) -> None:
-    """Those outputs that lie in panels from `first` to `last`.
+    """Compute the outputs in panels from `first` to `last`.
 
     Args:
         of: scales of rows and of outputs, bias.
@@ -191,7 +192,7 @@ def _multiply(arrays: Any, packed: Any, relu: Any, scratch: Any, first: Any, las
 
 @njit(**OPTIONS, **INNER)
 def _configure(config: Any, num_rows: Any) -> None:
-    """Sums and inputs take registers of that number of rows, weights whole ones. # uint8 [64 or more]"""
+    """Configure the registers: sums and inputs have this number of rows, weights all 16. # uint8 [64 or more]"""
     config[:64] = 0
     config[0] = 1
     for register in range(8):
@@ -200,7 +201,7 @@ def _configure(config: Any, num_rows: Any) -> None:
 
 
 def _assembled(code: Callable[[bool], list[str]]) -> Any:
-    """What runs assembly on the array of arguments, of one register of rows or of two."""
+    """Return functions that run the assembly on an array of arguments, for one register of rows and for two."""
 
     @inlined
     def run(typing_context: Any, arguments: Any, two: Any) -> Any:
@@ -254,7 +255,7 @@ def _multiplication(two: bool) -> list[str]:
 
 
 def _finishing() -> list[str]:
-    """Scale the sums at %rsi, whole numbers until then, add the bias, and write them out."""
+    """Scale the integer sums at %rsi, add the bias, and write the results."""
     total, factor, bias = ("%zmm0", "%zmm1"), ("%zmm2", "%zmm3"), ("%zmm4", "%zmm5")
     code = [f"mov {argument(LEAST)}, %rax", "vbroadcastss (%rax), %zmm6", f"mov {argument(BIAS)}, %rax"]
     code += [f"vmovups {64 * half}(%rax), {bias[half]}" for half in (0, 1)]
@@ -282,7 +283,7 @@ def _begin(typing_context: Any, arguments: Any) -> Any:
 
 @inlined
 def _end(typing_context: Any, arguments: Any) -> Any:
-    """Give this thread's registers back: the system then has less to save."""
+    """Release this thread's registers, so that the system has less state to save."""
     return types.void(arguments), _single(["tilerelease"])
 
 

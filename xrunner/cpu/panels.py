@@ -1,15 +1,17 @@
-"""Products whose weight comes from memory while what came before is multiplied, for processors with AVX-512.
+"""Products that read a weight from memory while they multiply, for processors with AVX-512.
 
-MKL's and oneDNN's products read and multiply in turns: at 8 to 64 rows, where both take about as long, they reach half
-of what memory gives. Here the weights of the next slice are asked for between the multiplications of this one.
+MKL's and oneDNN's products alternate between reading and multiplying: at 8 to 64 rows, where both take about as long,
+they reach half of the memory's bandwidth. Here the next slice of weights is prefetched between this slice's
+multiplications.
 
-A weight lies in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, a panel input by input: it is read
-in order. An input has four bytes: a number in float32, two in bfloat16, four in eight bits, which the processor's dot
-products take at once; in fewer bits one call rounds, multiplies and scales. Sums of up to GROUP rows by WIDTH outputs
-stay in registers, which a compiler does not manage: the inner loop is in assembly. A slice of a panel stays in a cache
-while all groups of rows pass it; a block of the rows' inputs stays in the second-level cache while all panels pass.
-Panels of gates and of what they gate take turns: one is applied to the other before both leave the cache, and half as
-much is written. Shares torch's OpenMP threads, as attention does.
+A weight is stored in blocks of up to DEEPEST inputs, a block in panels of WIDTH outputs, and a panel input by input, in
+the order in which it is read. An input takes four bytes: one number in float32, two in bfloat16, four in eight bits,
+which the processor's dot-product instructions take at once; with fewer bits, one call rounds, multiplies and scales.
+The sums of up to GROUP rows by WIDTH outputs stay in registers. A compiler would not keep them there, so the inner loop
+is in assembly. A slice of a panel stays in a cache while all groups of rows pass it, and a block of the rows' inputs
+stays in the second-level cache while all panels pass. Panels of gates alternate with panels of gated outputs: a gate is
+applied before either leaves the cache, and half as much is written. The threads are torch's OpenMP threads, as in
+attention.
 
 Source: K. Goto and R. van de Geijn, Anatomy of High-Performance Matrix Multiplication (2008).
 """
@@ -41,34 +43,34 @@ from xrunner.cpu.threads import num_threads
 WIDTH = 32
 """Outputs of a panel: two registers."""
 GROUP = 12
-"""Rows whose sums stay in registers: 24 of 32; two hold weights, the others inputs."""
+"""Rows whose sums stay in registers: 24 of the 32 registers; two more hold weights, the others inputs."""
 SLICE = 128
-"""Inputs of a panel that up to GROUP rows pass at a time: 16 KiB, which stay in the first-level cache. More rows pass
-all inputs of a block, from the second-level cache: sums are then read and written once."""
+"""Inputs of a panel that up to GROUP rows pass at a time: 16 KiB, which stay in the first-level cache. With more rows,
+each group passes all inputs of a block from the second-level cache, so that sums are read and written once."""
 DEEPEST = 1024
-"""Inputs of a block: a group's sums are read and written once for each."""
+"""Largest number of inputs in a block: a group's sums are read and written once for each block."""
 CHUNK = 132
 """Rows for which the weight is read once: half a MiB of a block's inputs."""
 STEPS = 4
-"""Inputs that a turn of the inner loop takes."""
+"""Inputs that one turn of the inner loop takes."""
 FEW = 6
-"""Rows that pass a slice as one group, for which nothing is asked: the processor itself reads ahead of one that goes
-straight on, 26 GB/s instead of 20. More take two, of which the second finds the slice in the first-level cache and goes
-on while memory answers what was asked."""
+"""Rows that pass a slice as one group, without prefetching: the processor itself reads ahead of a single pass, at 26
+GB/s instead of 20. More rows form two groups: the second finds the slice in the first-level cache, and multiplies while
+memory delivers the prefetched lines."""
 SPREAD = (8, 4, 2)
-"""Numbers of lines that are asked for between a turn's multiplications, not before them."""
+"""Numbers of cache lines that are prefetched between a turn's multiplications, not before them."""
 LINES = STEPS * WIDTH // 16
-"""Cache lines of weights that a turn reads, and asks for at most."""
+"""Cache lines of weights that a turn reads, and most lines that it prefetches."""
 
 INSTRUCTIONS = ("vfmadd231ps", "vdpbf16ps", "vpdpbusd")
-"""What multiplies inputs by weights and adds them to the sums, by kind."""
+"""The instruction that multiplies inputs by weights and adds the products to the sums, by kind of number."""
 FLOAT32, BFLOAT16, INT8 = range(3)
 """Kinds of numbers."""
 FEATURES = {"float32": "avx512f", "bfloat16": "avx512bf16", "int8": "avx512vnni"}
 
 X, X_STRIDE, WEIGHT, TURNS, REST, BEGIN, BEGIN_STRIDE, Y, Y_STRIDE, SOON, SOON_LINES, NO_NEGATIVES = range(12)
-"""What the inner loop reads, by its place in an array of int64: addresses, and strides in bytes. Sums begin with
-what lies at BEGIN; each turn asks for SOON_LINES of what lies at SOON."""
+"""Positions of the inner loop's arguments in an array of int64: addresses, and strides in bytes. Sums start from the
+values at BEGIN; each turn prefetches SOON_LINES lines from SOON."""
 
 
 def is_available(dtype: str = "float32") -> bool:
@@ -86,8 +88,8 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Finish(IntEnum):
-    """What becomes of finished sums: they stay; what is negative is left out; or the first half of the outputs gates
-    the second (see `scalars.gated`), so that half as many are left."""
+    """How sums are finished: left as they are; clipped at zero; or with the first half of the outputs gating the second
+    (see `scalars.gated`), which halves their number."""
 
     NOTHING = 0
     RELU = 1
@@ -98,21 +100,21 @@ _RELU, _GATE = int(Finish.RELU), int(Finish.GATE)
 
 
 def pack(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """The product x W^T + b of x and b, finished. # float32 [out, in]"""
+    """Return the product x W^T + b of x and b, finished as `finish` says. # float32 [out, in]"""
     return product_of(lay_out(weight, finish))
 
 
 def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """The same of a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
+    """Return the same product for a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
     return _packed(lay_out(weight, finish), None, None, BFLOAT16)
 
 
 def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """The same in eight bits; x is rounded to them row by row.
+    """Return the same product in eight bits; x is rounded to them row by row.
 
     Args:
-        weight: int8 [out, in].
-        scales: of each output, float32 [out].
+        weight: the weight. # int8 [out, in]
+        scales: scale of each output. # float32 [out]
     """
     # Rows have 128 added, and sums begin with what makes up for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
@@ -120,13 +122,13 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
 
 
 class PanelOutputs:
-    """Where a product's outputs lie: in whole panels; gates and what they gate take turns by panels.
+    """How a product's outputs are laid out: in whole panels; panels of gates alternate with panels of gated outputs.
 
     Attributes:
-        number, width: outputs that are left when sums are finished, and those with what fills up the last panels.
+        number, width: number of outputs after finishing, and the same rounded up to whole panels.
 
     Args:
-        together: panels of what is left that come together: their number is a multiple of it.
+        together: the number of panels after finishing is a multiple of this.
     """
 
     def __init__(self, number: int, finish: Finish, together: int = 1) -> None:
@@ -150,10 +152,10 @@ class PanelOutputs:
 
 
 class Panels(NamedTuple):
-    """A weight of any kind, laid out.
+    """A packed weight of any kind.
 
     Attributes:
-        numbers: four bytes an input, panel by panel. # [panels * WIDTH * in]
+        numbers: four bytes for each input, panel by panel. # [panels * WIDTH * in]
         block: inputs of a block.
     """
 
@@ -163,13 +165,13 @@ class Panels(NamedTuple):
 
 
 def lay_out(weight: Tensor, finish: Finish, together: int = 1) -> Panels:
-    """Lay a weight of float32, bfloat16 or int8 out. # [out, in]"""
+    """Pack a weight in float32, bfloat16 or int8. # [out, in]"""
     outputs = PanelOutputs(len(weight), finish, together)
     return Panels(outputs, *_laid_out(outputs.in_panels(weight)))
 
 
 def product_of(weight: Panels) -> Product:
-    """The product with a weight in float32."""
+    """Return the product with a weight in float32."""
     return _packed(weight, None, None, FLOAT32)
 
 
@@ -194,7 +196,7 @@ def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: i
 
 
 def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
-    """The panels of a weight of any kind, and the inputs of a block."""
+    """Return the panels of a weight of any kind, and the number of inputs in a block."""
     assembly.enable()
     together = 4 // weight.dtype.itemsize
     weight = F.pad(weight, (0, -weight.shape[1] % together)).contiguous().view(torch.float32)
@@ -209,7 +211,7 @@ def _laid_out(weight: Tensor) -> tuple[np.ndarray, int]:
 
 
 def _block_depth(depth: int) -> int:
-    """The inputs of a block: as many in each, in whole turns."""
+    """Return the number of inputs in a block: equally many in each, in whole turns."""
     count = -(-depth // DEEPEST)
     return -(-depth // (count * STEPS)) * STEPS
 
@@ -236,7 +238,7 @@ def _run_rounded(x: Tensor, packed: Any, y: np.ndarray, block: int, how: tuple[i
 
 
 _NO_SCALES = np.zeros(0, dtype=np.float32)
-"""Of rows that are not rounded."""
+"""Scales of rows that are not rounded."""
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -277,7 +279,7 @@ def _round_shared(rows: Any, rounded: Any, how: Any, num_threads: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
-    """Rows from `first` to `last`; in eight bits without signs, as the instruction takes them."""
+    """Round rows from `first` to `last`; in eight bits to unsigned numbers, as the instruction takes them."""
     x, bits = rows
     numbers, scale = rounded
     size = 1 if how[1] == INT8 else 2
@@ -291,7 +293,7 @@ def _round(rows: Any, rounded: Any, how: Any, first: Any, last: Any) -> None:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any, last: Any) -> None:
-    """Those outputs that lie in panels from `first` to `last`.
+    """Compute the outputs in panels from `first` to `last`.
 
     Args:
         inputs: rows, and their scales.
@@ -331,7 +333,7 @@ def _multiply(inputs: Any, packed: Any, y: Any, block: Any, how: Any, first: Any
 
 @njit(**OPTIONS, **INNER)
 def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
-    """Of a panel, in place; sums are bits of int32."""
+    """Scale a panel's sums in place; they are int32 bits."""
     of_outputs, bias, of_rows = of_panel
     for i in range(count):
         of_row = of_rows[i]
@@ -343,7 +345,7 @@ def _scale(sums: Any, width: Any, count: Any, of_panel: Any, relu: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: Any) -> None:
-    """Of a panel of gates and the next one."""
+    """Apply a panel of gates to the next panel."""
     for i in range(count):
         for d in range(WIDTH):
             results[i * results_width + d] = gated(sums[i * width + d], sums[i * width + WIDTH + d])
@@ -351,11 +353,11 @@ def apply_gates(sums: Any, width: Any, count: Any, results: Any, results_width: 
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, arguments: Any) -> None:
-    """All groups of some rows pass a slice of a panel; each asks for its share of the next.
+    """Multiply all groups of some rows by a slice of a panel; each group prefetches its share of the next slice.
 
     Args:
-        arrays: of inputs, and where the slice begins, what sums begin with, and the sums, which lie `width` apart.
-        inputs: the first, the last, and how many a slice has that is not a block's last.
+        arrays: the inputs, the start of the slice, the initial sums, and the sums, whose rows lie `width` apart.
+        inputs: index of the first and the last input, and the number of inputs in a slice that is not a block's last.
     """
     x, panel, begin, sums = arrays
     row, count = rows
@@ -386,7 +388,7 @@ def _pass_slice(arrays: Any, rows: Any, width: Any, inputs: Any, how: Any, argum
 
 
 def _multiplying(instruction: str) -> Any:
-    """What multiplies one to GROUP rows by a slice of a panel, as the array of arguments says."""
+    """Return the function that multiplies one to GROUP rows by a slice of a panel, as its array of arguments says."""
 
     @inlined
     def multiply_rows(typing_context: Any, arguments: Any, num_rows: Any) -> Any:
@@ -414,7 +416,8 @@ _OVERWRITTEN = (
     *("memory", "dirflag", "fpsr", "flags"),
 )
 _STARTS = ("%rsi", "%r8", "%r9", "%r10")
-"""Of the inputs of rows 0, 3, 6 and 9: with their stride in %rax, they reach two more rows each."""
+"""Registers with the addresses of the inputs of rows 0, 3, 6 and 9: with their stride in %rax, each reaches two more
+rows."""
 
 
 def _assembly(num_rows: int, instruction: str) -> str:
@@ -428,7 +431,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return f"{instruction} {', '.join(factors)}, {total}"
 
     def multiply(count: int, lines: int = 0) -> list[str]:
-        """Take some inputs, and go on behind them; ask for some lines between."""
+        """Multiply by some inputs and advance; prefetch some lines in between."""
         code = []
         for step in range(count):
             code += [f"vmovups {128 * step}(%rdx), %zmm0", f"vmovups {128 * step + 64}(%rdx), %zmm1"]
@@ -443,12 +446,12 @@ def _assembly(num_rows: int, instruction: str) -> str:
         return [*code, f"add $$128 * {count}, %rdx", *(f"add $$4 * {count}, {start}" for start in starts)]
 
     def spread(lines: int) -> list[str]:
-        """All turns, where each asks for `lines`."""
+        """Run all turns, where each prefetches `lines` lines."""
         turn = [f"9{lines}:", *multiply(STEPS, lines), f"add $${64 * lines}, %r11", "dec %r13", f"jnz 9{lines}b"]
         return [f"cmp $${lines}, %r12", f"jne 8{lines}f", *turn, "jmp 5f", f"8{lines}:"]
 
     def each_sum(place: int, stride: int) -> list[str]:
-        """Move sums row by row, from or to %r11."""
+        """Move sums row by row, to or from the memory at %r11."""
         code = [f"mov {argument(place)}, %r11", f"mov {argument(stride)}, %r12"]
         for pair in sums:
             for offset, total in zip((0, 64), pair, strict=True):

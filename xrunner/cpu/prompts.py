@@ -1,11 +1,12 @@
-"""Attention of tokens that share keys: of prompts, and of decodes whose heads share K/V heads.
+"""Attention of tokens that share keys: prompts, and decodes whose heads share K/V heads.
 
-Up to 32 queries that read the same K/V head make a tile: queries of one token's heads, then of the next token's. Some
-tiles of one sequence make a span: they pass a piece of its keys one after the other, so that what is made of the keys
-(in float32, or turned for matrix registers) is made once for all of them.
+Up to 32 queries that read the same K/V head form a tile: the queries of one token's heads, then of the next token's.
+Several tiles of one sequence form a span. They pass a piece of its keys one after the other, so that the keys are
+converted (to float32, or transposed for matrix registers) only once.
 
-Products are of float32 in vector registers (`tiles`), or, where keys are bfloat16 and the processor has matrix
-registers, of bfloat16 with sums in float32 (`amx`): queries as two numbers, which keep 16 bits, weights rounded to one.
+Products are float32 in vector registers (`tiles`). If keys are bfloat16 and the processor has matrix registers, they
+are bfloat16 with sums in float32 (`amx`): each query is split into two bfloat16 numbers, which keep 16 bits, and
+weights are rounded to one.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from xrunner.cpu.simd import at, fetch, widen
 from xrunner.cpu.tiles import add_values, hide, rescale, score_keys, soften
 
 NARROW, WIDE = 16, 32
-"""Lanes of a tile: a key that is loaded serves two registers of a wide one."""
+"""Lanes of a tile: in a wide one, a loaded key serves two registers."""
 
 KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
-"""As many sums as fit in registers."""
+"""Keys that are scored at once: their sums fit into registers."""
 
 
 class Vectors(NamedTuple):
-    """Products in float32: keys of a piece, and tiles of a span at most."""
+    """Multiply in float32: keys of a piece, and most tiles of a span."""
 
     piece: int
     tiles: int = 8
 
 
 class Matrices(NamedTuple):
-    """Products of bfloat16 in matrix registers, likewise; pieces of whole products."""
+    """Multiply bfloat16 in matrix registers: keys of a piece, a whole number of products, and most tiles of a span."""
 
     piece: int
     tiles: int = 8
@@ -48,7 +49,7 @@ Way = Vectors | Matrices
 
 
 def with_piece(way: Way, piece: int) -> Way:
-    """Return it with another number of keys."""
+    """Return the same with another number of keys in a piece."""
     return way._replace(piece=piece)
 
 
@@ -60,13 +61,15 @@ def _(way: Any, piece: Any) -> Any:
 
 
 class RowSpan(NamedTuple):
-    """Some rows of a sequence, each (token, head of the group). Arrays, here and below, are pointers (`simd.at`).
+    """Some rows of a sequence; a row is a pair (token, head of the group). Arrays, here and below, are pointers
+    (`simd.at`).
 
     Attributes:
-        queries, results: of the group of the sequence's first token of this step; strides lead on, in elements.
-        num_tokens: of the sequence in this step.
-        group: heads that share the K/V head.
-        first, num_rows: rows of the span, counted from the sequence's first.
+        queries, results: those of the group at the sequence's first token of this step; strides, in elements, lead to
+            the rest.
+        num_tokens: tokens of the sequence in this step.
+        group: number of heads that share the K/V head.
+        first, num_rows: first row of the span among the sequence's rows, and the number of its rows.
     """
 
     queries: Any
@@ -80,11 +83,11 @@ class RowSpan(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Keys and values of one sequence and K/V head: those from `earliest` on are seen, and `length` is behind them.
+    """Keys and values of one sequence and K/V head: those from `earliest` up to `length`, exclusive, are visible.
 
     Attributes:
-        cache: of the K/V head in the first block; values lie `to_values` elements behind their keys.
-        scales: of a cache in eight bits, the same place as float32.
+        cache: the K/V head in the first block; values lie `to_values` elements after their keys.
+        scales: the same memory as float32, if the cache has eight bits.
         stride: elements from block to block.
     """
 
@@ -101,11 +104,11 @@ class Context(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """A `Scoring`, its factors in powers of two: cap and window 0, and no bias and no sinks, where it has none.
+    """A `Scoring` with its factors in powers of two; an absent cap, window, bias or sinks is 0.
 
     Attributes:
-        bias: of the K/V head, so that a query's place less a key's is the element; heads have keys of their own.
-        sinks: of the head's group.
+        bias: bias of the K/V head, by query position less key position; each head has its own keys.
+        sinks: sinks of the heads in the group.
     """
 
     scale: np.float32
@@ -118,16 +121,17 @@ class Rules(NamedTuple):
 
 
 class ThreadScratch(NamedTuple):
-    """Of one thread.
+    """Scratch memory of one thread.
 
     Attributes:
-        tiles: queries, sums and the state of the softmax. # float32 [tiles, tile_floats]
-        scores: of a piece; then its weights as pairs, and how much earlier weights shrink. # float32 [score_floats]
-        keys: keys and values of a piece in float32, or values turned. # float32 [2, piece, head_dim]
-        limits: how many keys each row sees. # int32 [tiles * WIDE]
-        places: of the rows of queries, and of results. # int64 [2, tiles * WIDE]
-        key_places: of the piece's keys and of its values, where they are read. # int64 [2, piece]
-        soon: of the next piece's keys, in the cache. # int64 [piece]
+        tiles: queries, sums and softmax state. # float32 [tiles, tile_floats]
+        scores: scores of a piece; then its weights as pairs, and the factors by which earlier weights shrink. # float32
+            [score_floats]
+        keys: keys and values of a piece in float32, or transposed values. # float32 [2, piece, head_dim]
+        limits: number of keys that each row sees. # int32 [tiles * WIDE]
+        places: positions of the rows of queries, and of results. # int64 [2, tiles * WIDE]
+        key_places: positions of the piece's keys and of its values, where they are read. # int64 [2, piece]
+        soon: positions of the next piece's keys in the cache. # int64 [piece]
     """
 
     tiles: Any
@@ -141,7 +145,7 @@ class ThreadScratch(NamedTuple):
 
 
 def begin_products(way: Any) -> None:
-    """Make this thread's registers ready for spans."""
+    """Prepare this thread's registers for spans."""
 
 
 @overload(begin_products, strict=False)
@@ -152,7 +156,7 @@ def _(way: Any) -> Any:
 
 
 def end_products(way: Any) -> None:
-    """Give the registers back."""
+    """Release this thread's registers."""
 
 
 @overload(end_products, strict=False)
@@ -164,19 +168,19 @@ def _(way: Any) -> Any:
 
 @register_jitable
 def tile_floats(head_dim):
-    """Room of a tile: queries and sums, the highest scores, the sums of weights."""
+    """Return the size of a tile: queries and sums, highest scores, sums of weights."""
     return (2 * head_dim + 2) * WIDE
 
 
 @register_jitable
 def score_floats(way):
-    """Room for a piece's scores, its weights as pairs, and how much earlier weights shrink."""
+    """Return the size of a piece's scores, its weights as pairs, and the factors by which earlier weights shrink."""
     return (way.piece + way.piece // 2 + 1) * WIDE
 
 
 @register_jitable
 def space_floats(way, num_tiles, head_dim):
-    """Room of a `ThreadScratch`, counted in float32."""
+    """Return the size of a `ThreadScratch`, in numbers of float32."""
     keys = 2 * way.piece * head_dim
     integers = num_tiles * WIDE + 2 * (2 * num_tiles * WIDE + 3 * way.piece)
     return num_tiles * tile_floats(head_dim) + score_floats(way) + keys + integers
@@ -184,7 +188,7 @@ def space_floats(way, num_tiles, head_dim):
 
 @njit(nogil=True, **INNER)
 def make_space(way, num_tiles, head_dim, memory):
-    """Divide memory of `space_floats`."""
+    """Divide memory of `space_floats` numbers into a `ThreadScratch`."""
     scores = num_tiles * tile_floats(head_dim)
     keys = scores + score_floats(way)
     limits = keys + 2 * way.piece * head_dim
@@ -203,7 +207,7 @@ def make_space(way, num_tiles, head_dim, memory):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def attend(way, span, context, rules, space):
-    """Queries of a span over the keys of its head."""
+    """Compute the attention of a span's queries over the keys of its head."""
     group, first, num_rows = span.group, span.first, span.num_rows
     limits, places, results = space.limits, space.places, at(space.places, space.num_tiles * WIDE)
     num_tiles = (num_rows + WIDE - 1) // WIDE
@@ -246,7 +250,8 @@ def attend(way, span, context, rules, space):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def place_keys(context, begin, end, most, places):
-    """Write where keys from `begin` on lie in the cache, whole blocks up to `end`; return how many, `most` at most."""
+    """Write the positions in the cache of keys from `begin` on, in whole blocks up to `end`, at most `most`; return
+    their number."""
     block_size = context.block_size
     count = min(most, max((end + block_size - 1) // block_size * block_size - begin, 0))
     t, block, offset = 0, begin // block_size, begin % block_size
@@ -260,7 +265,8 @@ def place_keys(context, begin, end, most, places):
 
 
 def ask(context: Context, places: np.ndarray, begin: int, end: int, behind: int) -> None:
-    """Ask for the lines `behind` the places from `begin` to `end`: no processor reads ahead from block to block."""
+    """Prefetch the lines `behind` elements after the positions from `begin` to `end`: no processor reads ahead from
+    block to block."""
 
 
 @overload(ask, strict=False)
@@ -278,7 +284,7 @@ def _(context: Any, places: Any, begin: Any, end: Any, behind: Any) -> Any:
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _tile(space, tile, head_dim, lanes):
-    """Queries, sums, highest scores and sums of weights of a tile."""
+    """Return a tile's queries, sums, highest scores and sums of weights."""
     first, size = tile * tile_floats(head_dim), head_dim * lanes
     state = first + 2 * size
     tiles = space.tiles
@@ -320,11 +326,11 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _pass(way, context, rules, space, span, piece, lanes):
-    """A tile's queries over a piece of keys.
+    """Attend from a tile's queries to a piece of keys.
 
     Args:
-        piece: the tile, the place of the piece's first key in the sequence, the number of its keys, and how many keys
-            of the next piece, and their values, are asked for on the way.
+        piece: the tile, the position of the piece's first key in the sequence, the number of its keys, and how many
+            keys and values of the next piece to prefetch meanwhile.
     """
     literally(lanes)
     tile, before, num_held, asks_for = piece
@@ -353,7 +359,7 @@ def _pass(way, context, rules, space, span, piece, lanes):
 
 
 def _pair_queries(way: Any, queries: np.ndarray, scratch: np.ndarray, head_dim: int, lanes: int) -> None:
-    """Make of a tile's queries, lane by lane, what the products take."""
+    """Split a tile's queries, lane by lane, into the numbers that the products take."""
 
 
 @overload(_pair_queries, strict=False, prefer_literal=True)
@@ -376,7 +382,7 @@ def _(way: Any, queries: Any, scratch: Any, head_dim: Any, lanes: Any) -> Any:
 def _prepare(
     way: Any, context: Context, space: ThreadScratch, before: int, num_held: int, begin: int, end: int
 ) -> None:
-    """Make of a piece's keys and values what the products take; those not from `begin` to `end` may be anything."""
+    """Convert a piece's keys and values to what the products take; those outside `begin` to `end` may be anything."""
 
 
 @overload(_prepare, strict=False)
@@ -416,7 +422,7 @@ def _(way: Any, context: Any, space: Any, before: Any, num_held: Any, begin: Any
 
 
 def _scale(context: Context, space: ThreadScratch, piece: int, before: int, num_held: int) -> None:
-    """Multiply a piece's widened keys and values with their scales, if there are any."""
+    """Multiply a piece's keys and values, converted to float32, by their scales, if there are any."""
 
 
 @overload(_scale, strict=False)
@@ -439,7 +445,7 @@ def _multiplies_halves(way: Any) -> bool:
 
 
 def _is_wide(context: Any) -> bool:
-    """Whether its keys and values are float32 already."""
+    """Return whether keys and values are already float32."""
     return _kept_as(context) == types.float32
 
 
@@ -457,10 +463,10 @@ def _score(
     bounds: tuple[int, int],
     lanes: int,
 ) -> None:
-    """Products of a tile's queries with keys from `begin` to `end` of a piece; more of them may be made.
+    """Score a tile's queries against keys from `begin` to `end` of a piece; further keys may be scored as well.
 
     Args:
-        held: number of the piece's keys, and of the next piece's that are asked for.
+        held: number of the piece's keys, and of the next piece's keys to prefetch.
     """
 
 
@@ -503,7 +509,7 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, num_k
 
 @njit(nogil=True, **INNER)
 def _is_one_run(places, count, stride):
-    """Whether rows lie side by side: they may be of several blocks."""
+    """Return whether rows are contiguous, which rows of several blocks may be, too."""
     steps = 0
     for i in range(1, count):
         steps += places[i] - places[i - 1] == stride
@@ -511,7 +517,7 @@ def _is_one_run(places, count, stride):
 
 
 def _read(context: Any, space: Any) -> Any:
-    """Where a piece's keys and values are read in float32."""
+    """Return where a piece's keys and values are read as float32."""
 
 
 @overload(_read, strict=False)
@@ -522,10 +528,10 @@ def _(context: Any, space: Any) -> Any:
 def _add(
     way: Any, context: Context, space: ThreadScratch, tile: int, begin: int, end: int, asks_for: int, lanes: int
 ) -> None:
-    """Add values from `begin` to `end` of a piece to a tile's sums, weighted by softmax of the scores.
+    """Add the values from `begin` to `end` of a piece to a tile's sums, weighted by the softmax of the scores.
 
     Args:
-        asks_for: number of the next piece's values that are asked for.
+        asks_for: number of the next piece's values to prefetch.
     """
 
 
@@ -575,6 +581,6 @@ def _(way: Any, context: Any, space: Any, tile: Any, begin: Any, end: Any, asks_
 
 @njit(nogil=True, error_model="numpy", **INNER)
 def _ask_values(context, space, count, first, last):
-    """Ask for the share of the next piece's values that goes with these dimensions of a head."""
+    """Prefetch the share of the next piece's values that belongs to these dimensions of a head."""
     begin, end = count * first // context.head_dim, count * last // context.head_dim
     ask(context, space.soon, begin, end, context.to_values)

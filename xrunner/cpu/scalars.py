@@ -1,4 +1,4 @@
-"""Functions of single numbers and rows that kernels call: exponentials and gates, and rows rounded to fewer bits."""
+"""Functions of single numbers and rows that kernels call: exponentials, gates, and rounding to fewer bits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from numba import njit
 LARGEST = np.float32(127.0)
 TINIEST = np.float32(np.finfo(np.float32).tiny)
 MAGNITUDE = np.int32(0x7FFFFFFF)
-"""Bits of a float32 without its sign: as whole numbers they are in the order of the magnitudes, NaN above all."""
+"""Bits of a float32 without its sign: as integers they are ordered by magnitude, with NaN above all."""
 INFINITE = np.int32(0x7F800000)
-"""Those of infinity."""
+"""The bits of infinity."""
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
 INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Options of a function that only kernels call: an entry for Python takes a fifth of the time to compile."""
+"""Options of a function that only kernels call: an entry point for Python takes a fifth of the compile time."""
 
 
 @njit(inline="always")
 def exp(x):
-    """e^x for x <= 0, to 1e-7 relative; a polynomial, because the library's is not vectorised."""
+    """Return e^x for x <= 0, to a relative 1e-7; a polynomial, because the library's function is not vectorised."""
     x = max(x, np.float32(-87.0))
     t = x * np.float32(1.4426950408889634)
     whole = np.floor(t + np.float32(0.5))
@@ -46,7 +46,7 @@ def gated(a: Any, b: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def largest_bits(bits: Any) -> Any:
-    """Those of the largest magnitude, without its sign. # int32 [n]"""
+    """Return the bits of the largest magnitude, without its sign. # int32 [n]"""
     highest = np.int32(0)
     for d in range(len(bits)):
         highest = max(highest, np.int32(bits[d] & MAGNITUDE))
@@ -55,13 +55,13 @@ def largest_bits(bits: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def number(bits: Any) -> Any:
-    """The float32 of some bits."""
+    """Return the float32 with these bits."""
     return np.int32(bits).view(np.float32)
 
 
 @njit(**OPTIONS, **INNER)
 def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
-    """Round a row; return its scale."""
+    """Round a row to eight bits; return its scale."""
     highest = largest_bits(bits)
     if highest >= INFINITE:
         rounded[:] = 0
@@ -75,7 +75,7 @@ def quantise_row(x: Any, bits: Any, rounded: Any) -> Any:
 
 @njit(**OPTIONS, **INNER)
 def _round_row(bits: Any, rounded: Any) -> None:
-    """To the nearest bfloat16, of two as near to the even one; NaN stays."""
+    """Round a row to the nearest bfloat16, ties to even; NaN stays NaN."""
     for d in range(len(bits)):
         pattern = np.uint32(bits[d])
         up = np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))
@@ -86,7 +86,7 @@ def _round_row(bits: Any, rounded: Any) -> None:
 
 @njit(**OPTIONS, **INNER)
 def round_row(x: Any, bits: Any, rounded: Any, size: Any) -> Any:
-    """Round a row to numbers of `size` bytes, and fill it up with zeros; return its scale. # float32, int32, uint8"""
+    """Round a row to numbers of `size` bytes, pad it with zeros, and return its scale. # float32, int32, uint8"""
     depth = len(x)
     rounded[depth * size :] = 0
     if size == 1:

@@ -1,13 +1,14 @@
 """Inner loops of the CPU kernels over 16 or 32 float32 lanes, as LLVM vector instructions for numba to call.
 
-Here are those of a query that is alone with its keys, whose lanes are its dimensions, and what all of them are made of;
-`tiles` has those whose lanes are queries. Keys and values may be bfloat16, as uint16, or int8: a load widens them.
+Here are the loops of a query that shares its keys with no other, whose lanes are its dimensions, and the parts that all
+loops are made of; `tiles` has those whose lanes are queries. Keys and values may be bfloat16, stored as uint16, or
+int8: loading converts them to float32.
 
-LLVM's own vectoriser keeps to half an AVX-512 register and its accumulators to memory; written out, each accumulator
-stays in registers. For narrower registers LLVM splits a vector into several.
+LLVM's own vectoriser uses half an AVX-512 register and keeps accumulators in memory; written out, each accumulator
+stays in a register. On narrower registers LLVM splits a vector into several.
 
-An array comes with the element where to start and is taken as C-contiguous; `lanes` and other counts that a loop is
-unrolled by must be constants where the function is called.
+An array comes with the index of its first element and is taken as C-contiguous; `lanes` and other counts by which loops
+are unrolled must be constants where the function is called.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 UNROLL = 4
-"""Dimensions that a step of a dot product takes, so that addresses cost little."""
+"""Dimensions that one step of a dot product takes, so that computing addresses costs little."""
 
 # 2^x for -0.5 <= x <= 0.5, highest power first; 1e-7 relative.
 _EXP2 = (
@@ -35,10 +36,10 @@ _EXP2 = (
     1.0,
 )
 _ROUGH_EXP2 = (5.5171606487e-02, 2.4261111739e-01, 6.9326099701e-01, 9.9992807413e-01)
-"""The same to 7e-05, for what is rounded to bfloat16."""
+"""Coefficients of 2^x with an error of 7e-05, for results that are rounded to bfloat16."""
 
 HIDDEN = -1e30
-"""Below any score."""
+"""A number below any score."""
 
 
 def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
@@ -61,7 +62,7 @@ _PAIRS = (
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """What numba calls without the first parameter, and lowers to the instructions that `generate` appends."""
+    """Return what numba calls, without the first parameter, and lowers to the instructions that `generate` appends."""
     return intrinsic(prefer_literal=True)(function)
 
 
@@ -76,7 +77,7 @@ def dot_keys(
     head_dim: Any,
     lanes: Any,
 ) -> Any:
-    """Dot products of one query with `lanes` (16) keys that lie side by side; dimensions come in whole vectors.
+    """Compute dot products of one query with `lanes` (16) contiguous keys; dimensions come in whole vectors.
 
     # query [dim], keys [lanes, dim] -> scores [lanes]
     """
@@ -114,9 +115,10 @@ def dot_keys(
 def soften_keys(
     typing_context: Any, scores: Any, totals: Any, from_totals: Any, highest: Any, begin: Any, end: Any, lanes: Any
 ) -> Any:
-    """A step of the online softmax of one query over `lanes` keys, of which it sees those from `begin` to `end`.
+    """Take one step of the online softmax of a query over `lanes` keys, of which those from `begin` to `end` are
+    visible.
 
-    Scores become weights in powers of two; totals sum them lane by lane.
+    Scores become weights, computed as powers of two; totals sum them lane by lane.
 
     # scores [lanes], totals [lanes] -> the highest score so far, what all earlier weights must be multiplied by
     """
@@ -183,7 +185,7 @@ def add_rows(
 def widen(
     typing_context: Any, halves: Any, wide: Any, from_halves: Any, offset: Any, num_vectors: Any, lanes: Any
 ) -> Any:
-    """Copy whole vectors of fewer bits into float32, `offset` elements behind the places where both begin."""
+    """Convert whole vectors of fewer bits to float32, `offset` elements after both starts."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         halves, wide = pointers(context, builder, signature, values, 2)
@@ -198,9 +200,9 @@ def widen(
 
 @inlined
 def at(typing_context: Any, array: Any, first: Any) -> Any:
-    """Where an array, or what this returned before, goes on from an element: a pointer, which keeps nothing alive.
+    """Return a pointer to an element of an array, or of an earlier pointer; it keeps nothing alive.
 
-    Numba counts references to an array, atomically, wherever it is passed on; for inner loops that is too slow.
+    Numba counts references to an array, atomically, wherever it is passed on, which is too slow for inner loops.
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -212,7 +214,8 @@ def at(typing_context: Any, array: Any, first: Any) -> Any:
 
 @inlined
 def take_next(typing_context: Any, counter: Any) -> Any:
-    """A number that no other thread gets: the counter's, which rises by one. # int64 [1] -> int64"""
+    """Return the counter and increment it atomically, so that no two threads get the same number. # int64 [1] ->
+    int64"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -223,7 +226,7 @@ def take_next(typing_context: Any, counter: Any) -> Any:
 
 @inlined
 def address(typing_context: Any, array: Any) -> Any:
-    """Of the first element, in bytes. # int64"""
+    """Return the address of the first element, in bytes. # int64"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -234,7 +237,7 @@ def address(typing_context: Any, array: Any) -> Any:
 
 @inlined
 def fetch(typing_context: Any, array: Any, element: Any) -> Any:
-    """Ask for the cache line of an element that will soon be read."""
+    """Prefetch the cache line of an element that will soon be read."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         (place,) = pointers(context, builder, signature, values, 1)
@@ -250,7 +253,7 @@ def fetch(typing_context: Any, array: Any, element: Any) -> Any:
 
 
 class Emit:
-    """Appends instructions on vectors of some lanes to a function; arrays are counted in whole vectors."""
+    """Appends instructions on vectors of some lanes to a function; arrays are indexed by whole vectors."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder = builder
@@ -262,12 +265,13 @@ class Emit:
         return ir.Constant(self.type, [value] * self.lanes)
 
     def variables(self, count: int) -> list[ir.Value]:
-        """Zeros at first."""
+        """Return variables that start at zero."""
         return [cgutils.alloca_once_value(self.builder, self.constant(0.0)) for _ in range(count)]
 
     @contextmanager
     def shrunk_sums(self, sums: ir.Value, factor: ir.Value, count: int) -> Iterator[list[ir.Value]]:
-        """An array's first vectors times a factor, in variables, to be added to; written back behind the block."""
+        """Yield an array's first vectors times a factor, as variables to add to; they are written back after the
+        block."""
         totals = self.variables(count)
         for number, total in enumerate(totals):
             self.builder.store(self.builder.fmul(self.load(sums, int64(number)), factor), total)
@@ -280,7 +284,7 @@ class Emit:
         return self.builder.bitcast(first, self.type.as_pointer())
 
     def load(self, array: ir.Value, index: ir.Value) -> ir.Value:
-        """A whole vector of an array of float32 or, widened, of bfloat16 or of eight bits."""
+        """Return a whole vector of an array, converted to float32 from bfloat16 or eight bits if needed."""
         kept = array.type.pointee
         if not isinstance(kept, ir.IntType):
             return self.builder.load(self._place(array, index), align=4)
@@ -297,34 +301,34 @@ class Emit:
         self.builder.store(vector, self._place(array, index), align=4)
 
     def spread(self, array: ir.Value, element: int) -> ir.Value:
-        """One element of an array in all lanes."""
+        """Return one element of an array in all lanes."""
         return self.fill(self.builder.load(self.builder.gep(array, [int64(element)])))
 
     def fill(self, scalar: ir.Value) -> ir.Value:
-        """It in all lanes."""
+        """Return a number in all lanes."""
         one = self.builder.insert_element(ir.Constant(self.type, ir.Undefined), scalar, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
     def spread_integer(self, number: ir.Value) -> ir.Value:
-        """An int64 in all lanes, as int32."""
+        """Return an int64 in all lanes, as int32."""
         small = self.builder.trunc(number, ir.IntType(32))
         one = self.builder.insert_element(ir.Constant(self.integers, ir.Undefined), small, int64(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.lanes))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """One instruction where the machine has it."""
+        """Return a * b + c, in one instruction if the machine has it."""
         return self.builder.fadd(self.builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
     def reduction(self, what: str) -> ir.Function:
-        """LLVM's reduction of all lanes to one number."""
+        """Return LLVM's reduction of all lanes to one number."""
         kind = ir.FunctionType(ir.FloatType(), [self.type])
         return cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.{what}.v{self.lanes}f32")
 
     def sums(self, vectors: list[ir.Value]) -> ir.Value:
-        """The sum of the lanes of each of 16 vectors, in their order; 15 additions in all."""
+        """Return the sums over the lanes of 16 vectors, in their order, with 15 additions in all."""
         for halves in _PAIRS:
             masks = [ir.Constant(self.integers, list(half)) for half in halves]
             pairs = zip(vectors[::2], vectors[1::2], strict=True)
@@ -334,23 +338,23 @@ class Emit:
         return vectors[0]
 
     def is_between(self, begin: ir.Value, end: ir.Value) -> ir.Value:
-        """Which lanes' numbers are at least one and less than the other."""
+        """Return in which lanes a number is at least the one and less than the other."""
         numbers = ir.Constant(self.integers, list(range(self.lanes)))
         bounds = [self.spread_integer(bound) for bound in (begin, end)]
         not_before = self.builder.icmp_signed(">=", numbers, bounds[0])
         return self.builder.and_(not_before, self.builder.icmp_signed("<", numbers, bounds[1]))
 
     def rounded(self, x: ir.Value) -> ir.Value:
-        """To bfloat16; of two as near the larger."""
+        """Return numbers rounded to bfloat16, ties to the larger."""
         return self.builder.bitcast(self._cut(self._raised(x)), self.type)
 
     def halves(self, even: ir.Value, odd: ir.Value) -> ir.Value:
-        """Both, rounded to bfloat16, side by side in each lane; as float32, though they are none."""
+        """Return both numbers, rounded to bfloat16, side by side in each lane, as float32 bits."""
         low = self.builder.lshr(self._raised(even), ir.Constant(self.integers, [16] * self.lanes))
         return self.builder.bitcast(self.builder.or_(low, self._cut(self._raised(odd))), self.type)
 
     def _raised(self, x: ir.Value) -> ir.Value:
-        """Bits plus half of what bfloat16 leaves out."""
+        """Return the bits plus half of the part that bfloat16 drops."""
         return self.builder.add(
             self.builder.bitcast(x, self.integers), ir.Constant(self.integers, [0x8000] * self.lanes)
         )
@@ -359,9 +363,9 @@ class Emit:
         return self.builder.and_(bits, ir.Constant(self.integers, [0xFFFF0000] * self.lanes))
 
     def exp2(self, x: ir.Value, *, roughly: bool = False) -> ir.Value:
-        """2^x for x <= 0, never below 2^-126: the power's whole part is added to the exponent's bits.
+        """Return 2^x for x <= 0, never below 2^-126: the integer part is added to the exponent's bits.
 
-        To 1e-7 relative, or roughly 1e-4.
+        The relative error is 1e-7, or about 1e-4 if rough.
         """
         builder = self.builder
         unary = ir.FunctionType(self.type, [self.type])
@@ -378,7 +382,7 @@ class Emit:
 
 
 def pointers(context: Any, builder: ir.IRBuilder, signature: Any, values: Any, count: int) -> list[ir.Value]:
-    """Where the data of the first `count` arguments, arrays or pointers, lie."""
+    """Return the data addresses of the first `count` arguments, which are arrays or pointers."""
     pairs = zip(signature.args[:count], values[:count], strict=True)
     return [
         value if isinstance(kind, types.CPointer) else context.make_array(kind)(context, builder, value).data

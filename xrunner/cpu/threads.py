@@ -1,4 +1,4 @@
-"""Kernels compiled by numba that share their rows out between torch's threads where that pays."""
+"""Compile kernels with numba, and divide their rows among torch's threads if that is faster."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numba import njit
 numba.config.THREADING_LAYER = "omp"  # type: ignore[attr-defined]
 
 LEAST_SHARED = 2**15
-"""From this many elements on, dividing rows between threads saves more than it costs."""
+"""Least number of elements for which dividing rows among threads saves more time than it costs."""
 
 Kernel = tuple[Callable[..., None], Callable[..., None]]
-"""For one thread, and for several."""
+"""A kernel compiled for one thread and for several."""
 
 
 def compiled(kernel: Callable[..., None], **options: Any) -> Kernel:
-    """Compile a function whose rows are a `prange`."""
+    """Compile a function whose loop over rows is a `prange`."""
     return (
         njit(cache=True, nogil=True, error_model="numpy", **options)(kernel),
         njit(cache=True, nogil=True, error_model="numpy", parallel=True, **options)(kernel),
@@ -33,7 +33,7 @@ def num_threads() -> int:
 
 
 def run(kernel: Kernel, size: int, *arguments: Any) -> None:
-    """Run a kernel; `size`: its elements."""
+    """Run a kernel on one thread or several, depending on its number of elements, `size`."""
     count = num_threads()
     if size < LEAST_SHARED or count == 1:
         kernel[0](*arguments)

@@ -1,6 +1,6 @@
-"""Inner loops of a tile of queries, which are the lanes, over the keys of a piece; in vector registers (see `simd`).
+"""Inner loops of a tile of queries, which are the lanes, over a piece's keys, in vector registers (see `simd`).
 
-Scores and weights lie key by key, queries and sums dimension by dimension.
+Scores and weights are stored key by key, queries and sums dimension by dimension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def score_keys(
     num_keys: Any,
     lanes: Any,
 ) -> Any:
-    """Dot products with keys that lie side by side. # queries [dim, lanes], keys [keys, dim] -> scores [keys, lanes]"""
+    """Compute dot products with contiguous keys. # queries [dim, lanes], keys [keys, dim] -> scores [keys, lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         arrays = pointers(context, builder, signature, values, 3)
@@ -68,7 +68,7 @@ def add_values(
     num_dims: Any,
     lanes: Any,
 ) -> Any:
-    """sums = shrink * sums + weights^T values, over `num_dims` dimensions of the values of keys from `first` on.
+    """Set sums = shrink * sums + weights^T values, over `num_dims` dimensions of the values of keys from `first` on.
 
     # weights [keys, lanes], shrink [lanes], places of the values' rows int64 [keys], sums [num_dims, lanes]
     """
@@ -93,10 +93,10 @@ def add_values(
 def soften(
     typing_context: Any, scores: Any, highest: Any, total: Any, shrink: Any, first: Any, num_keys: Any, lanes: Any
 ) -> Any:
-    """A step of the online softmax in powers of two: scores become weights. # scores [keys, lanes]
+    """Take one step of the online softmax in powers of two: scores become weights. # scores [keys, lanes]
 
-    It takes keys from `first` on. `highest` rises to the highest score so far, `total` sums the weights, and `shrink`
-    is what all earlier weights must be multiplied by. # each [lanes]
+    It covers keys from `first` on. `highest` rises to the highest score so far, `total` sums the weights, and `shrink`
+    becomes the factor for all earlier weights. # each [lanes]
     """
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
@@ -126,7 +126,8 @@ def soften(
 def hide(
     typing_context: Any, scores: Any, limits: Any, before: Any, begin: Any, end: Any, window: Any, lanes: Any
 ) -> Any:
-    """Rule out scores from `begin` to `end` of keys that lanes do not see: from their limits on, or `window` before.
+    """Hide scores from `begin` to `end` of keys that lanes must not see: those from their limits on, or more than
+    `window` before.
 
     # scores [keys, lanes] of keys from the sequence's `before`-th on, limits int32 [lanes]
     """
@@ -148,7 +149,7 @@ def hide(
 
 @inlined
 def rescale(typing_context: Any, sums: Any, factors: Any, count: Any, lanes: Any) -> Any:
-    """Multiply by a factor for each lane, unless all are one. # sums [count, lanes], factors [lanes]"""
+    """Multiply by a factor for each lane, unless all factors are one. # sums [count, lanes], factors [lanes]"""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:
         sums, factors = pointers(context, builder, signature, values, 2)
