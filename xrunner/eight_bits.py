@@ -1,4 +1,4 @@
-"""Numbers in eight bits and their scales: rows rounded to them, and weights that a checkpoint stores so."""
+"""Numbers in eight bits with their scales: rounding rows to them, and weights that a checkpoint stores so."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 EIGHT_BITS = ("F8_E4M3", "I8")
-"""As safetensors names them."""
+"""Number types of eight bits, as safetensors names them."""
 SCALES = ("_scale", "_scale_inv")
-"""What follows a weight's name in the name of its scales."""
+"""Suffixes of a weight's name that make the name of its scales."""
 OFFSETS = "_zero_point"
-"""What it is followed by if numbers do not count from zero."""
+"""Suffix of a weight's name that makes the name of its offsets, if its numbers do not count from zero."""
 BLOCK = 128
-"""Rows and columns of a block of weights that share a scale."""
+"""Rows and columns of a block of weights that shares one scale."""
 
 
 LARGEST = 127.0
@@ -23,7 +23,7 @@ TINIEST = torch.finfo(torch.float32).tiny
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each row to eight bits, symmetrically. # float32 [..., n]
+    """Round each row symmetrically to eight bits. # float32 [..., n]
 
     Returns:
         int8 [..., n], and each row's scale, float32 [...]. A row that is not finite is zero, and its scale NaN.
@@ -37,26 +37,27 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def name_of_scales(names: Container[str], weight: str) -> str | None:
-    """Return what a checkpoint calls a weight's scales; None if it has none, or if it has offsets as well."""
+    """Return the name that a checkpoint gives to a weight's scales; None if it has none, or if it has offsets as
+    well."""
     if weight + OFFSETS in names:
         return None
     return next((weight + ending for ending in SCALES if weight + ending in names), None)
 
 
 def fits(scales: list[int], shape: list[int]) -> bool:
-    """Whether scales of that shape are one of a matrix, one of each row, or one of each block."""
+    """Return whether this shape suits one scale for a matrix, one for each row, or one for each block."""
     rows, columns = shape
     of_blocks = [ceil(rows / BLOCK), ceil(columns / BLOCK)]
     return scales in ([], [1], [1, 1], [rows], [rows, 1], of_blocks)
 
 
 def scaled(numbers: Tensor, scales: Tensor, shape: list[int], place: tuple[slice, ...]) -> Tensor:
-    """Return a part of a matrix. # numbers [rows, columns] of that part -> float32, the same
+    """Return a part of a matrix, scaled. # numbers [rows, columns] of that part -> float32, the same
 
     Args:
-        scales: of the whole matrix; they fit it.
-        shape: of the whole matrix.
-        place: of the part in it.
+        scales: scales of the whole matrix, in a shape that `fits`.
+        shape: shape of the whole matrix.
+        place: position of the part in it.
     """
     scales = scales.float()
     if scales.numel() > 1:

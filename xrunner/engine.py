@@ -1,4 +1,4 @@
-"""The real engine: schedule, execute, settle, on real workers and the real clock."""
+"""The real engine: it schedules, executes and settles steps on real workers and the real clock."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs a schedule: requests in from any thread, tokens out of `step`.
+    """Runs a schedule: any thread submits requests, and `step` returns their tokens.
 
     Other threads may call `submit`, `cancel` and `apply`; everything else belongs to the thread that calls `step`.
 
-    If a worker is lost, or a step fails, all workers are restarted, and requests are encoded again with what they had
-    generated: their tokens go on where they were. These requests arrive again in the step log, whose numbers start
-    anew. A request at fault, or one that does not fit another plan's memory, ends with finish "error".
+    If a worker is lost or a step fails, all workers are restarted. The requests are encoded again with the tokens that
+    they had generated, and continue where they were. They arrive again in the step log, whose numbers restart. A
+    request that makes steps fail, or does not fit another plan's memory, ends with finish "error".
 
     Args:
-        deploy: None: no other plan than one with the same placement can be applied.
-        reuse: requests share the K/V of what their prompts have in common.
+        deploy: builds the workers of another plan; None: only plans with the same placement can be applied.
+        reuse: requests share the K/V of the beginnings that their prompts have in common.
 
     Attributes:
-        executor: what computes the steps now.
-        scores_prompts: whether log probabilities of prompts are given.
-        on_refused: called with the reason, in `step`'s thread, if another plan cannot be deployed; this one goes on.
-        on_begin: called there with the requests that a step takes up, as it begins.
+        executor: the current executor of steps.
+        scores_prompts: whether log probabilities of prompts are available.
+        on_refused: called in `step`'s thread with the reason if another plan cannot be deployed; the current one
+            continues.
+        on_begin: called in `step`'s thread with the requests that a step starts, when it begins.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Engine:
         self.on_refused: Callable[[str], None] = lambda reason: None
         self.on_begin: Callable[[list[int]], None] = lambda ids: None
         self._given_up: list[Token] = []
-        """Ends of requests that the engine has lost, not yet handed out."""
+        """Ends of lost requests that `step` has not returned yet."""
         self._suspects: Suspects[Request] = Suspects()
         self._redeployment = Redeployment(deploy)
         self._progress = Ledger()
@@ -70,7 +71,7 @@ class Engine:
         self._now_ns = 0
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
-        """Have further steps reported, in the thread that calls `step`."""
+        """Call a function with later steps' records, in the thread that calls `step`."""
         self._recorder.listen(on_step)
 
     @property
@@ -78,19 +79,20 @@ class Engine:
         return self._schedule.pool
 
     def submit(self, generation: Generation) -> None:
-        """Hand in a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
+        """Submit a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
         self._hand_in(generation)
 
     def cancel(self, id_: int) -> None:
-        """Take a request out before the next step; one that has ended already is ignored."""
+        """Remove a request before the next step; one that has already ended is ignored."""
         self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule: before the next step if the placement stays, else when no request runs."""
+        """Adopt another plan's schedule: before the next step if the placement stays, otherwise once no request
+        runs."""
         self._hand_in(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
-        """Have the plan's schedule applied."""
+        """Adopt the plan's schedule; see `apply`."""
         self.apply(policies.build(plan))
 
     def _hand_in(self, what: HandedIn) -> None:
@@ -101,26 +103,26 @@ class Engine:
 
     @property
     def resumes(self) -> bool:
-        """Whether what a request has generated can be encoded with its prompt."""
+        """Return whether a request can continue by encoding its prompt and output so far."""
         return self.executor.resumes
 
     @property
     def is_emptying(self) -> bool:
-        """Whether requests wait until another plan has been deployed."""
+        """Return whether requests wait until another plan has been deployed."""
         return self._redeployment.is_pending
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something is handed in, or the time is over. To be called when `step` returned None."""
+        """Wait until something is submitted, or the time is over; to be called when `step` returned None."""
         self._inbox.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Begin every step that can begin, then wait for one to end; an arrival meanwhile may begin one more.
+        """Begin every step that can begin, then wait for one to end; an arrival during the wait may begin one more.
 
         Returns:
-            That step's tokens, and the ends of requests that have been lost; None if nothing could run.
+            That step's tokens, and the ends of lost requests; None if nothing could run.
 
         Raises:
-            MachineError: workers that were lost do not come back.
+            MachineError: lost workers cannot be restarted.
             EngineFailed: one step after another fails.
         """
         try:
@@ -151,7 +153,8 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Put requests handed in since the last step into the pool with the step's own time; drop those too late."""
+        """Add requests submitted since the last step to the pool at the step's own time; drop those whose deadline has
+        passed."""
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
             match handed_in:
@@ -176,7 +179,7 @@ class Engine:
             self._redeploy()
 
     def _enter(self, generation: Generation) -> None:
-        """Let a request wait; one that can never be executed ends."""
+        """Queue a request; one that can never be executed ends."""
         handed_in_ns = self._now_ns if generation.arrival_ns is None else min(generation.arrival_ns, self._now_ns)
         request = Request(
             generation.id,
@@ -203,7 +206,8 @@ class Engine:
 
     @property
     def _shared(self) -> Prefixes | None:
-        """The keys of blocks that requests share; None if they share none, for example if an encoder reads prompts."""
+        """Return the keys of blocks that requests share; None if they share none, for example because an encoder reads
+        prompts."""
         return self._prefixes if self.executor.resumes else None
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -218,7 +222,7 @@ class Engine:
             self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self) -> None:
-        """Give the workers up, deploy the other plan, and let in the requests that were parked."""
+        """Give the workers up, deploy the other plan, and admit the requests that were parked."""
         self.executor = Vacant()  # what was there frees its memory before the next takes its own
         self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
@@ -249,7 +253,8 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens; requests held by a static batch compute on, but hand out no more."""
+        """Account for the step's tokens. Requests that a static batch still computes after their end return no more
+        tokens."""
         logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool
         tokens = []
         for id_, chosen in sampled.items():
@@ -273,7 +278,7 @@ class Engine:
         return tokens
 
     def _go_on_after(self, error: Exception) -> None:
-        """Start anew after a step that has failed, without the request at fault once that is known.
+        """Restart after a failed step, without the request that makes steps fail once it is known.
 
         Raises:
             EngineFailed: too many have failed recently.
@@ -286,13 +291,13 @@ class Engine:
         self._recover("a step has failed")
 
     def _give_up(self, id_: int, reason: str) -> None:
-        """End a request that no worker knows of, or will know of."""
+        """End a request that no worker has or will have."""
         self._progress.forget(id_)
         self._suspects.forget(id_)
         self._given_up.append(Token(id_, NO_TOKEN, "error", error=reason))
 
     def _recover(self, why: str) -> None:
-        """Start anew with all requests that were waiting or running, in the order of their arrival."""
+        """Restart with all requests that were waiting or running, in the order of their arrival."""
         logger.warning("%s; starting anew with %d requests", why, len(self._progress.generations))
         self.executor.restart()
         old = self._schedule.pool
@@ -317,9 +322,9 @@ class Engine:
         self.executor.release(freed)
 
     def uses(self) -> list[Use]:
-        """Of the processes that run it, if others than this one do."""
+        """Return what each process has done, if the engine runs in several."""
         return self.executor.uses()
 
     def close(self) -> None:
-        """Give up the workers."""
+        """Close the executor."""
         self.executor.close()

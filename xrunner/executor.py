@@ -1,4 +1,4 @@
-"""The contract between the engine and the workers that compute for it."""
+"""The contract between the engine and the workers that execute its steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xrunner.generation import Generation, Logprobs
 
 
 class WorkerLost(XgptError):
-    """A worker has died or is silent; what all of them were doing is lost."""
+    """A worker has died or is silent; the work of all workers is lost."""
 
 
 class Use(NamedTuple):
-    """What a process of a replica has done since its start: bytes that it has sent, seconds that it has computed."""
+    """What a process of a replica has done since its start: bytes sent, and seconds computed."""
 
     process: str
     control_bytes: int
@@ -26,13 +26,13 @@ class Use(NamedTuple):
 
 
 class Executor(Protocol):
-    """The workers behind the engine: they hold weights and K/V, and execute steps.
+    """The workers of an engine: they hold weights and K/V, and execute steps.
 
     Attributes:
-        logprobs: of the last step's tokens, for the requests that ask for them.
-        failed: why no token (NO_TOKEN) was chosen for some of the last step's requests, where logits do not say it.
-        resumes: whether what a request has generated can be encoded with its prompt.
-        scores_prompts: whether it gives log probabilities of prompts.
+        logprobs: log probabilities of the last step's tokens, for the requests that ask for them.
+        failed: why the last step chose no token (NO_TOKEN) for some requests, if the logits are not the cause.
+        resumes: whether a request can continue by encoding its prompt and output so far.
+        scores_prompts: whether log probabilities of prompts are available.
     """
 
     logprobs: dict[int, Logprobs]
@@ -41,61 +41,62 @@ class Executor(Protocol):
     scores_prompts: bool
 
     def accept(self, generation: Generation) -> None:
-        """Look at a request before anything is planned for it; raise any error if it cannot be handed on."""
+        """Check a request before anything is planned for it; raise an error if the workers cannot take it."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
-        """Take in a request that is about to be encoded.
+        """Add a request that is about to be encoded.
 
         Args:
-            table: its blocks where it is encoded; the first `found` hold what they should already. Those that it is
-                given later come with steps (`Step.grown`).
-            moves_to: its blocks where it is decoded; None: it stays.
+            table: its blocks where it is encoded; the first `found` already hold its K/V. Later blocks come with steps
+                (`Step.grown`).
+            moves_to: its blocks where it is decoded; None: the same.
         """
 
     def begin(self, step: Step) -> None:
-        """Start a step after the earlier steps of its lane, without waiting for it."""
+        """Start a step after the earlier steps of its lane, and return without waiting for it."""
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
-        """Wait for the next step to end; with the next token of each request that decoded or whose prompt ended.
+        """Wait for the next step to end; return the next token of each request that decoded or whose prompt ended.
 
-        Steps of one lane end in the order in which they began. None: `interrupt` came first.
+        Steps of one lane end in the order in which they began. Returns None if `interrupt` came first.
 
         Raises:
-            WorkerLost: the steps under way will not end, and no request has K/V any more.
+            WorkerLost: the current steps will not end, and all K/V is lost.
         """
 
     def interrupt(self) -> None:
-        """Have `collect` return at once, this time or, if it is not waiting, the next. Callable from any thread.
+        """Make `collect` return at once, or the next call if it is not waiting. Any thread may call this.
 
-        Where steps are executed while they are waited for, nothing could begin earlier for it: nothing happens.
+        It does nothing if steps are executed inside `collect`, where nothing could begin earlier.
         """
 
     def check(self) -> None:
-        """While nothing is under way: see whether all workers are well.
+        """Check that all workers are well; called while no step is being executed.
 
         Raises:
             WorkerLost: one is not.
         """
 
     def restart(self) -> None:
-        """After `WorkerLost`, or a step that has failed: bring the workers back, with no request in them.
+        """Bring the workers back without requests, after `WorkerLost` or a failed step.
 
         Raises:
-            MachineError: they do not come back.
+            MachineError: they cannot be restarted.
         """
 
     def uses(self) -> list[Use]:
-        """Of each of its processes, the engine's first; none where that is the only one. May be asked by any thread."""
+        """Return what each process has done, the engine's own first; empty if that is the only one. Any thread may call
+        this."""
 
     def close(self) -> None:
-        """Give everything back; nothing may be asked of it afterwards."""
+        """Free everything; the executor cannot be used afterwards."""
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests; no step under way touches them. Their blocks are the schedule's to give out."""
+        """Forget these requests, which no current step uses. The schedule reassigns their blocks."""
 
 
 class OneAtATime(ABC):
-    """An executor in the engine's own process: each step is executed while it is waited for."""
+    """An executor in the engine's own process: a step is executed while `collect` waits for it."""
 
     resumes = True
     scores_prompts = False
@@ -106,11 +107,11 @@ class OneAtATime(ABC):
         self._begun: deque[Step] = deque()
 
     def accept(self, generation: Generation) -> None:  # noqa: B027
-        """Take a request over: no other executor is given it."""
+        """Accept any request."""
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:
-        """Run one step; returns the next token of each request that decoded or whose prompt ended."""
+        """Run one step; return the next token of each request that decoded or whose prompt ended."""
 
     def begin(self, step: Step) -> None:
         self._begun.append(step)
@@ -126,7 +127,7 @@ class OneAtATime(ABC):
         """Do nothing: there is no other process to check."""
 
     def restart(self) -> None:
-        """Forget steps and requests, whatever state a failed step has left them in."""
+        """Forget all steps and requests, in whatever state a failed step has left them."""
         self._begun.clear()
 
     def uses(self) -> list[Use]:
@@ -137,7 +138,7 @@ class OneAtATime(ABC):
 
 
 class Vacant(OneAtATime):
-    """Between two deployments, when requests may be handed in but nothing runs."""
+    """The executor between two deployments: it accepts requests but runs nothing."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         raise AssertionError("nothing is deployed")
@@ -150,4 +151,4 @@ class Vacant(OneAtATime):
 
 
 Deployer = Callable[[Schedule], Executor]
-"""Makes the executor of another plan's schedule, once the one before has been given up."""
+"""Builds the executor of another plan's schedule, after the previous executor was closed."""

@@ -1,4 +1,4 @@
-"""A request as the engine takes it, and the tokens that the engine returns."""
+"""A request in the form that the engine takes, and the tokens that the engine returns."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ FinishReason = Literal["stop", "length", "error"]
 """error: the engine could not continue the request; its last token does not count."""
 
 NO_TOKEN = -1
-"""In a token's place where the logits hold NaN, or the highest is infinite."""
+"""Stands in a token's place if the logits hold NaN, or the highest is infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a request's tokens are chosen; the default is the highest logit.
+    """How a request's tokens are chosen; by default the highest logit.
 
     Attributes:
-        temperature: 0: the highest logit.
-        top_k: only this number of most probable tokens; 0: all.
-        top_p: of these only the most probable that together have this probability.
-        min_p: of these only those at least so probable, relative to the most probable.
-        seed: the same seed gives the same tokens where logits are the same; what else is in the batch may change their
-            last bits, which changes a token as seldom as the highest logit (`sampling`).
-        presence_penalty: taken off the logit of every token that the output holds.
-        frequency_penalty: taken off it once for each time that the output holds it.
-        repetition_penalty: divides the logit, where it is positive, of every token that prompt or output hold, and
-            multiplies it where it is negative. An encoder's prompt does not count.
-        logprobs: how many most probable tokens to report in addition to the chosen one; None: report nothing.
-        prompt_logprobs: as many most probable tokens in place of each prompt token but the first; not without
-            `logprobs`. None: nothing of the prompt.
-        logit_bias: tokens, and what is added to their logits.
-        grammar: what the output keeps to (`xrunner.grammar`); None: anything.
+        temperature: divides the logits; 0: choose the highest logit.
+        top_k: keep only this many most probable tokens; 0: all.
+        top_p: of these, keep only the most probable ones that together have this probability.
+        min_p: of these, keep only those at least this probable, relative to the most probable.
+        seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
+            logits, which changes a drawn token as rarely as the highest logit (`sampling`).
+        presence_penalty: subtracted from the logit of every token in the output.
+        frequency_penalty: subtracted from a token's logit once for each time that the output has it.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of every token in the prompt or the
+            output. An encoder's prompt does not count.
+        logprobs: number of most probable tokens to report in addition to the chosen one; None: report nothing.
+        prompt_logprobs: number of most probable tokens to report for each prompt token except the first; needs
+            `logprobs`. None: report nothing.
+        logit_bias: tokens, and the number added to each one's logit.
+        grammar: the grammar of the output (`xrunner.grammar`); None: free text.
     """
 
     temperature: float = 0.0
@@ -56,7 +56,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the highest logit is all that is asked for."""
+        """Return whether the highest logit is all that is needed."""
         chooses = self.temperature or self.has_penalty or self.logit_bias or self.grammar is not None
         return self.logprobs is None and not chooses
 
@@ -64,11 +64,12 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 SEED_STRIDE = 0x9E3779B97F4A7C15
-"""Difference between the seeds of two outputs of one request, so large that other requests' seeds are others."""
+"""Difference between the seeds of two outputs of one request; it is so large that they differ from other requests'
+seeds."""
 
 
 def of_choices(sampling: SamplingParams, seed: int, num_choices: int) -> Iterator[SamplingParams]:
-    """Yield the sampling parameters of each output of one request: the same ones, with a seed each."""
+    """Yield the sampling parameters of each output of one request: the same, with a seed for each."""
     for index in range(num_choices):
         yield replace(sampling, seed=(seed + index * SEED_STRIDE) % 2**64)
 
@@ -77,7 +78,8 @@ class Logprobs(NamedTuple):
     """Natural logarithms of probabilities: of the chosen token, and of the most probable ones (token, value).
 
     Attributes:
-        prompt: of each prompt token but the first, with the first token of a request that asks for them.
+        prompt: scores of each prompt token except the first; comes with the first token of a request that asks for
+            them.
     """
 
     chosen: float
@@ -87,20 +89,20 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request as the server hands it in.
+    """A request in the form that the server submits it.
 
     Attributes:
         prompt: token ids.
-        max_output: output tokens at most; the schedule knows no more than this.
+        max_output: largest number of output tokens; the schedule knows no more about the output's length.
         stop_token_ids: tokens that end the output.
-        output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come then.
-            Hidden from the schedule.
+        output_length: benchmarks only: end after exactly this many tokens, as if a stop token had come. Hidden from the
+            schedule.
         sampling: how its tokens are chosen.
-        num_resumed: tokens at the end of `prompt` that it had generated itself before a preemption.
-        deadline_ns: after which its tokens are of no use, on the engine's clock. If it still waits then, it leaves
-            without a token.
-        promised_output, account: as of `Arrival`.
-        arrival_ns: when the server took it in, on the engine's clock; None: when the engine does.
+        num_resumed: number of tokens at the end of `prompt` that the request had generated before a preemption.
+        deadline_ns: time after which its tokens are useless, on the engine's clock. A request that still waits then
+            ends without a token.
+        promised_output, account: as in `Arrival`.
+        arrival_ns: time at which the server received it, on the engine's clock; None: when the engine receives it.
     """
 
     id: int
@@ -117,11 +119,11 @@ class Generation:
 
     @property
     def is_scored(self) -> bool:
-        """Whether its prompt is scored; once output is encoded again, the scores have been reported."""
+        """Return whether its prompt is scored. Once output is encoded again, the scores have already been reported."""
         return self.sampling.prompt_logprobs is not None and not self.num_resumed
 
     def resumed(self, generated: Sequence[int]) -> Generation:
-        """Return the request as it goes on after these tokens of its output, which are encoded with its prompt."""
+        """Return the request that continues after these output tokens, which are encoded with its prompt."""
         if not generated:
             return self
         count = len(generated)
@@ -134,7 +136,7 @@ class Generation:
         )
 
     def finish(self, token: int, count: int) -> FinishReason | None:
-        """Return why this output token, the `count`-th, is the last; None if it is not."""
+        """Return why this output token, number `count`, is the last; None if it is not."""
         if token == NO_TOKEN:
             return "error"
         if token in self.stop_token_ids or count == self.output_length:
@@ -143,11 +145,11 @@ class Generation:
 
 
 class Token(NamedTuple):
-    """One output token of one request; the last carries why it is the last."""
+    """One output token of one request; the last one has a finish reason."""
 
     id: int
     token: int
     finish: FinishReason | None
     logprobs: Logprobs | None = None
     error: str = ""
-    """Why the engine lost the request, if it knows."""
+    """Why the engine lost the request, if that is known."""

@@ -1,8 +1,8 @@
 """Keep outputs to a grammar: compute which tokens may come next, by llguidance.
 
-A grammar is text, made by `json_grammar` or `xrunner.server.api.tools`; it travels with its request, so that whichever
-worker picks tokens knows it. A token is taken once it is picked; what a request had generated before it came to this
-worker is taken at its start.
+A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. It travels with its request, so that any
+worker that chooses tokens has it. A token advances the grammar when it is chosen; tokens generated before the request
+came to this worker advance it at its start.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 1 << 16
-"""Of a grammar. Those of tools in use are a tenth of it."""
+"""Largest grammar in bytes. Grammars of the tools in use are a tenth of that."""
 KEPT_BYTES = 32 * MAX_BYTES
-"""Of grammars that are kept once they are compiled, those asked for last. One of the longest takes 0.2 s and 11 MiB."""
+"""Bytes of compiled grammars to keep, the most recently used ones. Compiling one of the longest takes 0.2 s and 11
+MiB."""
 
 DENSE = {"x-guidance": {"whitespace_flexible": False}}
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
-    """The grammar of a JSON schema's values, without space between their parts: no output is endless white space."""
+    """Return the grammar of a JSON schema's values, without space between their parts, so that no output is endless
+    white space."""
     return json.dumps({"grammars": [{"json_schema": schema | DENSE}]})
 
 
@@ -65,12 +67,12 @@ def any_of(opened: Mapping[str, dict[str, Any]], end: str) -> str:
 
 
 def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool = False) -> str:
-    """Return the grammar of an output that may think first, and then keeps to a rule.
+    """Return the grammar of an output that may begin with reasoning, and then follows a rule.
 
     Args:
-        answer: rules; that of what follows the thought is `answer`.
-        begin, end: Lark terms of the marks around a thought; empty: there is none.
-        is_open: whether the output begins within a thought, which it must end.
+        answer: rules; the rule `answer` describes what follows the reasoning.
+        begin, end: Lark terms of the marks around reasoning; empty: there are none.
+        is_open: whether the output begins within reasoning, which it must end.
     """
     if not end:
         return f"start: answer\n{answer}"
@@ -84,12 +86,12 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
 
 
 def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) -> str:
-    """Return the grammar of text in which what follows each trigger keeps to a rule.
+    """Return the grammar of text in which a rule applies after each trigger.
 
     Args:
         trigger: text, or the id of a special token.
-        called: rules; that of what follows is `called`.
-        free: tokens that are no text, and may stand anywhere in it.
+        called: rules; the rule `called` describes what follows the trigger.
+        free: tokens that are not text, and may stand anywhere in it.
     """
     if isinstance(trigger, int):
         tag = f"tag: TEXT <[{trigger}]> called"
@@ -99,11 +101,11 @@ def tagged_grammar(trigger: str | int, called: str, free: Collection[int] = ()) 
 
 
 def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collection[int] = ()) -> str:
-    """Return the grammar of text in which a value of its JSON schema, and `end`, follow each of several openings.
+    """Return the grammar of text in which each of several openings is followed by a value of its JSON schema and `end`.
 
     Args:
         opened: schemas by openings; all other text is free.
-        free: tokens that are no text, and may stand anywhere in it.
+        free: tokens that are not text, and may stand anywhere in it.
     """
     rules = [f"tag: {' | '.join(f'tag_{number}' for number in range(len(opened)))}"]
     for number, (opening, schema) in enumerate(opened.items()):
@@ -113,7 +115,7 @@ def opened_grammar(opened: Mapping[str, dict[str, Any]], end: str, free: Collect
 
 
 def _free_text(free: Collection[int]) -> str:
-    """Return the rules of text with tags in it, the rule `tag` left out."""
+    """Return the rules of text with tags, except the rule `tag`."""
     start = f"start: (tag | other)* text\nother: TEXT <[{ranges(free)}]>\n" if free else "start: tag* text\n"
     return f"%llguidance {{}}\n{start}text: TEXT\nTEXT: /(.|\\n)*/\n"
 
@@ -130,11 +132,12 @@ def ranges(tokens: Collection[int]) -> str:
 
 
 class Grammars:
-    """The grammars of a checkpoint's tokens. Its tokenizer is read in a thread of its own, and waited for when needed.
+    """The grammars of a checkpoint's tokens. Its tokenizer is read in a thread of its own, which the first use waits
+    for.
 
     Args:
         tokenizer: path of tokenizer.json.
-        vocab_size: of the model: as many tokens have a logit.
+        vocab_size: number of logits.
         eos_token_ids: tokens that end an output.
     """
 
@@ -142,7 +145,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        """By their grammars. A copy costs nothing, and shares with all others what has been worked out."""
+        """Compiled matchers by grammar. A copy costs nothing, and shares computed states with all others."""
         self._lock = Lock()
         self._read: Future[LLTokenizer] = Future()
         Thread(target=self._load, args=(tokenizer,), daemon=True).start()
@@ -171,7 +174,7 @@ class Grammars:
         return None
 
     def state(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:
-        """Return the state behind `output`.
+        """Return the grammar's state after `output`.
 
         Raises:
             MachineError: the tokenizer cannot be used.
@@ -182,7 +185,8 @@ class Grammars:
         return state
 
     def _matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at its beginning. Called by the thread that checks grammars first, then by the one that uses it."""
+        """Return a matcher at its start. The thread that checks grammars calls this first, then the thread that uses
+        it."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -199,7 +203,7 @@ class Grammars:
 
 
 class GrammarState:
-    """Where an output stands in its grammar.
+    """The position of an output in its grammar.
 
     Args:
         eos_token_ids: allowed only where the output is complete, even if the tokenizer has text for them.
@@ -211,8 +215,8 @@ class GrammarState:
         self._eos = list(eos_token_ids)
 
     def allowed(self) -> np.ndarray | None:
-        """Which tokens may come next; None if the output can no longer be followed, for instance because the grammar is
-        too large.
+        """Return which tokens may come next; None if the output can no longer be followed, for instance because the
+        grammar is too large.
 
         # bool [vocab]
         """
@@ -225,13 +229,13 @@ class GrammarState:
         return found
 
     def take(self, token: int) -> None:
-        """Advance by a token; after one that is not allowed, no token is."""
+        """Advance by a token; after a token that is not allowed, no token is allowed."""
         self._matcher.consume_token(token)
 
 
 def grammars_of(checkpoint: Path | None, spec: ModelSpec) -> Grammars | None:
-    """The grammars of a checkpoint's tokens, the same ones for all of a process: what the server has checked, a worker
-    need not compile. None: it has no tokenizer, or no token that ends an output.
+    """Return the grammars of a checkpoint's tokens: one object for each process, so that a worker need not compile what
+    the server has checked. None: the checkpoint has no tokenizer, or no token that ends an output.
     """
     path = None if checkpoint is None else checkpoint / "tokenizer.json"
     if path is None or not path.is_file() or not spec.eos_token_ids:

@@ -1,4 +1,4 @@
-"""What other threads hand to an engine, until its next step takes it in."""
+"""The queue of what other threads submit to an engine, until its next step takes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xgpt.core.policies import Schedule
 from xrunner.generation import Generation
 
 HandedIn = Generation | int | Schedule
-"""A new request, the id of one to cancel, or another plan's schedule."""
+"""A new request, the id of a request to cancel, or another plan's schedule."""
 
 
 class Inbox:
@@ -21,16 +21,16 @@ class Inbox:
         self._wake = threading.Event()
 
     def put(self, handed_in: HandedIn) -> None:
-        """Hand something in, from any thread."""
+        """Add an item; any thread may call this."""
         self._queue.put(handed_in)
         self._wake.set()
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something is handed in, or the time is over."""
+        """Wait until something is submitted, or the time is over."""
         self._wake.wait(timeout_s)
 
     def drain(self) -> Iterator[HandedIn]:
-        """Yield what has been handed in, in that order."""
+        """Yield the submitted items, in order."""
         self._wake.clear()
         while not self._queue.empty():
             yield self._queue.get()

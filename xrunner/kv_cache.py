@@ -16,14 +16,14 @@ from xrunner.eight_bits import quantise
 class KvCache:
     """The blocks of all decoder layers.
 
-    A request has the same block numbers in every layer. Within a layer a block holds, for each head, its
-    tokens side by side, so that one head reads `block_size * head_dim` contiguous elements.
+    A request has the same block numbers in every layer. Within a layer, a block holds its tokens head by head, so that
+    one head reads `block_size * head_dim` contiguous elements.
 
     Attributes:
-        device: where they are; known, too, where a stage has no decoder layer.
-        layers: one tensor a layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim]
-            Of latent attention one vector a token, which is key and value in one: [1, num_blocks, 1, block_size, kept].
-            In eight bits head_dim is SCALE_BYTES larger: behind a block's numbers are their scales (`numbers_of`).
+        device: the device of the blocks; set even if a stage has no decoder layer.
+        layers: one tensor for each layer. # [2 (K, V), num_blocks, num_kv_heads, block_size, head_dim] Latent attention
+            has one vector for each token, both key and value: [1, num_blocks, 1, block_size, kept]. In eight bits
+            head_dim is SCALE_BYTES larger: each token's numbers are followed by their scale (`numbers_of`).
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class KvCache:
 
 
 def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Put a step's keys and values where they belong in one layer's cache.
+    """Write a step's keys and values into their slots in one layer's cache.
 
     Args:
-        keys, values: of the step's tokens. # [tokens, num_kv_heads, head_dim]
-        cache: the layer's. # [2 or 1, num_blocks, num_kv_heads, block_size, head_dim]
+        keys, values: keys and values of the step's tokens. # [tokens, num_kv_heads, head_dim]
+        cache: the layer's cache. # [2 or 1, num_blocks, num_kv_heads, block_size, head_dim]
         slots: block * block_size + offset of each token. # int64 [tokens]
     """
     block_size = cache.shape[3]
@@ -63,7 +63,7 @@ def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None
 
 
 def read_kv(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Whole blocks of a layer. # int64 [blocks] -> [2 or 1, blocks, num_kv_heads, block_size, head_dim]"""
+    """Return whole blocks of a layer. # int64 [blocks] -> [2 or 1, blocks, num_kv_heads, block_size, head_dim]"""
     kept = cache[:, blocks]
     if cache.dtype != torch.int8:
         return kept
@@ -72,7 +72,7 @@ def read_kv(cache: Tensor, blocks: Tensor) -> Tensor:
 
 
 def numbers_of(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks in eight bits: views of their numbers, and of each token's scale.
+    """Return views of the numbers in eight-bit blocks, and of each token's scale.
 
     # int8 [.., block_size, head_dim + SCALE_BYTES] -> int8 [.., block_size, head_dim], float32 [.., block_size]
     """

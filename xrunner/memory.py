@@ -1,6 +1,6 @@
-"""A CPU's memory for weights and keys and values: it stays when it is freed, and weights come in huge pages.
+"""A CPU's memory for weights, keys and values: freed memory is kept, and weights are stored in huge pages.
 
-A core of a virtual machine reads weights a fifth faster from huge pages: page tables are not walked every 4 KiB.
+A core of a virtual machine reads weights a fifth faster from huge pages, since page tables are walked less often.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
 """Parameters of glibc's mallopt."""
 GROWTH = 2**28
-"""Bytes by which the heap grows at least; they take no memory before they are written to."""
+"""Least number of bytes by which the heap grows; they take no memory before they are written to."""
 MADV_HUGEPAGE = 14
 HUGE_PAGE = 2**21
-"""Bytes; less than one is left to the allocator."""
+"""Size of a huge page in bytes; smaller requests are left to the allocator."""
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep freed memory and share it between threads, if it is glibc.
+    """Make the C library keep freed memory and share it between threads, if it is glibc.
 
-    Otherwise it hands every large tensor back to the system, and taking it again costs a page fault for each 4 KiB: 5
+    Otherwise it returns every large tensor's memory to the system. Taking it again costs a page fault for each 4 KiB: 5
     to 13% of a step of 500 tokens or more.
 
-    Call it before the process has other threads: one that has taken memory keeps its own arena, which is no part of
-    the heap, and which `ask_for_heap` does not reach.
+    Call this before the process has other threads: a thread that has already allocated keeps an arena of its own, which
+    is not part of the heap, and which `ask_for_heap` does not cover.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -44,7 +44,8 @@ def keep_freed_memory() -> None:
 
 
 def ask_for_heap() -> None:
-    """Ask for huge pages where the heap has grown and was not written to: there libraries keep their weights."""
+    """Request huge pages for the part of the heap that has not been written to yet, where libraries will store
+    weights."""
     begin = _heap_begin()
     if begin is None:
         return
@@ -56,7 +57,7 @@ def ask_for_heap() -> None:
 
 @cache
 def _heap_begin() -> int | None:
-    """Return the address of the heap's first page; None if the system does not say."""
+    """Return the address of the heap's first page; None if the system does not report it."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
@@ -67,8 +68,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = True) -> T
     """Return zeros that take memory only when they are written to, in huge pages if the system has them.
 
     Args:
-        huge: use pages of the usual size if not. Keys and values do: written to block by block, they made steps of a
-            server 13% longer in huge pages on a virtual machine, while weights, read whole, are read faster.
+        huge: use huge pages. Keys and values do not: they are written block by block, and huge pages made a server's
+            steps 13% longer on a virtual machine, while weights, which are read whole, are read faster.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE_PAGE:

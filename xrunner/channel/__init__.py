@@ -13,7 +13,13 @@ Contract of an engine in the front (`RemoteEngine`; one thread; only `restart` a
     takes_seeds, scores_prompts             what the engine can do
     resumes, repeats                        how a lost engine's request continues in another engine
     restart         ends the old engine, and starts a new one without requests
-`step` raises `EngineLost` if the engine's process has died or hangs. It counts as hung if it has sent nothing for `SILENCE_S`, although an engine reports every `ALIVE_S` from its start on; or if it has requests to execute itself and has ended no step for `STEP_S`. An engine that is seen to work (it imports, compiles, computes, or waits for processors) may take longer: `BUSY_S`, `LONG_STEP_S`. The front then restarts the engine on the last plan that ran, and submits each request again with the tokens that its client already has (`xrunner.server.handover`). No request is lost, and no token is sent twice.
+
+`step` raises `EngineLost` if the engine's process has died or hangs. It counts as hung if it has sent nothing for
+`SILENCE_S`, although an engine reports every `ALIVE_S` from its start on; or if it has requests to execute itself and
+has ended no step for `STEP_S`. An engine that is seen to work (it imports, compiles, computes, or waits for processors)
+may take longer: `BUSY_S`, `LONG_STEP_S`. The front then restarts the engine on the last plan that ran, and submits each
+request again with the tokens that its client already has (`xrunner.server.handover`). No request is lost, and no token
+is sent twice.
 
 On the wire: frames of msgpack over Unix sockets (`ends`, `messages`), one frame for each step, however many tokens it
 has. With 128 streams a step takes 7 us to encode and 20 us to decode, and wakes the front once. An engine's process

@@ -1,1 +1,1 @@
-"""Kernels for GPUs, and steps captured in CUDA graphs."""
+"""GPU kernels, and steps captured in CUDA graphs."""

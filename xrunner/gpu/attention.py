@@ -1,9 +1,9 @@
-"""Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split over their context.
+"""Attention on GPUs in Triton: pieces of prompts over paged keys and values, and decodes split along their context.
 
-Nothing is read back from the device, and every launch depends on shapes alone: a step can be captured in a CUDA graph.
-Where it is to hold any batch of its shape, what a sequence holds is left to the kernels (`Batch.num_unsorted`).
-Position biases, looking both ways, windows, sinks, soft caps and latent keys run in plain torch.
-Triton is imported where the backend is made, so that no other code needs it.
+Nothing is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
+graph. In a captured step that must suit any batch of its shape, the kernels themselves find out what each sequence
+holds (`Batch.num_unsorted`). Position biases, attention in both directions, windows, sinks, soft caps and latent keys
+run in plain torch. Triton is imported where the backend is built, so that no other code needs it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
-"""Programs of a decode for each of the device's processors, up to which splits are added."""
+"""Programs of a decode for each of the device's processors; contexts are split until there are this many."""
 UNSORTED_SPLITS = 8
-"""Most where the number of sequences is left to the kernels; many leave these splits empty."""
+"""Most splits if the number of sequences is known only on the device; with many sequences, these splits are empty."""
 LEAST_DOT = 16
-"""Rows and columns of the smallest product that tensor cores take."""
+"""Rows and columns of the smallest product that tensor cores compute."""
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut: query rows and keys at a time, and how the compiler is to schedule it."""
+    """How a kernel is divided: query rows and keys at a time, and options for the compiler's schedule."""
 
     rows: int
     keys: int
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class TritonAttention(AttentionBackend):
-    """Float32, float16 and bfloat16, on a GPU; a CPU has Triton's interpreter, which is for tests alone."""
+    """Attention in float32, float16 and bfloat16 on a GPU. On a CPU it runs in Triton's interpreter, for tests only."""
 
     capturable = True
 
@@ -137,7 +137,8 @@ class TritonAttention(AttentionBackend):
         *,
         is_decode: bool = False,
     ) -> None:
-        """Attend for all pieces of prompts, or for all decodes; where these are split, for their parts and masses."""
+        """Attend for all pieces of prompts or all decodes; if decodes are split, return their partial results and
+        weights."""
         num_kv_heads, block_size, head_dim = cache.shape[2:]
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
@@ -181,7 +182,8 @@ class TritonAttention(AttentionBackend):
 
 
 def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """For pieces of prompts. As large as a Hopper GPU compiles without spilling registers; timed on no device."""
+    """Return the tile for pieces of prompts, as large as a Hopper GPU compiles without spilling registers. It was timed
+    on no device."""
     if dtype == torch.float32:
         tile = Tile(64 if head_dim <= 64 else 32, 32, 8, 2)
     else:
@@ -190,32 +192,32 @@ def prompt_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
 
 
 def decode_tile(head_dim: int, dtype: torch.dtype, group: int) -> Tile:
-    """For decodes: a sequence's queries of one K/V head. Timed on no device."""
+    """Return the tile for decodes: a sequence's queries of one K/V head. It was timed on no device."""
     wide = dtype == torch.float32 or head_dim > 128
     return Tile(max(LEAST_DOT, power_of_two(group)), 32 if wide else 64, 4, 3)
 
 
 def num_splits(num_tiles: int, most_keys: int, keys: int, num_processors: int) -> int:
-    """Into how many shares a decode's context is split, so that the device is busy: a power of two.
+    """Return the number of splits of a decode's context that keeps the device busy: a power of two.
 
     Args:
         num_tiles: sequences times K/V heads.
-        most_keys: that a block table has room for; no context is read from the device.
-        keys: of a tile; a split takes two at least.
+        most_keys: number of keys for which a block table has room; no context is read from the device.
+        keys: keys of a tile; a split takes at least two tiles.
     """
     wanted = PROGRAMS_A_PROCESSOR * num_processors // num_tiles
     return 2 ** (max(1, min(wanted, most_keys // (2 * keys), MOST_SPLITS)).bit_length() - 1)
 
 
 def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """What products are taken in: bfloat16 needs tensor cores that know it, which a GPU before Ampere has not."""
+    """Return the dtype of products: bfloat16 needs tensor cores that support it, which GPUs before Ampere lack."""
     if dtype == torch.bfloat16 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         return torch.float32
     return dtype
 
 
 def _most_decodes(batch: Batch) -> int:
-    """Sequences that may decode: of an unsorted batch all."""
+    """Return the most sequences that may decode; in an unsorted batch, all."""
     return batch.num_decodes if batch.num_unsorted is None else len(batch.context_len)
 
 
@@ -227,5 +229,5 @@ def _num_processors(device: torch.device) -> int:
 
 
 def padded_dim(head_dim: int) -> int:
-    """A head's dimensions as kernels lay them out."""
+    """Return a head's dimensions as kernels store them."""
     return max(LEAST_DOT, power_of_two(head_dim))

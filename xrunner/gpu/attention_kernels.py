@@ -1,8 +1,8 @@
-"""Kernels of the Triton backend; importing this needs triton.
+"""Kernels of the Triton backend; this module needs triton.
 
-One kernel attends for decodes and for pieces of prompts alike: a program takes a tile of queries that read one K/V
-head, (token, head of the group) by rows, and goes over the sequence's blocks with an online softmax in powers of two.
-Source: FlashAttention-2 (arXiv 2307.08691), Flash-Decoding for the split over the context, PagedAttention (arXiv
+One kernel serves decodes and pieces of prompts: a program takes a tile of queries that read one K/V head, with a row
+for each (token, head of the group), and passes over the sequence's blocks with an online softmax in powers of two.
+Sources: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding for the split along the context; PagedAttention (arXiv
 2309.06180) for the blocks.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""Torch's types as a kernel's arguments."""
+"""Triton's type for each torch dtype."""
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def write_kernel(
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A token's keys and values into its slot of the cache. Grid: tokens."""
+    """Write a token's keys and values into its slot of the cache. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     i = tl.arange(0, WIDTH)
@@ -78,10 +78,10 @@ def attend_kernel(
     PROGRAMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """A tile of queries over a share of its sequence's keys. Grid: tiles, K/V heads, splits.
+    """Attend from a tile of queries to one split of its sequence's keys. Grid: tiles, K/V heads, splits.
 
-    It is about the sequences from `first_sequence` on; of unsorted ones, about those of one token if it decodes, and
-    else about the others.
+    It covers the sequences from `first_sequence` on. In an unsorted batch, it covers sequences with one token if it
+    decodes, and all others otherwise.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -162,7 +162,7 @@ def _go_over(
     DOT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Keys [begin, end): the sums with them. Where not masked, all rows see them all."""
+    """Add keys [begin, end) to the sums. If not masked, all rows see all of them."""
     d = tl.arange(0, PADDED_DIM)
     in_head = d < HEAD_DIM
     for start in range(begin, end, KEYS):
@@ -209,8 +209,8 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     IS_UNSORTED: tl.constexpr,
 ):
-    """A decode's result from those of its splits. Grid: (sequence, head) pairs; sequences that do not hold one token
-    are left out.
+    """Combine a decode's splits into its result. Grid: (sequence, head) pairs; sequences with more than one token are
+    skipped.
     """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
@@ -234,9 +234,9 @@ def combine_kernel(
 
 @triton.jit
 def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
-    """A program's sequence, and its first token. Decodes: a tile a sequence. Pieces of prompts: tiles of TOKENS tokens;
-    sequence i has the tiles from (tokens before it) // TOKENS + i on, of which some may be empty, so that no count need
-    come from the device.
+    """Return a program's sequence and its first token. Each decode has one tile. Pieces of prompts have tiles of TOKENS
+    tokens: those of sequence i begin at tile (tokens before it) // TOKENS + i. Some may be empty, so that no count need
+    be read from the device.
     """
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
@@ -250,14 +250,14 @@ def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_D
 
 @triton.jit
 def _splits_in_use(num_unsorted, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Of the splits that were launched, those that it takes to keep the device busy if all sequences decode."""
+    """Return how many of the launched splits keep the device busy if all sequences decode."""
     tiles = tl.maximum(tl.load(num_unsorted), 1) * NUM_KV_HEADS
     return tl.minimum(tl.maximum(PROGRAMS // tiles, 1), splits)
 
 
 @triton.jit
 def _share(context, splits, split, most, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr):
-    """The keys [begin, end) of a split; without splits all."""
+    """Return the keys [begin, end) of a split; all keys if there are no splits."""
     if IS_SPLIT:
         share = tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS
         return split * share, tl.minimum(split * share + share, most)
@@ -272,7 +272,7 @@ def _first_tile(sequence, query_start, TOKENS: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, query_start, num_sequences, TOKENS: tl.constexpr):
-    """The last sequence whose tiles begin at or before this one."""
+    """Return the last sequence whose tiles begin at or before this one."""
     low, high = 0, num_sequences - 1
     while low < high:
         middle = (low + high + 1) // 2

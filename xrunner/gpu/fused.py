@@ -1,6 +1,7 @@
-"""Fused small operations of a layer on GPUs, one launch each: apart from weights, launches take a decode step's time.
+"""Fused small operations of a layer on GPUs, in one launch each: apart from weights, launches take up a decode step's
+time.
 
-In plain torch a rotation takes some ten launches of queries and as many of keys, each for microseconds of work.
+In plain torch, a rotation takes some ten launches for queries and as many for keys, each for microseconds of work.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ GATE_BLOCK = 1024
 
 @functools.cache
 def runs_on(device_type: str) -> bool:
-    """Whether the kernels run on a device: a GPU with triton installed."""
+    """Return whether the kernels run on a device: a GPU, with triton installed."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
-    """As `layers.Rotary` turns queries or keys. # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x"""
+    """Rotate queries or keys as `layers.Rotary` does.
+    # [tokens, heads, dim], int64 [tokens], float32 [dim / 2] -> like x"""
     from xrunner.gpu import fused_kernels
 
     num_tokens, num_heads, dim = x.shape
@@ -43,7 +45,7 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def gate(x: Tensor) -> Tensor:
-    """silu of the first half of the columns times the second half. # [tokens, 2 width] -> [tokens, width]"""
+    """Return silu of the first half of the columns times the second half. # [tokens, 2 width] -> [tokens, width]"""
     from xrunner.gpu import fused_kernels
 
     num_tokens, width = x.shape[0], x.shape[1] // 2
@@ -54,5 +56,5 @@ def gate(x: Tensor) -> Tensor:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

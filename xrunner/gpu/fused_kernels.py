@@ -1,4 +1,4 @@
-"""Triton kernels of `fused`; importing this needs triton."""
+"""Triton kernels of `fused`; this module needs triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rotate_kernel(
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
 ):
-    """All heads of a token. Grid: tokens."""
+    """Rotate all heads of a token. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     head, d = tl.arange(0, PADDED_HEADS), tl.arange(0, PADDED_HALF)
     inside = (head < NUM_HEADS)[:, None] & (d < HALF)[None, :]
@@ -35,7 +35,7 @@ def rotate_kernel(
 
 @triton.jit
 def gate_kernel(x, out, width, BLOCK: tl.constexpr):
-    """A token's share of columns. Grid: tokens, blocks of columns."""
+    """Gate some columns of a token. Grid: tokens, blocks of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

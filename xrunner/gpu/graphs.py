@@ -1,8 +1,8 @@
 """Capture steps as CUDA graphs, one for each size: a replay is one launch instead of hundreds.
 
-A captured step reads its batch from memory that never moves. A batch is copied there and filled up to the next size:
-decodes with rows that belong to no request, in a K/V block of their own; steps with prompts with tokens that belong to
-no sequence. Source: vLLM's and nano-vllm's decode graphs.
+A captured step reads its batch from memory that never moves. A batch is copied there and padded to the next size:
+decode batches with rows of no request, which use a K/V block of their own; steps with prompts with tokens of no
+sequence. Source: vLLM's and nano-vllm's decode graphs.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
 SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16), 320, 384, 448, 512)
-"""Batches of decodes that are captured: filling up costs at most seven rows to 64; beyond, little compared with the
-weights."""
+"""Batch sizes of decodes that are captured: up to 64, padding adds at most seven rows; beyond, it costs little compared
+with reading the weights."""
 MIXED_SIZES = (*range(16, 257, 16), *range(320, SLICE_TOKENS + 1, 64))
-"""Tokens of steps with prompts that are captured. Products take rows in tiles of 64 to 256: filling up to the next
-costs little."""
+"""Numbers of tokens of steps with prompts that are captured. Products take rows in tiles of 64 to 256, so padding costs
+little."""
 MOST_SEQUENCES = 256
-"""Of a captured step with prompts, and most tokens whose logits it computes."""
+"""Most sequences of a captured step with prompts, and most tokens whose logits it computes."""
 
 
 class Capture(Protocol):
-    """How a step is captured: on a GPU as a graph."""
+    """Captures a step: on a GPU as a graph."""
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
-        """Run it for the first time; returns what runs it again on whatever lies in its inputs by then."""
+        """Run the step once; return a function that runs it again on the current contents of its inputs."""
 
 
 class GraphedModel:
-    """A model whose steps are captured, called like the model.
+    """A model whose steps are captured; it is called like the model.
 
     Args:
-        cache: its last block is for tokens of no request, so it needs one more than the pool knows of.
-        most_tokens: of a sequence: block tables are as wide as this needs.
-        sizes: of batches of decodes, rising.
-        mixed_sizes: tokens of steps with prompts, rising.
+        cache: its last block is for tokens of no request, so it has one block more than the pool knows of.
+        most_tokens: longest sequence, which sets the width of block tables.
+        sizes: sizes of decode batches, ascending.
+        mixed_sizes: numbers of tokens of steps with prompts, ascending.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GraphedModel:
         self._logits = torch.empty(
             max(most, most_mixed), model.spec.vocab_size, dtype=weight.dtype, device=weight.device
         )
-        """Of the last replay: shared by all sizes."""
+        """Logits of the last replay; all sizes share them."""
         width = -(-most_tokens // cache.block_size)
         self._decodes = _Captured(cache, sizes, most, width, is_mixed=False)
         self._mixed = _Captured(cache, mixed_sizes, most_mixed, width, is_mixed=True)
@@ -79,7 +79,7 @@ class GraphedModel:
                 steps.capture(capture, run)
 
     def __call__(self, batch: Batch, cache: KvCache, backend: AttentionBackend) -> Tensor:
-        """Logits; those of a replay are overwritten by the next. # [sampled, vocab]"""
+        """Return the logits; the next replay overwrites those of this one. # [sampled, vocab]"""
         steps = self._decodes if batch.num_decodes == len(batch.context_len) else self._mixed
         if not steps.has_room(batch):
             return self.model(batch, cache, backend)
@@ -89,18 +89,18 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest size that holds `count` tokens; one must."""
+    """Return the smallest size that holds `count` tokens; the largest one does."""
     return sizes[bisect_left(sizes, count)]
 
 
 class _Captured:
-    """Steps of some sizes, which read a batch at fixed addresses: of decodes, or of sequences of any number of tokens.
+    """Steps captured in several sizes, which read a batch at fixed addresses: decodes, or sequences of any lengths.
 
-    Rows of no request decode a first token in the last block. Tokens of no sequence are written there.
+    Padding rows decode a first token in the last block. Tokens of no sequence are written there.
 
     Args:
-        sizes: in tokens, rising.
-        sequences, num_blocks: most of a batch, and of a sequence.
+        sizes: numbers of tokens, ascending.
+        sequences, num_blocks: most sequences of a batch, and most blocks of a sequence.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class _Captured:
             self._replays[size] = capture(partial(run, self._first(size)))
 
     def replay(self, batch: Batch) -> None:
-        """Run the step of a batch that has room."""
+        """Run the step of a batch that fits."""
         size = size_of(len(batch.token_ids), self._sizes)
         self._fill(batch, size)
         self._replays[size]()
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether a batch fits."""
+        """Return whether a batch fits."""
         whole = self._batch
         rows, blocks = whole.block_tables.shape
         return (
@@ -148,7 +148,7 @@ class _Captured:
         )
 
     def _first(self, size: int) -> Batch:
-        """Return a batch of the first tokens, and of as many sequences as these can be."""
+        """Return the batch of the first `size` tokens, with at most that many sequences."""
         whole = self._batch
         count = min(size, len(whole.context_len))
         return Batch(
@@ -165,7 +165,7 @@ class _Captured:
         )
 
     def _fill(self, batch: Batch, size: int) -> None:
-        """Copy a batch to the first places; what is left of the first `size` tokens belongs to no request."""
+        """Copy a batch to the first positions; the remaining tokens of the first `size` belong to no sequence."""
         whole, num_tokens = self._batch, len(batch.token_ids)
         count, width = batch.block_tables.shape
         whole.token_ids[:num_tokens] = batch.token_ids
@@ -190,7 +190,7 @@ class _Captured:
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one memory pool: one of them runs at a time."""
+    """Captures steps as CUDA graphs that share one memory pool; only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -207,7 +207,7 @@ class CudaCapture:
 
 @contextmanager
 def _side_stream() -> Iterator[None]:
-    """Enter a second stream, for which the current one waits at the end: torch requires it before a capture."""
+    """Enter a second stream, and let the current one wait for it at the end; torch requires this before a capture."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(current)
     with torch.cuda.stream(side):

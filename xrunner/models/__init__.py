@@ -39,10 +39,10 @@ FAMILIES: dict[str, type[Model]] = {
 
 
 def family_of(spec: ModelSpec) -> type[Model]:
-    """The class of a model's family.
+    """Return the class of a model's family.
 
     Raises:
-        InputError: this version does not run that family, or not with weights of so few bits.
+        InputError: this version does not run that family, or does not run it with weights of so few bits.
     """
     if spec.family not in FAMILIES:
         raise InputError("model.family", spec.family, f"families that run: {', '.join(sorted(FAMILIES))}")

@@ -1,4 +1,4 @@
-"""The contract of a model family: its methods for workers, weight loading and the profiler."""
+"""The contract of a model family: the methods that workers, weight loading and the profiler use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from xrunner.models.layers import Attend, Embedding, Empty, Head, LayerNorm, Lin
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward block, each after a norm and added to what it was given.
+    """Attention, then the feed-forward block; each follows a norm, and its result is added to its input.
 
     Args:
-        norm: makes one.
-        norms_results: whether there is a norm behind each of the two as well (Gemma).
+        norm: builds a norm.
+        norms_results: whether each of the two is also followed by a norm (Gemma).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         """# [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens that are wanted behind the layer; of the others it makes keys and values alone. None: all.
+            rows: tokens whose outputs are needed; for the others, only keys and values are computed. None: all.
         """
         if rows is not None:
             attend = partial(_attend_of, attend, rows)
@@ -54,31 +54,31 @@ class DecoderLayer(nn.Module):
 
 
 def _attend_of(attend: Attend, rows: Tensor, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
-    """What tokens of these rows have attended to."""
+    """Return the attention results for these rows."""
     return attend(q, k, v, scoring=scoring)[rows]
 
 
 class Model(nn.Module):
-    """A step in, logits out. A family says what its blocks are and what a checkpoint calls their weights.
+    """A model: a batch in, logits out. A family names its blocks, and the names of their weights in checkpoints.
 
     Attributes:
-        decoder_start: tokens behind each prompt: what an encoder-decoder's decoder starts with. Such a prompt cannot be
-            cut: the encoder sees all of it at once.
-        norm: the kind of all norms.
-        norms_results: whether a layer has norms behind its two blocks as well.
-        checkpoint_layers: our lists of layers to what a checkpoint calls them.
-        checkpoint_names: our module to the checkpoint's: several where ours fuses them. Modules of a layer, both
-            ours and theirs, are named within it ("layers.*." before ours); those not listed have our name. An expert's
-            number is a * in both.
-        checkpoint_stacked: parameters of an expert that a checkpoint holds of all experts in one tensor, by number, and
-            matrices as [in, out]; what it calls that tensor.
-        checkpoint_copies: tensors that a checkpoint may hold more than once, and the names of the others.
+        decoder_start: tokens after each prompt with which an encoder-decoder's decoder starts. Such a prompt cannot be
+            cut, because the encoder reads all of it at once.
+        norm: the type of all norms.
+        norms_results: whether a layer's two blocks are also followed by norms.
+        checkpoint_layers: name in checkpoints of each of our lists of layers.
+        checkpoint_names: name in checkpoints of each of our modules: several names if ours fuses several modules.
+            Modules of a layer are named within it ("layers.*." precedes our names); unlisted modules have the same
+            name. An expert's number is a * in both.
+        checkpoint_stacked: parameters of an expert that a checkpoint stores for all experts in one tensor, by number,
+            with matrices as [in, out]; maps them to the name of that tensor.
+        checkpoint_copies: tensors that a checkpoint may store more than once, and the names of the copies.
         checkpoint_transposed: whether a checkpoint stores the projections of its layers as [in, out].
-        first_modules: what only the first stage of a pipeline needs.
-        last_modules: what only its last stage needs.
+        first_modules: modules that only the first stage of a pipeline needs.
+        last_modules: modules that only the last stage of a pipeline needs.
         has_embedding, has_head: whether this is a pipeline's first stage, and its last.
-        runs_decoder: whether it has a decoder to run; else it is an encoder that reads for one elsewhere.
-        first_layers: the checkpoint's number of the first layer of each of our lists; 0 where it is not named.
+        runs_decoder: whether it has a decoder to run; otherwise it is an encoder for a decoder that runs elsewhere.
+        first_layers: number in the checkpoint of the first layer of each of our lists; 0 if the list is not named.
     """
 
     decoder_start: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class Model(nn.Module):
         self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
         self._rotaries: dict[bool, Rotary] = {}
-        """By whether the layers' positions are the model's own."""
+        """Rotary embeddings, by whether the layers' positions are the model's own."""
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Head(empty, spec.hidden_size, spec.vocab_size, weight=tied)
@@ -111,13 +111,13 @@ class Model(nn.Module):
         return DecoderLayer(partial(self._norm, empty), attention, mlp, norms_results=self.norms_results)
 
     def scoring(self, layer: int) -> Scoring:
-        """What a layer makes of queries and keys."""
+        """Return how a layer scores queries against keys."""
         spec = self.spec
         window = None if layer in spec.full_attention_layers else spec.sliding_window
         return Scoring(spec.score_scale, spec.score_softcap, window=window)
 
     def rotary(self, empty: Empty, layer: int) -> Rotary:
-        """How positions turn a layer's queries and keys; shared by the layers in which they do so alike."""
+        """Return the rotary embedding of a layer's queries and keys; layers with the same rotation share it."""
         spec = self.spec
         if spec.sliding_rope_theta is not None and self.scoring(layer).window is not None:
             spec = spec.model_copy(update={"rope_theta": spec.sliding_rope_theta, "rope_scaling": None})
@@ -125,24 +125,24 @@ class Model(nn.Module):
 
     @abstractmethod
     def attention(self, empty: Empty, layer: int) -> nn.Module:
-        """The attention block of one layer, counted from the first that this part holds."""
+        """Return the attention block of one layer, counted from the first that this part holds."""
 
     @abstractmethod
     def mlp(self, empty: Empty, layer: int) -> nn.Module:
-        """The feed-forward block of one layer."""
+        """Return the feed-forward block of one layer."""
 
     @abstractmethod
     def head(self, hidden: Tensor, *, highest_only: bool = False, added: Tensor | None = None) -> Tensor:
-        """Logits of the rows that are wanted (see `layers.Head`). # [rows, hidden] -> [rows, vocab]"""
+        """Return the logits of the requested rows (see `layers.Head`). # [rows, hidden] -> [rows, vocab]"""
 
     @abstractmethod
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
-        """One step; returns the logits of `batch.logit_rows`. # [sampled, vocab]
+        """Run one step; return the logits of `batch.logit_rows`. # [sampled, vocab]
 
-        A stage of a pipeline other than the first takes the hidden states that it has `received`, one other than the
-        last returns hidden states. # [tokens, hidden]
+        A stage of a pipeline takes the hidden states that it has `received`, unless it is the first, and returns hidden
+        states, unless it is the last. # [tokens, hidden]
         """
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
@@ -151,11 +151,11 @@ class Model(nn.Module):
             projection.prepack(dtype, layouts)
 
     def projections(self) -> Iterator[Linear]:
-        """Every matrix that activations are multiplied with."""
+        """Yield every matrix by which activations are multiplied."""
         return (module for module in self.modules() if isinstance(module, Linear))
 
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
-        """What a checkpoint calls the parameter `name`: several names where ours fuses several."""
+        """Return the names in checkpoints of the parameter `name`: several if ours fuses several parameters."""
         if name == "lm_head.weight" and self.spec.tie_embeddings:
             name = "token_embedding.weight"  # a last stage has the head alone
         module, _, leaf = name.rpartition(".")
@@ -178,10 +178,10 @@ class Model(nn.Module):
 
 
 class DecoderModel(Model):
-    """Embedding, layers, head.
+    """A decoder-only model: embedding, layers, head.
 
-    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same; `attend` is any `layers.Attend`. Behind the
-    attention of the model's last layer only tokens are left whose logits are wanted: of a prompt its last.
+    `layers[i](hidden, batch, attend)` maps [tokens, hidden] to the same shape; `attend` is any `layers.Attend`. After
+    the attention of the model's last layer, only tokens whose logits are needed remain: of a prompt, the last one.
     """
 
     last_modules = ("final_norm", "lm_head")
@@ -213,10 +213,10 @@ class DecoderModel(Model):
         return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
     def run_layers(self, hidden: Tensor, batch: Batch, attends: Sequence[Attend], rows: Tensor | None) -> Tensor:
-        """All layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
+        """Run all layers, each with its `attend`. # [tokens, hidden], int64 [wanted] -> [wanted, hidden]
 
         Args:
-            rows: tokens that are wanted behind the last layer; None: all.
+            rows: tokens whose outputs of the last layer are needed; None: all.
         """
         is_cut = rows is not None and len(rows) < len(hidden)
         for layer, attend in zip(self.layers, attends, strict=True):

@@ -1,10 +1,10 @@
-"""The contract of an encoder-decoder family: a decoder-only model's from outside, with an encoder inside.
+"""The contract of an encoder-decoder family: the interface of a decoder-only model, with an encoder inside.
 
 A sequence that is encoded comes with its whole prompt and the token that the decoder starts with; one that decodes
-comes with its last token. In the cache, the places of a prompt hold the keys and values of cross-attention, made once;
-the places behind it hold those of the decoder's self-attention. So a request takes as many blocks as in a decoder-only
-model, and gives all of them back at once. The encoder's own keys and values are of one layer and one step: they lie in
-blocks of their own.
+comes with its last token. In the cache, a prompt's slots hold the keys and values of cross-attention, which are
+computed once; the slots after it hold those of the decoder's self-attention. So a request takes as many blocks as in a
+decoder-only model, and frees all of them at once. The encoder's own keys and values last for one layer of one step and
+have blocks of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xrunner.models.base import Model
 from xrunner.models.layers import Attend, CrossAttention, Empty, RelativeBias
 
 READING_BLOCK = 16
-"""Tokens of a block in which an encoder's prompts lie."""
+"""Tokens of a block for the encoder's prompts."""
 
 
 class CrossLayer(nn.Module):
@@ -50,14 +50,15 @@ class CrossLayer(nn.Module):
     def forward(
         self, hidden: Tensor, memory: Tensor | None, batch: Batch, attend: Attend, cross_attend: Attend
     ) -> Tensor:
-        """`attend` looks at the decoder's tokens, `cross_attend` at the encoder's. # [tokens, hidden] -> same"""
+        """Run the layer; `attend` attends to the decoder's tokens, `cross_attend` to the encoder's.
+        # [tokens, hidden] -> same"""
         hidden = hidden + self.attention(self.attention_norm(hidden), batch.positions, attend)
         hidden = hidden + self.cross(self.cross_norm(hidden), memory, cross_attend)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 class Stack(nn.Module):
-    """An encoder's or a decoder's layers, the position bias that they share, and the norm behind them."""
+    """An encoder's or a decoder's layers, the position bias that they share, and the norm after them."""
 
     def __init__(self, layers: Iterable[nn.Module], position_bias: RelativeBias, final_norm: nn.Module) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Stack(nn.Module):
 
 
 class EncoderDecoderModel(Model):
-    """Embedding, encoder, decoder, head; relative positions, and scores that are not divided by sqrt(head_dim)."""
+    """Embedding, encoder, decoder, head; positions are relative, and scores are not divided by sqrt(head_dim)."""
 
     last_modules = ("encoder.final_norm", "decoder.final_norm", "lm_head")
 
@@ -86,7 +87,7 @@ class EncoderDecoderModel(Model):
         )
 
     def drop_decoder(self) -> None:
-        """Keep the embedding and the encoder."""
+        """Drop all parts except the embedding and the encoder."""
         self.runs_decoder = False
         del self.decoder, self.lm_head
 
@@ -103,14 +104,14 @@ class EncoderDecoderModel(Model):
     def forward(
         self, batch: Batch, cache: KvCache, backend: AttentionBackend, received: Tensor | None = None
     ) -> Tensor:
-        """One step; returns the logits of all sequences: each decodes or ends its prompt. # [sequences, vocab]"""
+        """Run one step; return the logits of all sequences: each decodes or ends its prompt. # [sequences, vocab]"""
         assert received is None, "a stage is run by `encode` and `decode`: what is read goes through all of them first"
         return self.decode(batch, self.encode(batch, backend), cache, backend)
 
     def encode(self, batch: Batch, backend: AttentionBackend, received: Tensor | None = None) -> Tensor | None:
         """Run the encoder over a step's prompts, one after the other; None if there are none.
 
-        A stage other than the last returns hidden states, for the next to receive. # [prompt tokens, hidden]
+        A stage that is not the last returns hidden states for the next stage. # [prompt tokens, hidden]
         """
         assert batch.prompt_len is not None
         lengths = batch.prompt_len[batch.num_decodes :]
@@ -124,10 +125,10 @@ class EncoderDecoderModel(Model):
         return self.encoder.final_norm(hidden) if self.has_head else hidden
 
     def encoder_attention(self, lengths: Tensor, backend: AttentionBackend, hidden: Tensor) -> Attend:
-        """How the encoder attends within prompts of these lengths, the same in all layers.
+        """Return the encoder's attention within prompts of these lengths, the same in all layers.
 
         Args:
-            hidden: of whose type and device keys and values are.
+            hidden: a tensor with the dtype and device of keys and values.
         """
         batch = reading_batch(lengths)
         num_blocks = int(batch.block_tables.max()) + 1
@@ -143,14 +144,14 @@ class EncoderDecoderModel(Model):
         backend: AttentionBackend,
         received: Tensor | None = None,
     ) -> Tensor:
-        """The decoder over each sequence's one token.
+        """Run the decoder over one token of each sequence.
 
         Args:
-            memory: what the encoder has read in this step. # [prompt tokens, hidden]
-            received: a stage's other than the first. # [sequences, hidden]
+            memory: the encoder's output in this step. # [prompt tokens, hidden]
+            received: hidden states from the previous stage, if this is not the first. # [sequences, hidden]
 
         Returns:
-            logits, or hidden states of a stage other than the last. # [sequences, vocab or hidden]
+            logits in the last stage, hidden states in others. # [sequences, vocab or hidden]
         """
         assert batch.prompt_len is not None and len(batch.logit_rows) == len(batch.context_len)
         decoded, cross_batch = own_tokens(batch), recalling(batch)
@@ -163,7 +164,7 @@ class EncoderDecoderModel(Model):
         return self.head(hidden, highest_only=batch.highest_only, added=batch.added) if self.has_head else hidden
 
     def own_bias(self, decoded: Batch) -> PositionBias:
-        """What the decoder's self-attention adds, the same in all layers."""
+        """Return the position bias of the decoder's self-attention, the same in all layers."""
         assert decoded.prompt_len is not None
         return self.decoder.position_bias.of_places(int((decoded.context_len - decoded.prompt_len).max()))
 
@@ -173,7 +174,7 @@ class EncoderDecoderModel(Model):
 
 
 def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: PositionBias) -> Attend:
-    """Attention of a layer with the bias that all layers of its stack share."""
+    """Return a layer's attention with the bias that all layers of its stack share."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         return backend.forward(q, k, v, cache, batch, scoring._replace(bias=bias))
@@ -182,18 +183,19 @@ def biased(backend: AttentionBackend, cache: Tensor, batch: Batch, bias: Positio
 
 
 def own_tokens(batch: Batch) -> Batch:
-    """The batch as self-attention sees it: each sequence's one decoder token looks at those of the decoder."""
+    """Return the batch for self-attention: each sequence's one decoder token attends to the decoder's tokens."""
     return replace(_one_each(batch, _last(batch)), first_key=batch.prompt_len)
 
 
 def recalling(batch: Batch) -> Batch:
-    """The batch as cross-attention sees it: one token a sequence looks at its prompt, new prompts are written."""
+    """Return the batch for cross-attention: one token of each sequence attends to its prompt; new prompts are
+    written."""
     assert batch.prompt_len is not None
     return replace(_one_each(batch, _is_prompt(batch)), context_len=batch.prompt_len)
 
 
 def reading_batch(lengths: Tensor) -> Batch:
-    """Whole prompts as the encoder's attention sees them, in blocks that follow each other. # int32 [prompts]"""
+    """Return whole prompts as a batch for the encoder's attention, in consecutive blocks. # int32 [prompts]"""
     length = lengths.cpu().numpy()
     num_blocks = -(-length // READING_BLOCK)
     tables = (np.cumsum(num_blocks) - num_blocks)[:, None] + np.arange(num_blocks.max())
@@ -210,7 +212,8 @@ def reading_batch(lengths: Tensor) -> Batch:
 
 
 def _one_each(batch: Batch, written: Tensor) -> Batch:
-    """The batch with one query a sequence, and the keys and values of `written` tokens. # bool [tokens] or indices"""
+    """Return the batch with one query for each sequence, and the keys and values of `written` tokens.
+    # bool [tokens] or indices"""
     num_sequences = len(batch.context_len)
     return replace(
         _tokens(batch, written),
@@ -221,7 +224,7 @@ def _one_each(batch: Batch, written: Tensor) -> Batch:
 
 
 def _last(batch: Batch) -> Tensor:
-    """Of each sequence the one token that is the decoder's. # int64 [sequences]"""
+    """Return the index of each sequence's decoder token. # int64 [sequences]"""
     return batch.query_start[1:].long() - 1
 
 
@@ -233,7 +236,7 @@ def _is_prompt(batch: Batch) -> Tensor:
 
 
 def _tokens(batch: Batch, chosen: Tensor) -> Batch:
-    """The batch with these tokens alone; what it says of sequences stays. # bool [tokens] or int64 [chosen]"""
+    """Return the batch with only these tokens; the fields about sequences stay. # bool [tokens] or int64 [chosen]"""
     return replace(
         batch,
         token_ids=batch.token_ids[chosen],

@@ -1,7 +1,7 @@
-"""A mixture of experts: a router, and the feed-forward blocks from which it chooses.
+"""A mixture of experts: a router, and the feed-forward blocks among which it chooses.
 
-Each expert is a block of its own, so that weights are read, cut and packed as any other's. A rank may hold some of the
-experts, or slices of them all; what the ranks hold adds up.
+Each expert is a block of its own, so that its weights are read, cut and packed like any other block's. A rank may hold
+some of the experts, or slices of all of them; the ranks' results are added.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from xrunner.models.layers import Empty, GatedMlp, parameter
 
 
 def of_one_expert(spec: ModelSpec) -> ModelSpec:
-    """Return the model with the feed-forward block of one expert in place of all."""
+    """Return the model with one expert's feed-forward block in place of all experts."""
     assert spec.experts is not None
     return spec.model_copy(update={"ffn_size": spec.experts.ffn_size})
 
 
 class Router(nn.Module):
-    """A score of each expert for each token, in the dtype of the activations whatever the products run in."""
+    """Scores each expert for each token, in the dtype of the activations, whatever the dtype of the products."""
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Router(nn.Module):
         return chosen, weights * experts.weight_scale
 
     def _within_best_groups(self, rated: Tensor) -> Tensor:
-        """Leave out the experts of all groups but a token's best. # [tokens, experts] -> same"""
+        """Leave out the experts outside a token's best groups. # [tokens, experts] -> same"""
         groups = rated.unflatten(-1, (self.of.num_groups, -1))
         looked_at = 1 if self.e_score_correction_bias is None else 2
         best = groups.topk(looked_at, dim=-1).values.sum(dim=-1).topk(self.of.active_groups, dim=-1).indices
@@ -62,10 +62,10 @@ class Router(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of the blocks that the router chooses, and the shared experts, which every token passes.
+    """The weighted sum of the experts that the router chooses, plus the shared experts, which every token passes.
 
     Args:
-        block: makes one expert.
+        block: builds one expert.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, block: Callable[[], nn.Module], *, router_bias: bool) -> None:
@@ -78,12 +78,12 @@ class MixtureOfExperts(nn.Module):
         self._first, self._last = 0, spec.experts.number
 
     def keep(self, first: int, last: int) -> None:
-        """Hold no other experts than [first, last)."""
+        """Keep only the experts [first, last)."""
         self.experts = nn.ModuleDict({name: self.experts[name] for name in map(str, range(first, last))})
         self._first, self._last = first, last
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """One product for each expert that is hit, with all of its tokens together. # [tokens, hidden] -> same"""
+        """Run one product for each chosen expert, with all of its tokens together. # [tokens, hidden] -> same"""
         chosen, weights = self.router(hidden)
         of_expert, order = chosen.flatten().sort(stable=True)
         begin, *ends = torch.searchsorted(

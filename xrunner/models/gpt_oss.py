@@ -1,6 +1,6 @@
-"""gpt-oss: experts with biases and limited gates, windows in every second layer, a sink for each head.
+"""gpt-oss: experts with biases and limited gates, windows in every second layer, an attention sink for each head.
 
-Source: arXiv 2508.10925. Weights in four bits (mxfp4) are not run: checkpoints hold them in a floating dtype.
+Source: arXiv 2508.10925. Weights in four bits (mxfp4) are not supported: checkpoints must have a floating-point dtype.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from xrunner.models.layers import Empty, GatedMlp
 from xrunner.models.llama import LlamaModel
 
 GAIN, LIMIT = 1.702, 7.0
-"""Of the sigmoid in an expert's gate, and of what goes into it."""
+"""Factor in the sigmoid of an expert's gate, and limit of the gate and up projections."""
 
 
 class LimitedMlp(GatedMlp):
-    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))), gate and up limited; their columns take turns."""
+    """down((up(x) + 1) gate(x) sigmoid(1.702 gate(x))), with gate and up limited; their columns alternate."""
 
     takes_turns: ClassVar[bool] = True
 

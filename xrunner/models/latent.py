@@ -1,7 +1,7 @@
-"""Multi-head latent attention: the cache holds one vector for a token, from which all heads' K/V are computed.
+"""Multi-head latent attention: the cache stores one vector for each token, from which all heads' K/V follow.
 
-What makes them is taken into the queries and out of the results instead, so that attention runs on the vectors that are
-kept, as if all heads shared one key, which is the value, too. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
+The matrices that compute K/V are applied to the queries and to the results instead, so that attention runs on the
+stored vectors as if all heads shared one key, which is also the value. Source: DeepSeek-V2 (arXiv 2405.04434) sec. 2.1.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from xrunner.attention.base import Scoring
 from xrunner.models.layers import Attend, Empty, Linear, RmsNorm, Rotary, parameter
 
 NORM_EPS = 1e-6
-"""Of the norms on vectors in between, whatever the model's other norms have."""
+"""Epsilon of the norms on intermediate vectors, whatever the model's other norms have."""
 
 
 class HeadProjections(nn.Module):
-    """Matrices that make every head's keys and values of what is kept. # [heads * (key + value), kept]"""
+    """The matrices that compute every head's keys and values from the stored vector. # [heads * (key + value), kept]"""
 
     def __init__(self, empty: Empty, rows: int, columns: int) -> None:
         super().__init__()
@@ -26,10 +26,10 @@ class HeadProjections(nn.Module):
 
 
 class LatentSelfAttention(nn.Module):
-    """Projections around attention to what is kept of each token: a vector, and a key that turns with the position.
+    """Projections around attention over what is stored for each token: a vector, and a key with a rotary position.
 
     Args:
-        scoring: the layer's; its scale is that of a whole head's query and key.
+        scoring: the layer's scoring; its scale is that of a whole head's query and key.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, rotary: Rotary, scoring: Scoring) -> None:
@@ -72,5 +72,5 @@ class LatentSelfAttention(nn.Module):
 
 
 def _side_by_side(x: Tensor) -> Tensor:
-    """Bring dimensions 2 i to the first half and 2 i + 1 to the second: products of queries and keys stay."""
+    """Move dimensions 2 i to the first half and 2 i + 1 to the second; products of queries and keys do not change."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,6 +1,7 @@
-"""The blocks from which every model family is built. They know one device and no parallelism.
+"""The blocks of which every model family consists. They assume one device and no parallelism.
 
-Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. Values come later (weights.py).
+Each takes `empty`, which allocates: `torch.empty` with dtype and device bound. The values are loaded later
+(weights.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Empty = Callable[..., Tensor]
 
 
 class Attend(Protocol):
-    """Attention of one layer in one step: what owns the keys and values."""
+    """The attention of one layer in one step; it owns the keys and values."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scoring: Scoring) -> Tensor:
         """# q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]"""
@@ -37,12 +38,12 @@ def parameter(tensor: Tensor) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """activation(x W^T + b), perhaps several projections of the same input fused into one.
+    """activation(x W^T + b), where several projections of the same input may be fused into one.
 
     Args:
-        out_features: output size of each fused part; a checkpoint stores them apart.
+        out_features: output size of each fused part; a checkpoint stores the parts separately.
         activation: one of `ACTIVATIONS`; gates halve the outputs.
-        weight: use this one (a tied head) instead of an own one.
+        weight: a weight to share (a tied head); None: an own weight.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class Linear(nn.Module):
         self._packed: PackedLinear | None = None
 
     def prepack(self, dtype: DType = "float32", layouts: Mapping[str, str] | None = None) -> None:
-        """Lay the weight out as the device's kernels want it, where that pays (see `xrunner.packing.choice.pack`).
+        """Pack the weight as the device's kernels need it, if that is faster (see `xrunner.packing.choice.pack`).
 
-        A weight that is not shared is given up; a tied one stays with the embedding, so this costs its size.
+        A weight that is not shared is freed; a tied one stays with the embedding, so packing it costs its size once
+        more.
         """
         if self.weight is not None and (packed := pack(self.weight.data, self.activation, dtype, layouts)) is not None:
             self._packed = packed
@@ -81,7 +83,7 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """Logits of a vocabulary, or of a rank's share of it."""
+    """Projects hidden states to the logits of a vocabulary, or of a rank's share of it."""
 
     def __init__(self, empty: Empty, in_features: int, vocab_size: int, *, weight: nn.Parameter | None = None) -> None:
         super().__init__(empty, in_features, vocab_size, bias=False, weight=weight)
@@ -97,8 +99,8 @@ class Head(Linear):
         """# [rows, in] -> [rows, vocab]
 
         Args:
-            highest_only: only the highest sum of each row is needed; no other one may be above it.
-            added: to logits. # [rows, vocab]
+            highest_only: only the highest logit of each row is needed; no other may be above it.
+            added: numbers to add to the logits. # [rows, vocab]
         """
         if highest_only and self._highest is not None:
             return self._highest(x, added)
@@ -118,7 +120,7 @@ class LayerNorm(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; computed in float32 whatever the dtype."""
+    """x / rms(x) * weight over the last dimension, computed in float32 whatever the dtype."""
 
     def __init__(self, empty: Empty, size: int, eps: float) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ class RmsNorm(nn.Module):
 
 
 class OffsetRmsNorm(RmsNorm):
-    """x / rms(x) * (1 + weight): weights are kept less one (Gemma)."""
+    """x / rms(x) * (1 + weight): weights are stored less one (Gemma)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
@@ -149,11 +151,11 @@ class Embedding(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotary position embedding; dimension d turns together with d + half of those that turn, as Hugging Face stores
-    weights. Where a model's spec has a `rotary_dim`, the dimensions behind it do not turn.
+    """Rotary position embedding: dimension d rotates together with dimension d + half, in Hugging Face's order of
+    weights. If a model's spec has a `rotary_dim`, the dimensions after it do not rotate.
 
-    Layers that share one of these share a step's angles, which take longer than turning few rows does. A table over
-    Llama 3.1's context would take 64 MiB.
+    Layers that share one of these objects share a step's angles, which take longer to compute than rotating a few rows.
+    A table over Llama 3.1's context would take 64 MiB.
 
     Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
     """
@@ -169,10 +171,11 @@ class Rotary(nn.Module):
             "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
         )
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-        """Positions, and the cosines and sines of their angles."""
+        """Positions of the last step, and the cosines and sines of their angles."""
 
     def forward(self, positions: Tensor, *heads: Tensor) -> list[Tensor]:
-        """Turn queries and keys to their positions, in float32. # int64 [tokens], each [tokens, heads, dim] -> same"""
+        """Rotate queries and keys to their positions, in float32.
+        # int64 [tokens], each [tokens, heads, dim] -> same"""
         dim = 2 * len(self.frequencies)
         turns_whole = self.magnitude == 1.0 and all(x.shape[2] == dim for x in heads)
         if turns_whole and fused.runs_on(positions.device.type):
@@ -186,11 +189,11 @@ class Rotary(nn.Module):
         return turned
 
     def begin_step(self) -> None:
-        """Forget the last step's angles: this one's positions may lie in the same memory."""
+        """Forget the last step's angles; this step's positions may lie in the same memory."""
         self._last = None
 
     def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, of a step's positions once. # two of [tokens, dim / 2]"""
+        """Return cosines and sines, computed once for a step's positions. # two of [tokens, dim / 2]"""
         if self._last is not None and self._last[0] is positions:
             return self._last[1:]
         angles = positions[:, None] * self.frequencies
@@ -200,13 +203,13 @@ class Rotary(nn.Module):
 
 
 def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
-    """Return radians a position of each pair of dimensions, and the factor on what is turned. # float32 [waves]
+    """Return the radians a position of each pair of dimensions, and the factor on rotated vectors. # float32 [waves]
 
-    Waves that turn often within the trained context stay; those that hardly turn once are stretched by `factor`;
-    between the two it is interpolated, by their turns (Llama 3.1) or by their number (YaRN).
+    Waves that turn often within the trained context stay; those that hardly turn once are stretched by `factor`; in
+    between it is interpolated, by the number of turns (Llama 3.1) or by the wave's index (YaRN).
 
     Raises:
-        InputError: this version does not run such a scaling.
+        InputError: this version does not support the scaling.
     """
     dim = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
     frequencies = spec.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -236,10 +239,10 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
 
 
 class RelativeBias(nn.Module):
-    """What each head adds to a score for the distance from query to key: one value a bucket.
+    """The number that each head adds to a score for the distance from query to key: one value for each bucket.
 
-    Half of the buckets hold one distance each, the others ever more, the last all that are longer than the longest.
-    Where both directions are seen, each has half of the buckets. Source: T5 (arXiv 1910.10683) sec. 2.1.
+    Half of the buckets hold one distance each; the others hold more and more, and the last one all distances beyond the
+    longest. If both directions are visible, each has half of the buckets. Source: T5 (arXiv 1910.10683) sec. 2.1.
     """
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bidirectional: bool) -> None:
@@ -248,14 +251,14 @@ class RelativeBias(nn.Module):
         self.max_distance = spec.relative_max_distance
         self.bidirectional = bidirectional
         self._buckets: dict[int, Tensor] = {}
-        """Of all distances in sequences up to a power of two, by that."""
+        """Buckets of all distances in sequences of up to a power of two tokens, by that power."""
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Return the bias of each distance: the key's place less the query's. # int64 [...] -> [..., heads]"""
+        """Return the bias of each distance: key position less query position. # int64 [...] -> [..., heads]"""
         return F.embedding(self.bucket(distance), self.weight)
 
     def of_places(self, longest: int) -> PositionBias:
-        """The bias for sequences of up to `longest` tokens."""
+        """Return the bias for sequences of up to `longest` tokens."""
         size = 1 << (longest - 1).bit_length()
         center = size - 1 if self.bidirectional else 0
         if size not in self._buckets:
@@ -264,7 +267,7 @@ class RelativeBias(nn.Module):
         return PositionBias(values.t().float().contiguous(), center)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """Of the key's place less the query's. # int64 [...] -> same"""
+        """Return the bucket of each distance: key position less query position. # int64 [...] -> same"""
         num_buckets, first = self.weight.shape[0], torch.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2
@@ -280,12 +283,12 @@ class RelativeBias(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections around self-attention; `attend` does the attending and owns the cache.
+    """Projections around self-attention; `attend` computes the attention and owns the cache.
 
     Args:
-        rotary: positions enter here, by turning queries and keys; None: they entered with the embedding.
-        qk_norm: the kind of norm on each head's query and key (Qwen3, Gemma 3); None: there is none.
-        scoring: the layer's; sinks, where the model has them, are weights of this block.
+        rotary: rotates queries and keys to their positions; None: the embedding has added positions.
+        qk_norm: the type of norm on each head's query and key (Qwen3, Gemma 3); None: none.
+        scoring: the layer's scoring; a model's sinks are weights of this block.
     """
 
     def __init__(
@@ -324,11 +327,11 @@ class SelfAttention(nn.Module):
 
 
 UNSCALED = Scoring(scale=1.0)
-"""Of T5, whose queries come scaled."""
+"""The scoring of T5, whose queries are already scaled."""
 
 
 class CrossAttention(nn.Module):
-    """Projections around the attention of a decoder's tokens to what its encoder has read."""
+    """Projections around attention from a decoder's tokens to the encoder's output."""
 
     def __init__(self, empty: Empty, spec: ModelSpec) -> None:
         super().__init__()
@@ -339,7 +342,8 @@ class CrossAttention(nn.Module):
         self.out = Linear(empty, size, spec.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, memory: Tensor | None, attend: Attend) -> Tensor:
-        """`memory`: what the encoder has just read. # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]"""
+        """Attend to the encoder's output; `memory` is the part that is new.
+        # [tokens, hidden], [encoder tokens, hidden] -> [tokens, hidden]"""
         q = self.q(hidden).unflatten(-1, (-1, self.head_dim))
         k = v = q[:0]
         if memory is not None:
@@ -353,7 +357,7 @@ class CrossAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two projections with an activation between."""
+    """Two projections with an activation function between them."""
 
     def __init__(self, empty: Empty, spec: ModelSpec, *, bias: bool) -> None:
         super().__init__()
@@ -368,7 +372,8 @@ class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x)), gate and up fused. Source: GLU variants (arXiv 2002.05202).
 
     Attributes:
-        takes_turns: whether the columns of gate and up take turns, and are stored as one; they come without activation.
+        takes_turns: whether the columns of gate and up alternate in one stored tensor; they have no activation
+            function.
     """
 
     takes_turns: ClassVar[bool] = False

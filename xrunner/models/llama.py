@@ -1,6 +1,6 @@
 """Llama: rotary positions, RMS norm before each block, gated SiLU, grouped-query heads. Source: arXiv 2407.21783.
 
-Mistral (arXiv 2310.06825) is of the same parts.
+Mistral (arXiv 2310.06825) has the same parts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from xrunner.models.layers import Empty, GatedMlp, RmsNorm, SelfAttention
 
 
 class LlamaModel(DecoderModel):
-    """Llama, and what families of its shape have besides.
+    """Llama, and the options of families with its shape.
 
     Attributes:
         norms_heads: whether each head's query and key are normalised.
-        has_out_bias: whether attention's last projection has a bias where the others have.
+        has_out_bias: whether attention's output projection has a bias if the others have one.
     """
 
     norm: ClassVar[type[RmsNorm]] = RmsNorm

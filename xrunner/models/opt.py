@@ -13,7 +13,7 @@ from xrunner.models.base import DecoderModel
 from xrunner.models.layers import Embedding, Empty, Mlp, SelfAttention
 
 POSITION_OFFSET = 2
-"""The position table's first rows are never used."""
+"""Index of the position table's first row that is used."""
 
 
 class OptModel(DecoderModel):

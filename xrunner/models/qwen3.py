@@ -1,4 +1,4 @@
-"""Qwen3, the dense ones: Llama with a norm on each head's query and key. Source: arXiv 2505.09388."""
+"""Qwen3's dense models: Llama with a norm on each head's query and key. Source: arXiv 2505.09388."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in some layers, or all. Source: arXiv 2505.09388."""
+"""Qwen3 with a mixture of experts in some or all layers. Source: arXiv 2505.09388."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Weights packed once for the products of a CPU: base.py has the contract, choice.py the layouts to choose from."""
+"""Weights packed once for a CPU's products: base.py has the contract, choice.py the layouts to choose from."""

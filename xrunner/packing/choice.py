@@ -1,6 +1,6 @@
-"""The layouts of a weight by name: our own kernels' and those of torch's libraries, and what to pack a weight with.
+"""The layouts of a weight by name: those of our own kernels and of torch's libraries; and the choice among them.
 
-Which layout is the fastest differs from one processor to another: measuring.py compares them.
+Which layout is fastest differs between processors: measuring.py compares them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from xrunner.packing import libraries
 from xrunner.packing.base import HighestLinear, PackedLinear, Shape, WeightLayout
 
 LAYOUTS: dict[str, WeightLayout] = cpu.LAYOUTS | libraries.LAYOUTS
-"""By the name that profiles and plans use; without a measurement, the first one available for a type is used."""
+"""Layouts by the name that profiles and plans use; without a measurement, the first available one is used."""
 
 
 def layouts_of(dtype: DType) -> list[str]:
-    """Return the layouts that are available for products in this type."""
+    """Return the layouts that are available for products in this dtype."""
     return [name for name, layout in LAYOUTS.items() if layout.dtype == dtype and layout.is_available()]
 
 
 def shape_name(shape: Shape) -> str:
-    """Return what profiles and plans call a weight's shape: OUTxIN."""
+    """Return the name that profiles and plans give to a weight's shape: OUTxIN."""
     return f"{shape[0]}x{shape[1]}"
 
 
 def pack(
     weight: Tensor, activation: str, dtype: DType = "float32", layouts: Mapping[str, str] | None = None
 ) -> PackedLinear | None:
-    """Return the product with a weight [out, in]; None if it is not on a CPU, or no layout is available for the type.
+    """Return the product with a weight [out, in]; None if it is not on a CPU, or no layout is available for the dtype.
 
     Args:
-        layouts: which one to use for each shape, by `shape_name`; those that are not available here are ignored.
+        layouts: layout to use for each shape, by `shape_name`; layouts that are not available here are ignored.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
@@ -47,11 +47,11 @@ def pack(
 
 
 def pack_highest(weight: Tensor, whole: PackedLinear, layouts: Mapping[str, str] | None = None) -> HighestLinear | None:
-    """Return the product of which only each row's highest sum is wanted; None if the whole product is used for it.
+    """Return the product of which only each row's highest sum is needed; None if the whole product is used for that.
 
     Args:
         whole: the product with the same weight in float32.
-        layouts: the layout of a copy in eight bits, as `HEAD`.
+        layouts: the layout of a copy in eight bits, under `HEAD`.
     """
     name = (layouts or {}).get(HEAD)
     if name is None or name not in layouts_of("int8"):

@@ -1,6 +1,6 @@
-"""Weights packed for the matrix products of the libraries that torch brings: MKL and oneDNN.
+"""Weights packed for the matrix products of torch's own libraries, MKL and oneDNN.
 
-Plain F.linear lays a weight out anew in every call, which takes 10% (256 rows) to 60% (8 rows) of its time.
+Plain F.linear rearranges a weight in every call, which takes 10% (256 rows) to 60% (8 rows) of its time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from xrunner.eight_bits import quantise
 from xrunner.packing.base import PackedLinear, WeightLayout
 
 _MKL_ROWS = 512
-"""For which MKL chooses its layout; the products of all numbers of rows are right with it, and small ones no slower."""
+"""Number of rows for which MKL chooses its layout; products with any other number of rows are right, too, and small
+ones no slower."""
 
 ZERO = 128
-"""Zero in rows of eight bits without signs; products of rows with signs take hundreds of times as long on Zen 4."""
+"""The number that stands for zero in rows of unsigned eight bits; signed rows take hundreds of times as long on Zen
+4."""
 
 # Our activation, as oneDNN fuses it: name and algorithm.
 _ONEDNN = {
@@ -57,7 +59,8 @@ def _with_onednn_bfloat16(weight: Tensor, activation: str) -> PackedLinear:
 
 
 def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
-    """Weight in eight bits, a scale for each output; activations in eight bits as they come, a scale for each row.
+    """Pack a weight in eight bits, with a scale for each output; activations are rounded as they come, with a scale for
+    each row.
 
     Sums are exact in 32 bits; scales, bias and activation function are float32.
     """
@@ -79,7 +82,7 @@ def _with_onednn_int8(weight: Tensor, activation: str) -> PackedLinear:
 
 @cache
 def _int8_is_exact() -> bool:
-    """Whether sums of products in eight bits are right at their largest: without the instructions for them, pairs of
+    """Return whether the largest sums of products in eight bits are right: without the instructions for them, pairs of
     products saturate at 16 bits."""
     if not torch.backends.mkldnn.is_available():
         return False

@@ -1,4 +1,4 @@
-"""The fastest layout for each shape of weight, measured on this processor with the threads that torch has."""
+"""Find the fastest layout for each shape of weight, measured on this processor with torch's number of threads."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from xrunner.packing.base import Shape
 from xrunner.packing.choice import LAYOUTS, layouts_of, pack, pack_highest, shape_name
 
 ROWS = (1, 8, 32, 128, 512)
-"""Numbers of rows at which layouts are compared; each counts alike, relative to the fastest."""
+"""Numbers of rows at which layouts are compared; each counts equally, relative to the fastest layout."""
 MOST_PRODUCT = 2**33
-"""Multiplications of a product that is timed: heads over large vocabularies meet few rows at once."""
+"""Largest product, in multiplications, that is timed: a head over a large vocabulary sees few rows at once."""
 REPEATS = 5
 TIE = 1.05
-"""Times the least mean that count as equal: two measurements of one product may differ by 5%."""
+"""Layouts within this factor of the least mean time count as equal: two measurements of one product may differ by
+5%."""
 EVICTING = 2**24
-"""Elements that are read before each product, 64 MiB: in a step, a weight has left a core's cache since the last."""
+"""Elements to read before each product, 64 MiB: in a real step, a weight has left a core's cache since its last use."""
 
 
 def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) -> dict[str, str]:
     """Return the fastest layout for each shape of weight; {} if only one is available.
 
-    A weight lies in memory once, so one layout serves all numbers of rows: that of the least mean time over ROWS,
-    relative to the fastest at each. If several tie, the first of LAYOUTS is chosen, so that the choice does not change
-    from one measurement to the next.
+    A weight is stored once, so one layout serves all numbers of rows: the one with the least mean time over ROWS,
+    relative to the fastest at each. If several tie, the first of LAYOUTS is chosen, so that repeated measurements give
+    the same choice.
 
     Args:
-        is_brief: the machine is busy: compare at fewer numbers of rows, less often.
+        is_brief: the machine is busy: compare at fewer numbers of rows, and less often.
     """
     names = layouts_of(dtype)
     if len(names) < 2:
@@ -47,10 +48,10 @@ def fastest(shapes: Collection[Shape], dtype: DType, *, is_brief: bool = False) 
 
 
 def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = False) -> dict[str, str]:
-    """Return the layout in eight bits that finds the highest sum soonest, as `HEAD`; {} if float32 is as fast.
+    """Return the eight-bit layout that finds the highest sum fastest, under `HEAD`; {} if float32 is as fast.
 
     Args:
-        layouts: of the products in float32, as `pack` takes them.
+        layouts: layouts of the products in float32, as `pack` takes them.
     """
     weight = torch.randn(shape)
     whole = pack(weight, "none", "float32", layouts)
@@ -69,7 +70,7 @@ def fastest_head(shape: Shape, layouts: Mapping[str, str], *, is_brief: bool = F
 def mean_times(
     products: Mapping[str, Callable[..., Tensor]], shape: Shape, *, is_brief: bool = False
 ) -> dict[str, float]:
-    """Return the mean over ROWS of each product's seconds relative to the fastest."""
+    """Return each product's mean time over ROWS, relative to the fastest."""
     others = torch.ones(EVICTING)
     rows = [n for n in ROWS[:: 2 if is_brief else 1] if n == 1 or n * shape[0] * shape[1] <= MOST_PRODUCT]
     repeats = 2 if is_brief else REPEATS
@@ -78,7 +79,7 @@ def mean_times(
 
 
 def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Tensor, repeats: int) -> dict[str, float]:
-    """Return the least seconds of each product with x, by turns, each after `others` have been read."""
+    """Return each product's least time with x; the products alternate, and `others` are read before each."""
     best = dict.fromkeys(products, float("inf"))
     for repeat in range(1 + repeats):
         for name, product in products.items():
