@@ -1,7 +1,7 @@
-"""Part of a model on one device of several: whole layers of its stage, each cut for tensor parallelism.
+"""A part of a model on one device of several: some layers, each divided among devices for tensor parallelism.
 
-The blocks of layers.py know nothing of this. A rank builds its model from the sizes that it holds (`Part.local`), and
-hooks add up what the ranks of a stage have computed apart. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
+The blocks of layers.py know nothing of this. A rank builds its model from the sizes of its part (`Part.local`), and
+hooks add up the partial results of a stage's ranks. Source: Megatron-LM (arXiv 1909.08053) sec. 3.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Group(Protocol):
         """Return the sum over all ranks, in place."""
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Every rank's tensor, by rank; all have one shape."""
+        """Return every rank's tensor, by rank; all have the same shape."""
 
 
 class Share(NamedTuple):
-    """Indices [start, stop) of `full`: heads, columns of a feed-forward block, tokens of a vocabulary."""
+    """Indices [start, stop) out of `full`: heads, columns of a feed-forward block, or tokens of a vocabulary."""
 
     start: int
     stop: int
@@ -62,12 +62,12 @@ class Share(NamedTuple):
 
 
 def share(full: int, rank: int, degree: int) -> Share:
-    """Return a rank's share of `full` things, as even as can be."""
+    """Return a rank's share of `full` items; shares are as equal as possible."""
     return Share(full * rank // degree, full * (rank + 1) // degree, full)
 
 
 class Cut(NamedTuple):
-    """Which part of a stored tensor is held: from `start`, out of `full`, along `dim` as we orient it."""
+    """The part of a stored tensor that a rank holds: from `start`, out of `full`, along `dim` in our orientation."""
 
     dim: int
     start: int
@@ -76,20 +76,21 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds of a model.
+    """The part of a model that one rank holds.
 
     Attributes:
         spec: the whole model.
         layers: its decoder layers, [first, last).
         encoder_layers: its encoder layers, [first, last).
-        is_first: it embeds tokens.
-        is_last: it makes logits.
-        rank, degree: its place among the ranks that hold these layers together.
-        ep: parts into which these divide the experts of a layer; the ranks of a part hold slices of its experts.
-        runs_decoder: False for an encoder on its own, without decoder layers.
+        is_first: whether it embeds tokens.
+        is_last: whether it computes logits.
+        rank, degree: its number among the ranks that share these layers, and their count.
+        ep: number of parts into which the ranks divide a layer's experts; the ranks of one part hold slices of its
+            experts.
+        runs_decoder: False for an encoder without decoder layers.
 
     Raises:
-        InputError: the heads cannot be shared out among these ranks.
+        InputError: the heads cannot be divided among these ranks.
     """
 
     spec: ModelSpec
@@ -111,12 +112,12 @@ class Part:
 
     @classmethod
     def whole(cls, spec: ModelSpec) -> Part:
-        """All of a model on one device."""
+        """Return all of a model, on one device."""
         return cls(spec, (0, spec.num_layers), (0, spec.num_encoder_layers))
 
     @property
     def kv_heads(self) -> Share:
-        """Heads of keys and values that this rank caches: its share, or one that others hold, too."""
+        """Number of K/V heads that this rank caches: its share, or one that other ranks cache, too."""
         total = self.spec.num_kv_heads
         if self.degree <= total:
             return share(total, self.rank, self.degree)
@@ -125,12 +126,12 @@ class Part:
 
     @property
     def cached_heads(self) -> Share:
-        """Heads that this rank's cache is laid out by: one, the same on all ranks, where heads are made of it."""
+        """Number of heads in this rank's cache: 1, the same on all ranks, if the cache holds latent vectors."""
         return self.kv_heads if self.spec.latent is None else Share(0, 1, 1)
 
     @property
     def heads(self) -> Share:
-        """Heads of queries: those that read this rank's keys and values."""
+        """Query heads of this rank: those that read its keys and values."""
         spec, kv = self.spec, self.kv_heads
         group = spec.num_heads // spec.num_kv_heads
         readers = max(1, self.degree // spec.num_kv_heads)
@@ -149,13 +150,13 @@ class Part:
 
     @property
     def expert_ffn(self) -> Share:
-        """Columns that it holds of each of them."""
+        """Columns of each expert that this rank holds."""
         size, slices = self.spec.experts.ffn_size if self.spec.experts is not None else 0, self.degree // self.ep
         return share(size, self.rank % slices, slices)
 
     @property
     def shared_ffn(self) -> Share:
-        """Columns that it holds of the shared experts."""
+        """Columns of the shared experts that this rank holds."""
         return share(self.spec.experts.shared_ffn_size if self.spec.experts else 0, self.rank, self.degree)
 
     @property
@@ -164,7 +165,7 @@ class Part:
 
     @property
     def local(self) -> ModelSpec:
-        """The model as this rank sees it. Not validated: a part may well have no encoder layer."""
+        """The model from this rank's view. It is not validated: a part may well have no encoder layer."""
         first, last = self.layers
         experts = self.spec.experts
         if experts is not None:
@@ -187,7 +188,7 @@ class Part:
 
 
 class VocabularyShare(Embedding):
-    """The rows of a rank's share of the vocabulary; tokens of other ranks are zero until the group adds up."""
+    """The rows of a rank's share of the vocabulary; other ranks' tokens give zero until the group adds up."""
 
     def __init__(self, weight: nn.Parameter, first: int) -> None:
         nn.Module.__init__(self)
@@ -231,7 +232,7 @@ def build(part: Part) -> Model:
 
 
 def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold each parameter, and what they call it; under the name of the first."""
+    """Return the modules that hold each parameter, with its name there; keyed by its name in the first one."""
     found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for leaf, value in module._parameters.items():
@@ -241,7 +242,7 @@ def places_of(model: Model) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, device: str) -> None:
-    """Give a parameter memory in all modules that hold it."""
+    """Allocate a parameter in all modules that hold it."""
     (module, leaf), *_ = places
     new = parameter(torch.empty(module._parameters[leaf].shape, dtype=dtype, device=device))  # type: ignore[union-attr]
     for module, leaf in places:
@@ -249,7 +250,7 @@ def materialise(places: Sequence[tuple[nn.Module, str]], dtype: torch.dtype, dev
 
 
 def join(model: Model, group: Group) -> None:
-    """Have a part's partial sums added up over its group."""
+    """Make a part's group add up its partial sums."""
 
     def add_up(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return group.add_up(output)
@@ -261,7 +262,7 @@ def join(model: Model, group: Group) -> None:
 
 
 def _drop_biases(model: Model, part: Part) -> None:
-    """Leave a bias to one rank of those that add up what it is added to."""
+    """Keep a bias on only one of the ranks whose results are added."""
     for module in _reduced(model):
         match module:
             case Linear() if part.rank:
@@ -273,7 +274,7 @@ def _drop_biases(model: Model, part: Part) -> None:
 
 
 def _reduced(model: Model) -> list[nn.Module]:
-    """The modules of whose output each rank has a part of the sum: projections with cut inputs, divided experts."""
+    """Return the modules whose output is a partial sum: projections with divided inputs, divided experts."""
     modules: list[nn.Module] = []
     for name, module in model.named_modules():
         match module:
@@ -287,9 +288,9 @@ def _reduced(model: Model) -> list[nn.Module]:
 
 
 def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
-    """Which part of each stored tensor a rank holds, by parameter: one cut for each projection that is fused in it.
+    """Return the part of each stored tensor that a rank holds, by parameter: one cut for each projection fused in it.
 
-    Parameters that are not named are held whole.
+    Unnamed parameters are held whole.
     """
     if part.degree == 1:
         return {}
@@ -333,7 +334,7 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
 
 
 class Vocabulary:
-    """Choosing tokens where each rank has the logits of its share of the vocabulary alone."""
+    """Chooses tokens when each rank has only the logits of its share of the vocabulary."""
 
     def __init__(self, part: Part, group: Group) -> None:
         self._group = group
@@ -342,7 +343,7 @@ class Vocabulary:
         self._sizes, self._most = sizes, max(sizes)
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """`sampling.highest` over the logits of all ranks. # [rows, share] -> int64 [rows]"""
+        """Return `sampling.highest` over the logits of all ranks. # [rows, share] -> int64 [rows]"""
         best, index = logits.max(dim=-1)
         # In float64 both fit exactly, so that one exchange carries them.
         pairs = self._group.gather(torch.stack((best.double(), (index + self._first).double())))
@@ -351,7 +352,7 @@ class Vocabulary:
         return tokens.gather(0, rank)[0].long().masked_fill_(~best[0].isfinite(), NO_TOKEN)
 
     def gather(self, logits: Tensor) -> Tensor:
-        """All logits. # [rows, share] -> [rows, vocab]"""
+        """Return the logits of all ranks. # [rows, share] -> [rows, vocab]"""
         padded = F.pad(logits, (0, self._most - logits.shape[-1]))
         shares = self._group.gather(padded.contiguous())
         return torch.cat([x[:, :size] for x, size in zip(shares, self._sizes, strict=True)], dim=-1)

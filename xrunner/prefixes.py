@@ -1,4 +1,4 @@
-"""Compute the keys of prompts' blocks, by which the schedule finds K/V that is there already."""
+"""Compute keys of prompts' blocks, by which the schedule finds K/V that is already cached."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ KEY_BYTES = 16
 class Prefixes:
     """Hash chains: a block's key is the hash of its tokens and of the key before it.
 
-    Each account has chains of its own: a request finds nothing that another account's requests have left, so that no
-    account learns from its times to first token what another one has asked. The chains begin with a secret of this
-    process, so that no client can make two prompts with the same key.
+    Each account has chains of its own, so that a request finds only K/V of its own account, and no account learns from
+    its times to first token what another one has sent. The chains start from a secret of this process, so that no
+    client can construct two prompts with the same key.
     """
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._roots: dict[str, bytes] = {}
-        """What the chains of each account begin with."""
+        """The start of each account's chains."""
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
         """Return the keys of a prompt's full blocks; none if the prompt is scored, as all its tokens are computed."""

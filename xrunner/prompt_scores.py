@@ -34,7 +34,7 @@ class PromptScores:
         self._num_top.pop(id_, None)
 
     def concern(self, step: Step) -> bool:
-        """Whether the step has a prompt that is scored."""
+        """Return whether the step contains a prompt that is scored."""
         return any(chunk.id in self._scores for chunk in step.encode)
 
     def places(self, step: Step, prompts: Mapping[int, np.ndarray]) -> ScoredPlaces | None:

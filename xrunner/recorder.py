@@ -18,7 +18,7 @@ OnStep = Callable[[StepRecord], None]
 
 
 class _Begun(NamedTuple):
-    """What a step's record needs to know of its beginning."""
+    """The state at a step's beginning that its record needs."""
 
     number: int
     start_ns: int
@@ -28,33 +28,33 @@ class _Begun(NamedTuple):
 
 
 class Recorder:
-    """Makes the record of each step, and hands it to the listeners."""
+    """Builds the record of each step, and passes it to the listeners."""
 
     def __init__(self, listeners: Collection[OnStep]) -> None:
         self._listeners = list(listeners)
         self.clear()
 
     def listen(self, on_step: OnStep) -> None:
-        """Have further records handed out, in the thread that calls `end`."""
+        """Call a function with later records, in the thread that calls `end`."""
         self._listeners.append(on_step)
 
     def clear(self) -> None:
-        """Begin a new log."""
+        """Start a new log."""
         self._arrivals: list[Arrival] = []
-        """Requests taken in since the last step began."""
+        """Requests received since the last step began."""
         self._cancelled: list[tuple[int, int]] = []
-        """Requests taken out since then, and how many steps had been settled."""
+        """Requests removed since then, with the number of steps settled before."""
         self._under_way: dict[tuple[LaneName, int], deque[_Begun]] = defaultdict(deque)
-        """Of each lane's micro-batch, in the order in which the steps end."""
+        """Unfinished steps of each lane's micro-batch, in the order in which they end."""
         self._num_begun = self._num_settled = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is under way."""
+        """Return whether no step is being executed."""
         return self._num_begun == self._num_settled
 
     def arrive(self, request: Request) -> None:
-        """Note that a request is taken in."""
+        """Note that a request was received."""
         size = request.input_length, request.max_output
         self._arrivals.append(
             Arrival(
@@ -70,11 +70,11 @@ class Recorder:
         )
 
     def cancel(self, id_: int) -> None:
-        """Note that a request is taken out."""
+        """Note that a request was removed."""
         self._cancelled.append((id_, self._num_settled))
 
     def begin(self, step: Step, start_ns: int) -> None:
-        """Note that a step begins that was scheduled at that time."""
+        """Note that a step begins that was scheduled at `start_ns`."""
         arrived, settled = {arrival.id for arrival in self._arrivals}, self._num_settled
         # One that has only just arrived cannot be taken out of a log before it stands there.
         cancelled = [(id_, settled if id_ in arrived else after) for id_, after in self._cancelled]
@@ -93,7 +93,7 @@ class Recorder:
         outputs: Mapping[int, Chain] = NO_CHAINS,
         failed: Collection[int] = (),
     ) -> None:
-        """Record a step that has been settled, and the requests that ended in it, as `StepRecord` has them."""
+        """Record a settled step, and the requests that ended in it, in the form of `StepRecord`."""
         begun = self._under_way[step.lane, step.microbatch].popleft()
         self._num_settled += 1
         if not self._listeners:

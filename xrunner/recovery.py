@@ -1,4 +1,4 @@
-"""Keep the requests that an engine has accepted, and their tokens, for when one is preempted or a worker is lost."""
+"""Keep the requests that an engine has accepted, and their tokens, in case of preemption or a lost worker."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from xrunner.generation import Generation, Token
 
 
 class Ledger:
-    """Requests and their output so far: what encodes them again where they were."""
+    """Requests and their outputs so far: all that is needed to encode them again and continue."""
 
     def __init__(self) -> None:
         self.generations: dict[int, Generation] = {}
         self._generated: dict[int, list[int]] = {}
         self._repeated: dict[int, int] = {}
-        """Tokens that are made once more, of requests that had to begin anew."""
+        """Number of tokens that restarted requests generate again."""
 
     def has_begun(self, id_: int) -> bool:
-        """Whether the request has generated a token."""
+        """Return whether the request has generated a token."""
         return id_ in self._generated
 
     def note(self, token: Token) -> None:
@@ -27,29 +27,29 @@ class Ledger:
         self._generated.setdefault(token.id, []).append(token.token)
 
     def forget(self, id_: int) -> None:
-        """Forget a request that has ended, or is lost."""
+        """Forget a request that has ended or was lost."""
         self.generations.pop(id_, None)
         self._generated.pop(id_, None)
         self._repeated.pop(id_, None)
 
     def sequence(self, id_: int) -> tuple[int, ...]:
-        """Return prompt and output of a request so far."""
+        """Return a request's prompt and output so far."""
         return (*self.generations[id_].prompt, *self._generated.get(id_, ()))
 
     def resumed(self, request: Request) -> Generation:
-        """Return a request that is about to be encoded: after a preemption, with what it had generated as prompt."""
+        """Return a request that is to be encoded; after a preemption, its output so far is part of the prompt."""
         return self.generations[request.id].resumed(self._generated.get(request.id, [])[: request.generated])
 
     def repeat(self, ids: Iterable[int]) -> None:
-        """Note that these requests generate their tokens anew."""
+        """Note that these requests generate their tokens again."""
         self._repeated |= {id_: len(self._generated[id_]) for id_ in ids if id_ in self._generated}
 
     def anew(self, request: Request, can_resume: Callable[[Request], bool]) -> Request:
-        """Return the request as it enters a schedule again, on workers that do not know it.
+        """Return the request as it enters a schedule again, on workers that do not have it.
 
         Args:
-            can_resume: whether what it has generated can be encoded with its prompt; else the same tokens are made
-                once more, as they depend on the request alone.
+            can_resume: whether its output can be encoded with its prompt; otherwise the same tokens are generated
+                again, since they depend only on the request.
         """
         generation = self.resumed(request)
         size = len(generation.prompt), generation.max_output
@@ -66,7 +66,7 @@ class Ledger:
         return again
 
     def without_repeated(self, tokens: list[Token]) -> list[Token]:
-        """Return the tokens of a step that have not been handed out before; counts those that have."""
+        """Return the tokens of a step that have not been returned before; count those that have."""
         if not self._repeated:
             return tokens
         return [token for token in tokens if token.finish == "error" or not self._is_repeated(token.id)]

@@ -1,4 +1,4 @@
-"""Change to a plan with another placement: let running requests finish, then deploy the workers anew."""
+"""Change to a plan with another placement: let running requests finish, then deploy the workers again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class Redeployment:
-    """The plan that is deployed as soon as no request runs any more, and the requests that are parked until then.
+    """The plan to deploy once no request runs, and the requests that are parked until then.
 
     Args:
-        deploy: None: no other placement can be deployed.
+        deploy: deploys a placement; None: no other placement can be deployed.
     """
 
     def __init__(self, deploy: Deployer | None) -> None:
@@ -26,7 +26,7 @@ class Redeployment:
 
     @property
     def is_pending(self) -> bool:
-        """Whether another plan is to be deployed."""
+        """Return whether another plan waits to be deployed."""
         return self._next is not None
 
     def want(self, schedule: Schedule) -> None:
@@ -40,18 +40,18 @@ class Redeployment:
         self._next = schedule
 
     def park(self, generation: Generation) -> None:
-        """Keep a request until the other plan has been deployed."""
+        """Park a request until the other plan has been deployed."""
         self._parked[generation.id] = generation
 
     def forget(self, id_: int) -> None:
-        """Take a request out, if it is parked."""
+        """Remove a request if it is parked."""
         self._parked.pop(id_, None)
 
     def run(self, before: Schedule) -> tuple[Schedule, Executor, str | None]:
-        """Deploy the other plan, or the one before again where that fails, for want of memory perhaps.
+        """Deploy the other plan; if that fails, perhaps for lack of memory, deploy the previous one again.
 
         Returns:
-            The plan that runs now, its workers, and why the other one does not, if so.
+            The plan that runs now, its workers, and the reason if it is not the other one.
         """
         assert self._deploy is not None and self._next is not None
         refused = None
@@ -67,6 +67,6 @@ class Redeployment:
         return schedule, executor, refused
 
     def unpark(self) -> list[Generation]:
-        """Return the requests that were parked, in the order of their coming; they are so no longer."""
+        """Return the parked requests in the order of their arrival, and park them no longer."""
         parked, self._parked = list(self._parked.values()), {}
         return parked

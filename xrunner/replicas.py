@@ -1,6 +1,6 @@
 """Several replicas of a plan as one engine, each in a thread of its own.
 
-A request goes to the replica that holds the beginning of its prompt, or to the one with the fewest requests.
+A request goes to the replica that has the beginning of its prompt cached, or to the one with the fewest requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from xrunner.generation import Generation, Token
 from xrunner.prefixes import Prefixes
 
 IDLE_S = 0.1
-"""How long an idle replica sleeps at most before it looks whether it shall end."""
+"""Longest time that an idle replica sleeps before it checks whether it must end."""
 
 ReplicaEvent = list[Token] | StepRecord | Exception
 
@@ -30,9 +30,9 @@ def _of_all(combine: Callable[[Iterable[int]], int], name: str) -> property:
 
 
 class Pools:
-    """What all replicas' pools hold together; `kv_blocks` are those that one request can have.
+    """The pools of all replicas together; `kv_blocks` is the most that one request can have.
 
-    Their own threads change them meanwhile, so only what is told at once is asked: sizes and membership.
+    The replicas' threads change the pools meanwhile, so only sizes and membership are read, which are atomic.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -65,7 +65,7 @@ class Pools:
 
 
 class _AnyOf:
-    """Whether one of several contains something; unlike a ChainMap it never lists what they contain."""
+    """Membership in any of several containers; unlike a ChainMap it never lists their contents."""
 
     def __init__(self, containers: Sequence[Container[int]]) -> None:
         self._containers = containers
@@ -75,12 +75,12 @@ class _AnyOf:
 
 
 class Replicas:
-    """`engine.Engine` over several. Their steps share one log; each record names its replica.
+    """The interface of `engine.Engine` over several replicas. Their steps share one log; each record names its replica.
 
     Args:
-        build: makes the engine of a replica, in the thread that is to step it; given the function that it calls with
-            its steps.
-        router: says which replica a request goes to; None: the one with the fewest.
+        build: builds a replica's engine in the thread that will step it, given the function that it calls with its
+            steps.
+        router: chooses the replica of a request; None: the one with the fewest requests.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Replicas:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._home: dict[int, int] = {}
-        """The replica of each request that has not ended."""
+        """The replica of each unfinished request."""
         self._engines: list[Engine] = []
         built: SimpleQueue[tuple[int, Engine | BaseException]] = SimpleQueue()
         self._threads = [
@@ -122,7 +122,7 @@ class Replicas:
 
     @property
     def on_refused(self) -> Callable[[str], None]:
-        """See `Engine.on_refused`: called in the thread of the replica that keeps its plan."""
+        """See `Engine.on_refused`; called in the thread of the replica that keeps its plan."""
         return self._engines[0].on_refused
 
     @on_refused.setter
@@ -132,7 +132,7 @@ class Replicas:
 
     @property
     def on_begin(self) -> Callable[[list[int]], None]:
-        """See `Engine.on_begin`: called in the thread of the replica whose step begins."""
+        """See `Engine.on_begin`; called in the thread of the replica whose step begins."""
         return self._engines[0].on_begin
 
     @on_begin.setter
@@ -141,12 +141,12 @@ class Replicas:
             engine.on_begin = then
 
     def apply(self, schedule: Schedule) -> None:
-        """See `Engine.apply`: each replica changes over by itself. Their number stays."""
+        """See `Engine.apply`; each replica changes by itself. The number of replicas stays."""
         for engine in self._engines:
             engine.apply(schedule.fresh())
 
     def go_over_to(self, plan: Plan) -> None:
-        """Have the plan's schedule applied."""
+        """Adopt the plan's schedule; see `apply`."""
         self.apply(policies.build(plan))
 
     takes_seeds = True
@@ -181,7 +181,7 @@ class Replicas:
         self._wake.wait(timeout_s)
 
     def step(self) -> list[Token] | None:
-        """Return the tokens of the next step to end anywhere, or None if none has ended."""
+        """Return the tokens of the next step that ends in any replica, or None if none has ended."""
         while True:
             self._wake.clear()
             try:

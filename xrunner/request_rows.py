@@ -1,4 +1,4 @@
-"""The state of a worker's running requests, in arrays, so that a step over hundreds costs a few numpy calls."""
+"""The state of a worker's running requests in arrays, so that a step with hundreds of them takes a few numpy calls."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 
 FEWEST = 64
-"""Rows at first; they double when all are taken."""
+"""Initial number of rows; it doubles when all are taken."""
 
 
 class RequestRows:
-    """A row for each request, in arrays that are indexed by it.
+    """One row for each request, in arrays indexed by the row.
 
     Attributes:
-        last_token: the token to feed next. # int64 [rows]
-        context: tokens whose K/V is in the cache. # int32 [rows]
-        prompt_len: tokens of the prompt. # int32 [rows]
-        num_blocks: blocks of the request. # int32 [rows]
-        tables: these blocks, in order; what follows them is arbitrary. # int32 [rows, blocks]
+        last_token: the token to process next. # int64 [rows]
+        context: number of tokens whose K/V is in the cache. # int32 [rows]
+        prompt_len: number of tokens in the prompt. # int32 [rows]
+        num_blocks: number of the request's blocks. # int32 [rows]
+        tables: the blocks, in order; the rest of each row is arbitrary. # int32 [rows, blocks]
     """
 
     def __init__(self) -> None:

@@ -86,7 +86,8 @@ class Sampler:
         return not self._active
 
     def takes_highest(self, rows: np.ndarray) -> bool:
-        """Whether the highest of logits plus `clocks` is the token of each row: none has a rule but a temperature.
+        """Return whether the highest of logits plus `clocks` is the token of each row: no row has any setting but a
+        temperature.
 
         # int64 [sampled]
         """
@@ -99,9 +100,9 @@ class Sampler:
         return not ruled.any() and constrained.isdisjoint(rows.tolist())
 
     def clocks(self, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """What decides draws at a temperature alone, to be added to logits; None if all rows are greedy.
+        """Return the numbers that decide draws by temperature only, to be added to logits; None if all rows are greedy.
 
-        Args: as in `__call__`.
+        The arguments are those of `__call__`.
 
         Returns:
             # float32 [sampled, vocab]
@@ -348,18 +349,19 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
 
 
 def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
-    """Return numbers of which the highest, each added to a token's logarithmic weight, is at a token drawn by weight.
+    """Return numbers whose highest sum with the tokens' log weights is at a token drawn by weight.
 
-    They are negative logarithms of exponential clocks: the first of clocks with these rates wins. A token's clock
-    depends only on the row's key and the token. So if weights differ by rounding, another token is drawn only if two
-    clocks were that close. Inverting the cumulative distribution would add up the rounding of all tokens.
+    They are negative logarithms of exponential clocks: among clocks with these rates, each is the first with a
+    probability in proportion to its rate. A token's clock depends only on the row's key and the token. So if weights
+    differ by rounding errors, another token is drawn only if two clocks were that close. Inverting the cumulative
+    distribution would add up the rounding errors of all tokens.
 
     Args:
         keys: each row's. # uint64 [rows]
         noise: random bits of each token. # int32 [vocab]
 
     Returns:
-        Some rows at a time, in order. # float32 [rows, vocab]
+        The numbers, some rows at a time, in order. # float32 [rows, vocab]
     """
     halves = torch.from_numpy(keys.view(np.int32).reshape(-1, 2)).to(noise.device)
     for half in halves.split(max(1, RACERS // len(noise))):
