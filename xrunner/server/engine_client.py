@@ -1,4 +1,4 @@
-"""The front's side of the engine: it submits requests, hands out their tokens, and counts what became of them."""
+"""The front's side of the engine: it submits requests, delivers their tokens, and counts how they end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from xrunner.server.observe.watch import Watch
 
 MAX_RETRY_AFTER_S = 60
 LEAST_MEMORY_S, MEMORY_LATENCIES = 10.0, 8
-"""Time over which the rate is measured at which waiting requests begin: seconds, and latencies of the plan."""
+"""Time over which the rate is measured at which waiting requests start: at least this many seconds, and this many of
+the plan's latencies."""
 
 NOT_FINITE = (
     "the model's logits for this request hold NaN or are infinite: its weights, or their dtype, cannot represent it"
@@ -39,12 +40,12 @@ logger = logging.getLogger(__name__)
 
 
 Inbox = asyncio.Queue[Sequence[Token] | ApiError]
-"""Where the tokens of one caller's requests arrive, in the order of the engine's steps, or why none will come: one at a
-time, or of a request that holds them all at once."""
+"""Receives the tokens of one caller's requests, in the order of the engine's steps, or the reason why none will come:
+one at a time, or all at once for a request whose output is held."""
 
 
 class Promise(NamedTuple):
-    """What `answer_s` said of a request, and when its answer has been promised: seconds after its submission."""
+    """The estimate of `answer_s` for a request, and the promised time of its answer, in seconds after submission."""
 
     expected_s: float
     promised_s: float
@@ -55,13 +56,13 @@ class Submission:
     """What all outputs of one HTTP request have in common.
 
     Attributes:
-        inbox: where their tokens go.
-        bounds: the key's own.
-        end_s: after which they are of no use, on the clock of `time.perf_counter`; infinite: never.
-        has_deadline: that is what the client has said.
-        read_s: when the body had come, on the same clock.
-        hold: let an output's tokens come all at once, with the last: waking a task for each token of each request would
-            take the engine's cores from it for as much as a tenth of a decode step.
+        inbox: receives their tokens.
+        bounds: the key's own bounds.
+        end_s: time after which they are useless, on the clock of `time.perf_counter`; infinite: never.
+        has_deadline: whether the client has set that time.
+        read_s: time at which the body had arrived, on the same clock.
+        hold: deliver an output's tokens all at once, with the last one: waking a task for each token of each request
+            would take up to a tenth of a decode step from the engine's cores.
     """
 
     inbox: Inbox
@@ -78,7 +79,7 @@ class Submission:
 
 @dataclass(slots=True)
 class TokenStream:
-    """A request in the engine: where its tokens go, and when they came.
+    """A request in the engine: the inbox of its tokens, and the times at which they came.
 
     Times are those of `time.perf_counter`; 0: not yet.
     """
@@ -87,50 +88,50 @@ class TokenStream:
     inbox: Inbox
     submitted_s: float
     held: list[Token] | None = None
-    """Tokens so far of a request whose caller waits for the whole output; None: each goes out as it comes."""
+    """Tokens so far of a request whose caller waits for the whole output; None: each token is delivered at once."""
     account: Account = ANYONE
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Those of them whose K/V was there when the request began."""
+    """Number of prompt tokens whose K/V was already cached when the request began."""
     output_tokens: int = 0
     deadline_s: float | None = None
     started_s: float = 0.0
-    """Start of the step that first encoded some of it."""
+    """Start of the step that first encoded a part of the prompt."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     unwritten_s: float = 0.0
-    """End of the step of its oldest token that has not been written to a client."""
+    """End of the step that sampled its oldest token that has not been written to a client."""
     promise: Promise | None = None
     bounds: RequestBounds = NO_BOUNDS
     seen: Seen | None = None
-    """What the watch knows of it."""
+    """What the watch has observed of it."""
 
 
 class EngineClient:
-    """Submits requests to an engine, and hands out their tokens, from `start` to `stop`, which closes the engine.
+    """Submits requests to an engine, and delivers their tokens, from `start` to `stop`, which closes the engine.
 
-    All methods belong to the event loop's thread. An engine that is lost is started again (`lasting_engine`).
+    All methods belong to the event loop's thread. A lost engine is restarted (`lasting_engine`).
 
     Args:
-        watch: what observes the requests, and re-plans; None: nothing does, and a lost engine is not started again.
+        watch: observes the requests, and re-plans; None: nothing does, and a lost engine is not restarted.
     """
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:
         self.metrics = Metrics(engine, watch)
         self.watch = watch
         self.failure: str | None = None
-        """Why the engine has stopped on its own, in one line."""
+        """Why the engine stopped by itself, in one line."""
         self.fatal: XgptError | None = None
-        """What cannot be mended here: the server is to end with it."""
+        """The failure that nothing can mend here: the server must end with it."""
         self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
-        """Whether what runs shall end, and nothing begin."""
+        """Whether the server is draining: running requests finish, and no new one starts."""
         self._engine = engine
         self._ids = itertools.count()
         self._streams: dict[int, TokenStream] = {}
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
         self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
-        """Streams whose first step is not known to have begun."""
+        """Streams whose first step has not begun, as far as is known."""
         self.live = None if watch is None else Live(engine, self._backlog, watch, self.metrics)
         self._lasting = LastingEngine(
             engine,
@@ -141,43 +142,43 @@ class EngineClient:
         )
 
     def start(self) -> None:
-        """Begin to hand out tokens, on the loop that is running now."""
+        """Begin to deliver tokens, on the running event loop."""
         if self.watch is not None:
             self.watch.start(self._lasting.go_over_to)
             self._engine.on_refused = self.watch.go_back
         self._lasting.start()
 
     async def stop(self) -> None:
-        """Let the step that is being executed end, and no other begin; close the engine."""
+        """Let the current step end and start no other; close the engine."""
         if self.watch is not None:
             await self.watch.stop()
         await self._lasting.stop()
 
     def _return(self, plan: Plan) -> None:
-        """Go on under the plan of an engine that has been started again."""
+        """Continue under the plan of a restarted engine."""
         if self.watch is not None and self.watch.plan is not plan:
             self.watch.go_over_to(plan)
 
     @property
     def takes_seeds(self) -> bool:
-        """Whether a request's seed decides its tokens."""
+        """Return whether a request's seed decides its tokens."""
         return self._engine.takes_seeds
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether log probabilities of prompts are given."""
+        """Return whether log probabilities of prompts are available."""
         return self._engine.scores_prompts
 
     @property
     def capacity(self) -> int:
-        """Tokens that the K/V pool holds: the most that the prompt and output of one request can have."""
+        """Tokens that the K/V pool holds: the most that one request's prompt and output can have together."""
         return self._engine.pool.kv_blocks * self._engine.pool.block_size
 
     def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
-        """Check that the plan that runs can execute a request with `num_tokens` prompt tokens at all.
+        """Check that the running plan can execute a request with `num_tokens` prompt tokens.
 
         Raises:
-            ApiError: 400, it would wait for ever, and hold up all others.
+            ApiError: 400, it would wait for ever, and block all others.
         """
         pool = self._engine.pool
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
@@ -193,22 +194,23 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no step has taken up yet."""
+        """Number of requests that no step has started yet."""
         return len(self._backlog)
 
     def retry_after_s(self) -> int:
-        """Seconds after which a request that was turned away should be sent again: half of those waiting have begun."""
+        """Seconds after which a client should retry a refused request: by then half of the waiting ones will have
+        started."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
         return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._backlog) / (2 * rate))))
 
     def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Whether `num_outputs` more of this account may wait, where `most` may in all."""
+        """Return whether `num_outputs` more of this account may wait, if `most` may wait in all."""
         return self._backlog.has_room(account, num_outputs, most)
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
-        """Seconds until `num_outputs` more of this account should be complete.
+        """Return the seconds until `num_outputs` more of this account should be complete.
 
-        None: the engine is idle, or runs no plan.
+        None if the engine is idle, or runs no plan.
         """
         if self.watch is None or not self._streams:
             return None
@@ -217,17 +219,17 @@ class EngineClient:
 
     @property
     def caution(self) -> float:
-        """What to multiply that with before it is promised."""
+        """Factor on that time before it is promised."""
         return self._backlog.caution
 
     @property
     def is_redeploying(self) -> bool:
-        """Whether another placement is on its way."""
+        """Return whether another placement is being deployed."""
         return self._engine.is_emptying
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the engine was lost and is being started again; requests wait until then."""
+        """Return whether the engine was lost and is being restarted; requests wait until then."""
         return self._lasting.is_restarting
 
     @property
@@ -237,7 +239,7 @@ class EngineClient:
     def submit(
         self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, submission: Submission
     ) -> TokenStream:
-        """Hand in a request (see `Generation`).
+        """Submit a request (see `Generation`).
 
         Raises:
             ApiError: 500, the engine has failed.
@@ -277,7 +279,7 @@ class EngineClient:
         return stream
 
     def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
-        """Take a request out; one that has ended already is ignored."""
+        """Remove a request; one that has already ended is ignored."""
         if self._streams.pop(stream.id, None) is not None:
             self._backlog.leave(stream.id)
             self._lasting.cancel(stream.id)
@@ -289,12 +291,12 @@ class EngineClient:
                 self._note_deadline(stream, time.perf_counter())
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
-        """End a request that has had its last token, or as many as it could have."""
+        """Count a request that had a deadline, after its last token or as many tokens as it could have."""
         if stream.deadline_s is not None:
             self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
-        """End a request that the engine lost by itself."""
+        """End a request that the engine has lost without the others."""
         del self._streams[stream.id]
         self._backlog.leave(stream.id)
         self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
@@ -307,7 +309,7 @@ class EngineClient:
         stream.inbox.put_nowait(error)
 
     def _end(self, stream: TokenStream) -> None:
-        """Note a request whose output has ended without being cut off."""
+        """Note a request whose output was not cut off."""
         first_s, whole_s = stream.first_token_s - stream.submitted_s, stream.last_token_s - stream.submitted_s
         gap_s = (whole_s - first_s) / max(stream.output_tokens - 1, 1)
         is_kept = self.metrics.note_bounds(stream.account, RequestBounds(first_s, gap_s, whole_s), stream.bounds)
@@ -318,8 +320,8 @@ class EngineClient:
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
 
     def _note_starts(self, record: StepRecord) -> None:
-        """Requests start with the step that encodes the first piece of their prompts. The engine reads the clock before
-        its inbox, so that one may have been submitted just after the step's start."""
+        """Note which requests start: those of which the step encodes the first piece. The engine reads the clock before
+        its inbox, so a request may have been submitted just after the step's start."""
         for id_, first_token, _ in record.encode:
             if (stream := self._streams.get(id_)) and not stream.started_s:
                 stream.started_s = max(record.start_ns / 1e9, stream.submitted_s)
@@ -327,7 +329,7 @@ class EngineClient:
                 self.metrics.cached_tokens.inc(first_token)
 
     def _deliver(self, tokens: list[Token], records: list[StepRecord]) -> None:
-        """Fan a step's tokens out."""
+        """Deliver a step's tokens to the inboxes of their requests."""
         metrics, now_s = self.metrics, time.perf_counter()
         start_s = min((record.start_ns / 1e9 for record in records), default=now_s)
         end_s = max((record.end_ns / 1e9 for record in records), default=now_s)
@@ -379,7 +381,7 @@ class EngineClient:
         return {id_: seen for id_, seen in found if seen is not None}
 
     def _fail(self, error: XgptError) -> None:
-        """End all requests: the engine is over."""
+        """End all requests, since the engine has failed for good."""
         self.failure = f"the engine has failed: {error}"
         self.fatal = error if isinstance(error, MachineError) else XgptError(self.failure)
         logger.error(self.failure)

@@ -1,4 +1,4 @@
-"""Keep the requests of an engine, so that another one goes on with them when it has ended or hangs."""
+"""Keep an engine's requests, so that another engine can continue them if it ends or hangs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xrunner.generation import NO_TOKEN, Generation, Token
 from xrunner.recovery import Ledger
 
 RESTARTS, PERIOD_S = 3, 600.0
-"""An engine is started anew at most this many times within this time; the next loss ends the server."""
+"""An engine is restarted at most this many times within this time; the next loss ends the server."""
 
 
 class Handover:
-    """The requests that an engine has or is to have, and their output so far.
+    """The requests that an engine has or is about to get, and their outputs so far.
 
-    The first loss of an engine counts as an accident. A request that was inside at two losses is a suspect: suspects
-    are handed over one at a time, the next once the one before has made a token. An engine that is lost meanwhile was
-    ended by that one, which is not handed over again.
+    The first loss of an engine counts as an accident. A request that was inside at two losses is a suspect. Suspects
+    are submitted one at a time, the next one after the previous one has generated a token. If an engine is lost
+    meanwhile, the current suspect has ended it and is not submitted again.
     """
 
     def __init__(self) -> None:
@@ -29,21 +29,21 @@ class Handover:
         self._waiting: deque[int] = deque()
         self._suspects: deque[int] = deque()
         self._tried: int | None = None
-        """The suspect that was handed over and has made no token yet."""
+        """The suspect that was submitted and has not generated a token yet."""
         self._losses: Counter[int] = Counter()
-        """Of engines that had the request."""
+        """Number of lost engines that had the request."""
         self._lost_s: list[float] = []
 
     def __len__(self) -> int:
         return len(self._ledger.generations)
 
     def accept(self, generation: Generation) -> None:
-        """Keep a new request until it is handed over, and until it has ended."""
+        """Keep a new request until it has ended."""
         self._ledger.generations[generation.id] = generation
         self._waiting.append(generation.id)
 
     def ready(self) -> Iterator[Generation]:
-        """Take and yield the requests that the engine may have now."""
+        """Yield the requests that the engine may have now."""
         while self._waiting:
             if (generation := self._ledger.generations.get(self._waiting.popleft())) is not None:
                 yield generation
@@ -53,7 +53,7 @@ class Handover:
                 yield generation
 
     def note(self, tokens: list[Token]) -> list[Token]:
-        """Note a step's tokens, and forget what has ended; return the tokens that were not handed out before."""
+        """Note a step's tokens, forget requests that have ended, and return the tokens that are new."""
         tokens = [token for token in tokens if token.id in self._ledger.generations]
         new = self._ledger.without_repeated(tokens)
         for token in tokens:
@@ -74,13 +74,13 @@ class Handover:
             self._tried = None
 
     def lose(self, error: MachineError, engine: RemoteEngine) -> list[Token]:
-        """Have all requests wait for another engine; return the ends of those that cannot go on.
+        """Make all requests wait for another engine; return the ends of those that cannot continue.
 
-        A request goes on after its output so far, if that can be encoded with its prompt and changes nothing; else the
-        same tokens are made once more, and are not handed out again.
+        A request continues after its output so far, if that can be encoded with its prompt and changes nothing.
+        Otherwise the same tokens are generated again, and are not delivered twice.
 
         Args:
-            engine: what was lost, and what is to come: it says which requests can be resumed and which must be
+            engine: the lost engine, and the one to come: it says which requests can be resumed and which must be
                 repeated.
 
         Raises:
@@ -98,7 +98,7 @@ class Handover:
         return ended + self._take_back(engine, 1)
 
     def take_back(self, engine: RemoteEngine) -> list[Token]:
-        """Have all requests wait for an engine that is started anew on purpose; as `lose`, without a loss."""
+        """Make all requests wait for an engine that is restarted on purpose; like `lose`, without counting a loss."""
         return self._take_back(engine, 0)
 
     def _take_back(self, engine: RemoteEngine, losses: int) -> list[Token]:

@@ -1,4 +1,4 @@
-"""An engine that is started again when it is lost, and goes on with its requests."""
+"""An engine that is restarted when it is lost, and continues its requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xrunner.generation import Generation, Token
 from xrunner.server.handover import Handover
 
 STEPS_AT_ONCE = 8
-"""Steps whose tokens are handed out before the event loop has another turn."""
+"""Steps whose tokens are delivered before the event loop has another turn."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,18 +24,18 @@ OnStep = Callable[[list[Token], list[StepRecord]], None]
 
 
 class LastingEngine:
-    """Has an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
+    """Runs an engine from `start` to `stop`, which closes it. All methods belong to the event loop's thread.
 
-    An engine whose process dies or hangs is started again on the last plan under which a step has ended, and goes on
-    with its requests (`handover`): the tokens of each go on where they were. So is one that goes over to a plan with
-    another number of replicas.
+    An engine whose process dies or hangs is restarted on the last plan under which a step has ended, and continues its
+    requests after their last tokens (`handover`). An engine that changes to a plan with another number of replicas is
+    restarted, too.
 
     Args:
-        running: returns the plan that is to run; None: an engine that is lost is not started again.
-        on_step: called with the tokens of each step that ends, and with its records; also with the ends of requests
-            that cannot go on.
-        on_return: called with the plan of an engine that has been started again.
-        on_failed: called once, when the engine is over.
+        running: returns the plan to run; None: a lost engine is not restarted.
+        on_step: called with the tokens and the records of each step that ends; also with the ends of requests that
+            cannot continue.
+        on_return: called with the plan of a restarted engine.
+        on_failed: called once, when the engine has failed for good.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LastingEngine:
         self._good_plan = None if running is None else running()
         """The last plan under which a step has ended."""
         self._records: list[StepRecord] = []
-        """Of the step that has just ended."""
+        """Records of the step that has just ended."""
         self._loop: asyncio.AbstractEventLoop
         self._looking: asyncio.Task[None] | None = None
         self._restarting: asyncio.Task[None] | None = None
@@ -62,13 +62,13 @@ class LastingEngine:
         engine.listen(self._records.append)
 
     def start(self) -> None:
-        """Begin to hand out tokens, on the loop that is running now."""
+        """Begin to deliver tokens, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.engine.fileno(), self._read)
         self._looking = self._loop.create_task(self._look())
 
     async def stop(self) -> None:
-        """Let the step that is being executed end, and no other begin; close the engine."""
+        """Let the current step end and start no other; close the engine."""
         self._end()
         if self._looking is not None:
             self._looking.cancel()
@@ -83,15 +83,15 @@ class LastingEngine:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether the engine was lost and is being started again; requests wait until then."""
+        """Return whether the engine was lost and is being restarted; requests wait until then."""
         return self._restarting is not None and not self._restarting.done()
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan: as soon as can be, or in an engine that is started anew for its number of replicas.
+        """Follow another plan as soon as possible; an engine is restarted if the number of replicas changes.
 
         Raises:
             InputError: the engine cannot run it.
-            MachineError: the engine is being started anew.
+            MachineError: the engine is being restarted.
         """
         if self.is_restarting:
             raise MachineError("the engine is being started anew")
@@ -101,32 +101,32 @@ class LastingEngine:
         self._start_anew(plan, self._handover.take_back(self.engine))
 
     def submit(self, generation: Generation) -> None:
-        """Hand in a request."""
+        """Submit a request."""
         self._handover.accept(generation)
         self._hand_over()
 
     def cancel(self, id_: int) -> None:
-        """Take a request out; one that has ended already is ignored."""
+        """Remove a request; one that has already ended is ignored."""
         self._handover.forget(id_)
         if not self._is_over and not self.is_restarting:
             self.engine.cancel(id_)
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the engine the requests that it may have now."""
+        """Submit the requests that the engine may have now."""
         if not self._is_over and not self.is_restarting:
             for generation in self._handover.ready():
                 self.engine.submit(generation)
 
     async def _look(self) -> None:
-        """Read regularly, though nothing may have come: an engine that hangs sends nothing."""
+        """Check the engine regularly, even if no message has come: an engine that hangs sends nothing."""
         while not self._is_over:
             await asyncio.sleep(ALIVE_S)
             if not self.is_restarting:
                 self._read()
 
     def _read(self) -> None:
-        """Hand out the tokens of all steps that have ended."""
+        """Deliver the tokens of all steps that have ended."""
         try:
             for _ in range(STEPS_AT_ONCE):
                 if self._is_over or self.is_restarting or (tokens := self.engine.step()) is None:
@@ -146,7 +146,7 @@ class LastingEngine:
             self._fail(error)
 
     def _lose(self, error: MachineError) -> None:
-        """Start a lost engine again, if that has not been done too often."""
+        """Restart a lost engine, unless that has happened too often."""
         if self._good_plan is None:
             self._fail(error)
             return

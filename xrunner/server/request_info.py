@@ -1,4 +1,4 @@
-"""What is known of one HTTP request, for all parts of the server."""
+"""What is known about one HTTP request, for all parts of the server."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from xrunner.server.access.keys import NO_KEY, Key
 from xrunner.server.access.quota import Quota
 
 ABORT = "xgpt.abort"
-"""In a request's scope: breaks the connection off, with anything that has not been sent yet."""
+"""Key in a request's scope: closes the connection at once, without sending pending bytes."""
 
 
 @dataclass(slots=True)
 class RequestInfo:
-    """What is known of a request before its body is read; routes fill in what the log shall tell.
+    """What is known about a request before its body is read; routes fill in fields for the log.
 
     Attributes:
-        received_s: `time.perf_counter` when its head had come.
-        read_s: the same when its body had; 0: not yet.
+        received_s: `time.perf_counter` when its head had arrived.
+        read_s: the same when its body had arrived; 0: not yet.
         deadline_header: the value of X-Deadline-S.
-        key: what its client may do.
-        quota: what its key has left; None: it asks for no tokens.
+        key: rights and limits of its client.
+        quota: what its key has left; None: the request asks for no tokens.
         phases: (name, start, end) of its waiting, encoding and decoding, on the clock of `received_s`.
-        log: further fields of its line. Never anything that a prompt could have come into.
+        log: further fields of its log line, which never contain any part of a prompt.
     """
 
     id: str

@@ -1,4 +1,5 @@
-"""Everything between a socket and the engine's client: connections, routes, and the way of a request to its answer.
+"""Everything between a socket and the engine's client: connections, routes, and a request's path to its answer.
 
-Clients' bytes enter, answers' bytes leave. Imports all other rooms; only `xrunner.server` may import it.
+Clients' bytes enter, answers' bytes leave. This package imports all other packages of the server; only `xrunner.server`
+may import it.
 """

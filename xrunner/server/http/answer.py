@@ -21,16 +21,16 @@ from xrunner.server.observe.metrics import Metrics
 from xrunner.server.request_info import ABORT
 
 LAST_WORDS_S = 1.0
-"""Time in which a client may read that its answer has been broken off."""
+"""Time for a client to read that its answer was broken off."""
 BYTES_AT_ONCE = 64 << 10
-"""Bytes that are written before other requests get a turn."""
+"""Bytes to write before other requests get a turn."""
 HEAD_S, COMMENT_S = 1.0, 15.0
-"""Time after which a stream's head goes out without a token, and between two comments after that."""
+"""Time after which a stream's head is sent without a token, and interval between comments after that."""
 
 
 class Answer(Response):
-    """Submits a request's outputs when it is its turn to be sent; takes them out of the engine when the client goes
-    away."""
+    """Submits a request's outputs when it is its turn to be answered; removes them from the engine if the client
+    disconnects."""
 
     def __init__(
         self, outputs: Outputs, writer: AnswerWriter, memory: RequestMemory, metrics: Metrics, *, stream: bool
@@ -42,7 +42,7 @@ class Answer(Response):
         self._metrics = metrics
         self._write = self._events if stream else self._whole
         self._has_head = False
-        """Whether the head of a stream went out before its first token."""
+        """Whether the head of a stream was sent before its first token."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -83,7 +83,7 @@ class Answer(Response):
             outputs.settle(left)
 
     async def _break_off(self, left: str, error: ApiError, *ends: asyncio.Future[None]) -> None:
-        """Remove the outputs from the engine, and send the client the reason, if it reads."""
+        """Remove the outputs from the engine, and send the client the reason, if the client still reads."""
         self._outputs.take_out(left)
         self._outputs.inbox.put_nowait(error)
         await asyncio.wait(ends, timeout=LAST_WORDS_S, return_when=asyncio.FIRST_COMPLETED)
@@ -120,9 +120,9 @@ class Answer(Response):
         self._metrics.delivery_s.observe(time.perf_counter() - sampled_s)
 
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events. The head goes out with the first token, so that an earlier failure gives an error's status.
+        """Send events. The head is sent with the first token, so that an earlier failure can have an error's status.
 
-        If that takes longer than `HEAD_S`, it goes out before: proxies and clients give a silent connection up.
+        After `HEAD_S` without a token, the head is sent anyway: proxies and clients give up silent connections.
         """
         outputs = self._outputs
         first: Sequence[Token] | ApiError | None = await self._first(send)

@@ -51,7 +51,7 @@ def create_app(
     """Return the endpoint; the engine's client runs from the app's startup to its shutdown.
 
     Args:
-        keys: None: requests need none.
+        keys: API keys; None: requests need none.
         classes: the plan's classes of requests; None: there are none.
         hosts: host names by which requests may address this server; None: any.
         tracer: records requests that have ended; None: none are recorded.
@@ -74,13 +74,13 @@ def create_app(
 
 
 def create_admin_app(engine: EngineClient, model: ServedModel, hosts: AllowedHosts) -> Starlette:
-    """Return what an admin port shows of an engine that others have requests for: pages, plan and metrics."""
+    """Return the pages, plan and metrics of an engine for an admin port, while requests come elsewhere."""
     routes = [*_state_routes(engine), *_plan_routes(engine, model)]
     return _app(routes, [Middleware(Guard, keys=None, classes=Classes(None), hosts=hosts, tracer=None)])
 
 
 def _app(routes: list[Route], guards: list[Middleware], lifespan: Any = None) -> Starlette:
-    """Return an app whose errors are in the form of OpenAI's."""
+    """Return an app that reports errors in OpenAI's format."""
     handlers = {ApiError: _refuse, HTTPException: _refuse, ClientDisconnect: _say_nothing}
     app = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -103,7 +103,7 @@ async def _lifespan(engine: EngineClient, keys: ApiKeys | None, _: Starlette) ->
 
 
 def _reload_on_hangup(keys: ApiKeys) -> None:
-    """Read the key file again on SIGHUP, if the app has a process of its own."""
+    """Reread the key file on SIGHUP, if the app has a process of its own."""
     if threading.current_thread() is threading.main_thread():
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
 
@@ -126,7 +126,7 @@ async def _say_nothing(_: Request, __: Exception) -> Response:
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:
-    """Return a GET route for a value, which may be awaitable: bytes are sent as they are, anything else as JSON."""
+    """Return a GET route for a value, which may be awaitable: bytes are sent unchanged, anything else as JSON."""
 
     async def show(http: Request) -> Response:
         value = value_of(http)

@@ -15,29 +15,29 @@ from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
 
 FREE_BYTES = 64 << 10
-"""Bytes of each request that do not count, so that requests of usual size always get through."""
+"""Bytes of each request that are not counted, so that requests of usual size always get through."""
 SHARE = 2
-"""An account's requests may take this part of the memory: one half."""
+"""An account's requests may take this share of the memory: one half."""
 
 
 LONG_BYTES, GIVE_BACK_S = 1 << 20, 1.0
-"""After a request of more bytes the process gives freed memory back to the system, this often at most."""
+"""After a request of more bytes than this, the process returns freed memory to the system, at most this often."""
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class Budget:
-    """Memory that requests take together, and its limit."""
+    """The memory of all requests together, and its limit."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._taken: Counter[str] = Counter()
-        """Bytes that count, by account."""
+        """Counted bytes by account."""
 
     def change(self, account: str, more: int) -> None:
-        """Count `more` bytes, or with a negative number fewer.
+        """Count `more` bytes; a negative number counts fewer.
 
         Raises:
-            ApiError: 503, there is no memory for them now; nothing has been counted.
+            ApiError: 503, there is no memory for them now; nothing was counted.
         """
         if more > 0 and (self._taken.total() + more > self._most or self._taken[account] + more > self._most // SHARE):
             raise ApiError(
@@ -51,12 +51,12 @@ class Budget:
             del self._taken[account]
 
     def total(self) -> int:
-        """Return the bytes that count now."""
+        """Return the counted bytes."""
         return self._taken.total()
 
 
 class RequestMemory:
-    """The memory of one request: of its body, then of the text in it, then of what is kept until it has ended."""
+    """The memory of one request: of its body, then of its text, then of what is kept until it has ended."""
 
     def __init__(self, account: str, bodies: Budget, requests: Budget, on_long: Callable[[], None]) -> None:
         self._account = account
@@ -71,13 +71,13 @@ class RequestMemory:
         self._counted = counted
 
     def keep(self, num_bytes: int) -> None:
-        """Count the text no more, and this number of bytes until `free`. Raises ApiError (503)."""
+        """Stop counting the text, and count this number of bytes until `free`. Raises ApiError (503)."""
         self.free()
         self._budget = self._requests
         self.set(num_bytes)
 
     def free(self) -> None:
-        """Count nothing any more."""
+        """Count no more bytes of this request."""
         if self._counted > LONG_BYTES:
             self._on_long()
         self._budget.change(self._account, -self._counted)
@@ -85,13 +85,14 @@ class RequestMemory:
 
 
 class Turns:
-    """Lets one long body go on in each turn of the event loop: other requests wait for one of them, not for all."""
+    """Lets one long body proceed in each turn of the event loop, so that other requests wait for one of them, not for
+    all."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
-        """Return in a later turn of the event loop, after those who asked before."""
+        """Return in a later turn of the event loop, after earlier callers."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         if not self._waiting:
@@ -149,7 +150,8 @@ class Bodies:
         return body
 
     def _give_back_soon(self) -> None:
-        """Give freed memory back: engines on CPUs have the C library keep it, and that of long requests, too."""
+        """Return freed memory to the system soon: CPU engines make the C library keep freed memory, also that of long
+        requests."""
         loop = asyncio.get_running_loop()
 
         def give_back() -> None:

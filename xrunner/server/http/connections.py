@@ -353,7 +353,7 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """Check whether a client that sends no more still reads or has disconnected. Both look the same until
+        """Check whether a client that sends no more still reads or has disconnected. The two look the same until
         something is written, and before an answer that can only be an interim response."""
         if self.transport.is_closing() or self._is_at_rest:
             return

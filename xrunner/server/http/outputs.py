@@ -1,4 +1,4 @@
-"""The outputs that a request has in the engine: its prompts, n times each."""
+"""The outputs that a request has in the engine: n for each of its prompts."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from xrunner.server.observe.metrics import RequestBounds
 from xrunner.server.request_info import RequestInfo
 
 TOKENS_AT_ONCE = 64
-"""Tokens that are turned into text before other requests get a turn."""
+"""Tokens to decode into text before other requests get a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A prompt that the model accepts, and the bounds of its output's length."""
+    """A prompt that the model accepts, and the limits on its output's length."""
 
     tokens: tuple[int, ...]
     allowance: Allowance
     echo: str = ""
-    """The prompt's text, if the answer is to begin with it; otherwise empty."""
+    """The prompt's text, if the answer begins with it; otherwise empty."""
 
 
 class Outputs:
-    """Submits the outputs of a request to the engine, all or none, and turns their tokens into what clients read.
+    """Submits a request's outputs to the engine, all or none, and decodes their tokens into what clients read.
 
     Attributes:
-        inbox: where their tokens arrive, or why none will come.
-        end_s: time after which they are of no use, on the clock of `time.perf_counter`; infinite: never.
-        choices: in the order of the answer, once they have been submitted.
-        num_running: those that have not ended.
+        inbox: receives their tokens, or why none will come.
+        end_s: time after which they are useless, on the clock of `time.perf_counter`; infinite: never.
+        choices: the submitted outputs, in the order of the answer.
+        num_running: number of unfinished ones.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Outputs:
         self.num_running = len(self._choices)
 
     def _check_room(self, num_outputs: int) -> Promise | None:
-        """Return the time that is promised for these outputs; None if none is.
+        """Return the time that is promised for these outputs; None if there is no promise.
 
         Raises:
             ApiError: 429, too many are waiting, or these would be answered too late.
@@ -153,7 +153,7 @@ class Outputs:
         return promise
 
     def late(self, what: str) -> ApiError:
-        """Return the error of an answer that comes too late; `what`: what has not happened in time."""
+        """Return the error for an answer that comes too late; `what` names what has not happened in time."""
         if self.is_timeout:
             return ApiError(504, f"{what} within the {self._limits.request_timeout_s:g} s given here", code="timeout")
         return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
@@ -194,21 +194,21 @@ class Outputs:
         return deltas
 
     async def _tell_prompt(self, choice: Choice, scores: Sequence[Logprobs]) -> None:
-        """Give a choice the log probabilities of its prompt's tokens, a few at a time."""
+        """Report the log probabilities of a prompt's tokens to its choice, a few at a time."""
         for start in range(0, len(scores), TOKENS_AT_ONCE):
             choice.echo(scores[start : start + TOKENS_AT_ONCE])
             await asyncio.sleep(0)
 
     def take_out(self, left: str) -> None:
-        """Take outputs that have not ended out of the engine; `left`: why."""
+        """Remove unfinished outputs from the engine; `left` says why."""
         for stream in self._streams.values():
             self._engine.cancel(stream, finish_reason=left)
 
     def settle(self, left: str) -> None:
-        """Note what the log line of the answer says, and count its tokens against the key's limits.
+        """Record the answer's fields for the log line, and count its tokens against the key's limits.
 
         Args:
-            left: why outputs that have not ended were given up.
+            left: why unfinished outputs were given up.
         """
         log = self._info.log
         log["prompt_tokens"] = self._num_prompt_tokens

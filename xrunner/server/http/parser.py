@@ -1,4 +1,4 @@
-"""Parse HTTP/1.1 within limits on work: what a parser does for a chunk of a body does not depend on its length."""
+"""Parse HTTP/1.1 with limits on work: the time to parse a chunk of a body does not depend on its length."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import h11
 from h11 import RemoteProtocolError
 
 FREE_CHUNKS = 512
-"""Number of chunks of any length that a body may come in."""
+"""Number of chunks of a body that may be short."""
 CHUNK_BYTES = 512
-"""Mean length that further chunks must have. Each takes about 40 us, so a body of 16 MiB takes 1.3 s, in slices."""
+"""Least mean length of further chunks. Each takes about 40 us, so a body of 16 MiB takes 1.3 s, in slices."""
 
 
 class Parser(h11.Connection):
     """h11's parser of requests. A body in chunks is held until something asks for it, and its chunks are counted.
 
     Attributes:
-        is_held: whether a body waits, of which nothing is parsed.
+        is_held: whether a body is held unparsed.
     """
 
     def __init__(self, max_head_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Parser(h11.Connection):
         """Return the next event; `h11.PAUSED` while a body is held.
 
         Raises:
-            RemoteProtocolError: this is not HTTP, or a body comes in too many chunks.
+            RemoteProtocolError: the bytes are not HTTP, or a body has too many chunks.
         """
         if self.is_held:
             return h11.PAUSED

@@ -21,7 +21,7 @@ MAX_VARIABLES_BYTES = 256 << 10
 
 
 class Prompts:
-    """Makes prompts for a model. Each method takes the request's record, whose key takes its turn."""
+    """Makes prompts for a model. Each method takes the request's record, whose key decides its turn."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model

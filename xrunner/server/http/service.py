@@ -73,7 +73,7 @@ class Service:
 
     @property
     def posts(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """What answers each path."""
+        """Functions that answer a POST request, by path."""
         return {
             "/v1/completions": partial(self._generate, parse_completion, self._complete),
             "/v1/chat/completions": partial(self._generate, parse_chat, self._chat),
@@ -103,7 +103,7 @@ class Service:
 
     @asynccontextmanager
     async def _read(self, http: Request, parse: Callable[[bytearray], P]) -> AsyncIterator[tuple[RequestInfo, P]]:
-        """Count and read a request that is answered at once; its memory counts until the end of the block."""
+        """Count and read a request that is answered at once; its memory counts until the block ends."""
         info, memory = self._begin(http), self._bodies.memory(http)
         try:
             request = parse(await self._bodies.read(http, memory))
@@ -178,7 +178,7 @@ class Service:
         )
 
     async def _count(self, http: Request) -> Response:
-        """Return how many tokens the prompt of a message of Anthropic's has."""
+        """Return the number of tokens in the prompt of an Anthropic message."""
         async with self._read(http, parse_count) as (info, request):
             try:
                 self._check(request.chat)
@@ -236,7 +236,7 @@ class Service:
             refuse("echo", "log probabilities of prompts are not given by vLLM, in rows or by an encoder; leave it out")
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
-        """Refuse what outputs cannot be held to; leave calls free that a model may make, and need not."""
+        """Refuse grammars that outputs cannot follow; leave optional calls without a grammar in that case."""
         field = "tools" if must_call(request.chosen_tools) else "response_format"
         try:
             grammar = request.grammar
@@ -256,7 +256,7 @@ class Service:
         refuse(field, f"it is not accepted: {cut(reason)}")
 
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
-        """Return why outputs cannot be held to a grammar; None: they can."""
+        """Return why outputs cannot follow a grammar; None if they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
             return "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
         why_not = partial(self._model.grammars.why_not, grammar)
@@ -266,7 +266,7 @@ class Service:
             return str(error)
 
     def _checked(self, request: GenerationRequest, prompts: list[list[int]]) -> list[CheckedPrompt]:
-        """Return the prompts with the bounds of their outputs; raise ApiError (400) if one cannot be answered."""
+        """Return the prompts with the limits on their outputs; raise ApiError (400) if one cannot be answered."""
         engine, watch = self._engine, self._engine.watch
         rule = self._limits.output_rule(None if watch is None else watch.plan)
         checked = [

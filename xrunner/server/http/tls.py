@@ -18,7 +18,7 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
         key: its private key; None: in the same file.
 
     Raises:
-        InputError: a file cannot be read, is no PEM, is encrypted, or the key is another certificate's.
+        InputError: a file cannot be read, is not PEM, is encrypted, or the key belongs to another certificate.
     """
     for field, path in ((CERTIFICATE, certificate), (KEY, key)):
         try:

@@ -10,37 +10,38 @@ from typing import NamedTuple
 from xgpt.core.schema import ANYONE, Account, Plan
 
 ENOUGH = 0.25
-"""Share of its memory that must be filled before a rate is given."""
+"""Share of the memory time that observations must cover before a rate is returned."""
 LATE = 0.005
-"""Share of the answers that may be later than promised."""
+"""Target for the share of answers that are later than promised."""
 PER_ANSWER = 0.1
 """How much one late answer changes the caution."""
 FORGOTTEN = 2.0
-"""Number of memory times without observations after which no rate is given: refused requests bring none."""
+"""Number of memory times without observations after which no rate is returned: refused requests add none."""
 
 
 class Backlog:
-    """The waiting requests, and the rate at which they begin while more wait than the engine admits.
+    """The waiting requests, and the rate at which they start while more wait than the engine admits.
 
     The rate is measured between two steps that each admitted some requests and left others waiting that had arrived
-    before the step. A step that admitted all waiting requests does not show how many more it could have taken, and a
-    request that arrives while it runs was not left waiting by it. Counted are prompt tokens: a phase takes a planned
-    number of them, in as many requests as that makes. Times are seconds of any monotonic clock.
+    before the step. A step that admitted all waiting requests does not show how many more it could have admitted, and
+    it did not leave out a request that arrived while it ran. The rate counts prompt tokens: a phase takes a planned
+    number of them, in however many requests. Times are seconds of any monotonic clock.
 
     Args:
-        memory_s: seconds of measurement after which an observation counts a third.
+        memory_s: age in seconds at which an observation's weight has fallen to a third.
     """
 
     def __init__(self, memory_s: float) -> None:
         self._memory_s = memory_s
         self._waiting: dict[int, _Queued] = {}
-        """In the order of arrival."""
+        """Waiting requests in the order of arrival."""
         self._accounts: dict[str, Account] = {}
         self._counts: Counter[str] = Counter()
         """Number of waiting requests, by account."""
         self._begun = self._seconds = 0.0
         self._since_s: float | None = None
-        """End of the last step that admitted some and left others waiting; None: all have been admitted since."""
+        """End of the last step that admitted some requests and left others waiting; None: all have been admitted
+        since."""
         self._told_s = 0.0
         self._phase = _Phase(-inf, 0)
         """The last phase that is known to have begun."""
@@ -78,10 +79,10 @@ class Backlog:
         self._counts.clear()
 
     def begin(self, ids: Iterable[int], start_s: float, end_s: float) -> None:
-        """Account for a step that has ended: its requests are no longer waiting.
+        """Account for a step that has ended: its requests no longer wait.
 
         Args:
-            start_s: the step's start, at which the engine knew of all earlier arrivals.
+            start_s: the step's start; the engine knew all requests that arrived before it.
         """
         self._ended_s = end_s
         begun = [one for id_ in ids if (one := self._take(id_)) is not None]
@@ -106,7 +107,7 @@ class Backlog:
         return one
 
     def rate_per_s(self, now_s: float) -> float | None:
-        """Return the prompt tokens that begin a second; None: there are too few observations, or only old ones."""
+        """Return the prompt tokens that start per second; None if there are too few observations, or only old ones."""
         is_told = self._seconds >= ENOUGH * self._memory_s and now_s < self._told_s + FORGOTTEN * self._memory_s
         return self._begun / self._seconds if is_told else None
 
@@ -119,18 +120,17 @@ class Backlog:
         slowness: float,
         entered: Container[int] = (),
     ) -> float | None:
-        """Return the seconds until `num_outputs` more of an account would be complete; None if the plan has no
-        prediction.
+        """Return the seconds until `num_outputs` more of an account are complete; None if the plan has no prediction.
 
-        The last one begins in the first phase that has room for it. Their prompts count with the planned mean length,
-        because a long one would otherwise never be accepted. A full phase lasts as long as planned, at the recent pace,
-        and a smaller one less; with several replicas, each with its own phases, the present one counts as full and just
-        begun. From its admission on, an output takes the planned latency. Assumes that each account's requests enter in
-        the order of arrival, and accounts as `xgpt.core.policies.admission` says.
+        The last one starts in the first phase that has room for it. Prompts count with the planned mean length, because
+        a long one would otherwise never be accepted. A full phase lasts as long as planned, at the recent pace, and a
+        smaller one is shorter. With several replicas, each with its own phases, the present phase counts as full and
+        just begun. From its admission on, an output takes the planned latency. This assumes that each account's
+        requests enter in the order of arrival, and accounts as `xgpt.core.policies.admission` says.
 
         Args:
-            slowness: measured over predicted time of steps.
-            entered: requests that the step under way admits.
+            slowness: measured time of steps divided by predicted time.
+            entered: requests that the current step admits.
         """
         estimate = plan.estimate
         if not estimate.predicts_rate:
@@ -153,9 +153,8 @@ class Backlog:
     def note_answer(self, expected_s: float, promised_s: float, took_s: float) -> None:
         """Adjust the caution by a complete answer whose time `answer_s` had estimated.
 
-        Pace and phases vary. Each late answer raises the caution,
-        and each timely one lowers it a little, so that the share of answers that are too late settles at
-        `LATE`, whatever the causes are.
+        Pace and phases vary. Each late answer raises the caution and each timely one lowers it a little, so that the
+        share of late answers settles at `LATE`, whatever the causes.
 
         Source: Gibbs and Candes, Adaptive conformal inference under distribution shift, NeurIPS 2021.
         """
@@ -176,7 +175,7 @@ def _tokens(waiting: Iterable[_Queued]) -> int:
 
 
 def _before_last(account: Account, num_tokens: float, waiting: list[_Queued]) -> float:
-    """Return the prompt tokens of all accounts that have begun once `num_tokens` of this account have."""
+    """Return the prompt tokens of all accounts that have started once `num_tokens` of this account have."""
     first = _tokens(one for one in waiting if one.account.priority > account.priority)
     equals = [one for one in waiting if one.account.priority == account.priority]
     own_tokens = num_tokens + _tokens(one for one in equals if one.account.name == account.name)
@@ -195,10 +194,10 @@ class _Phase(NamedTuple):
     num_tokens: int
 
     def length_s(self, room: float, cycle_s: float, before: tuple[int, float]) -> float:
-        """Return its length in seconds, if a phase of `room` tokens lasts `cycle_s`.
+        """Return the phase's length in seconds, if a phase of `room` tokens lasts `cycle_s`.
 
         Args:
-            before: tokens and length of another phase: lengths between the two are interpolated, constant below.
+            before: tokens and length of another phase: lengths between the two are interpolated, and constant below.
         """
         tokens, seconds = before
         if seconds >= cycle_s:

@@ -1,4 +1,4 @@
-"""What clients of the last half minute met: rates, times, and the share of requests that kept their bounds."""
+"""Figures of the last half minute's requests: rates, times, and the share that kept their bounds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ RECENT_S = 30.0
 
 
 class Ended(NamedTuple):
-    """A request whose output has ended without being cut off.
+    """A request whose output was not cut off.
 
     Attributes:
         latency_s: from its admission to its last token.
-        first_s, whole_s: from its arrival to its first token, and to its last.
+        first_s, whole_s: time from its arrival to its first token, and to its last.
         is_kept: whether it kept its bounds; None if it has none.
     """
 
@@ -40,12 +40,12 @@ class Recent:
         self._ended.append((time.perf_counter(), request))
 
     def rate_per_s(self) -> float | None:
-        """Return the requests that end a second; None: too few have ended."""
+        """Return the requests that end per second; None if too few have ended."""
         seconds = self._forget()
         return (len(self._ended) - 1) / seconds if len(self._ended) > 1 and seconds > 0 else None
 
     def figures(self) -> dict[str, float | None]:
-        """Return what the live page shows of them; None if no request of the last seconds tells."""
+        """Return the live page's figures; None if no request of the last seconds gives any."""
         seconds = self._forget()
         ended = [request for _, request in self._ended]
         kept = [request.is_kept for request in ended if request.is_kept is not None]

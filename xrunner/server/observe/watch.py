@@ -1,7 +1,7 @@
-"""Observe how a served plan performs, have it judged when lengths or pace change, and switch to a better plan.
+"""Observe how a served plan performs; when lengths or pace change, have it judged, and switch to a better plan.
 
-Everything here belongs to the event loop's thread. Planning runs elsewhere (`xgpt.core.schema.Planner`), and so do the
-test for changes and the summary of lengths; the loop itself only lists the requests of the window.
+Everything here belongs to the event loop's thread. Planning (`xgpt.core.schema.Planner`), the test for changes and the
+summary of lengths run elsewhere; the loop itself only lists the requests of the window.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Watch:
     """Tracks a served plan: its predictions, what was observed, and decisions to change it.
 
     Args:
-        planner: judges plans; None: lengths are observed, and the plan stays.
+        planner: judges plans; None: lengths are observed, but the plan stays.
     """
 
     def __init__(self, plan: Plan, planner: Planner | None = None) -> None:
@@ -45,7 +45,7 @@ class Watch:
         """Settings and stages of plans that could not be deployed."""
         self._judging: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
-        """The planner answers one question at a time."""
+        """Held while the planner answers a question: it answers one at a time."""
         self._would: asyncio.Task[Decision | None] | None = None
         self.on_decision: Callable[[Decision], None] = lambda decision: None
 
@@ -79,7 +79,7 @@ class Watch:
         return self._observer.window.arrive(time.perf_counter(), input_length, max_output)
 
     def note(self, record: StepRecord) -> None:
-        """Note an executed step: its record tells which blocks requests had in common."""
+        """Note an executed step; its record shows which blocks requests had in common."""
         if self._planner is not None:
             self._observer.reuse.note(record)
 
@@ -92,11 +92,11 @@ class Watch:
         self._look()
 
     def wants_step(self, record: StepRecord) -> bool:
-        """Whether the step that has just ended is to be compared with its prediction."""
+        """Return whether the step that has just ended should be compared with its prediction."""
         return self._planner is not None and self._observer.pace.wants_step((record.end_ns - record.start_ns) / 1e9)
 
     def judge_step(self, record: StepRecord, running: dict[int, Seen]) -> None:
-        """Compare a step with its prediction; `running`: its requests as they were before it."""
+        """Compare a step with its prediction; `running` are its requests in the state before it."""
         assert self._planner is not None
         if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
             return  # some requests are cancelled, or their tokens are held back
@@ -143,7 +143,7 @@ class Watch:
             return (await planner.propose(self.plan, observation)).decision
 
     def go_over_to(self, plan: Plan) -> None:
-        """Take another plan for the running one from now on."""
+        """Replace the running plan by another one."""
         self._observer.go_over_to(plan)
 
     def go_back(self, reason: str) -> None:
@@ -194,7 +194,7 @@ class Watch:
         logger.info("re-planned" if plan is not None else "plan kept", extra={"fields": fields})
 
     def _go_over(self, plan: Plan) -> None:
-        """Make the engine change to another plan; that it refuses it may be told later."""
+        """Make the engine change to another plan; it may report only later that it refuses."""
         assert self._apply is not None
         self._apply(plan)
         self._before = self.plan
