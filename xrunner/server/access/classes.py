@@ -1,4 +1,4 @@
-"""Classes of requests: what a request of one has, whose key belongs to it or whose header names it."""
+"""Classes of requests: the priority and bounds of a request, which its key or a header puts into a class."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ HEADER = "X-Class"
 
 
 class Classes:
-    """The classes of a plan's requests; a plan that takes its place has the same.
+    """The classes of a plan's requests; a plan that replaces it has the same classes.
 
     Args:
-        plan: None: there are no classes.
-        answer_within_s: by class, as of `Limits`.
+        plan: the plan; None: there are no classes.
+        answer_within_s: promise by class, as in `Limits`.
 
     Raises:
         InputError: a named class is not one of the plan's.
@@ -33,7 +33,7 @@ class Classes:
                 raise InputError("answer_within_s", f"{name}=...", self._missing(name))
 
     def key_of(self, key: Key, header: str | None) -> Key:
-        """Return what a request with this key may do, in the class of the key or of the header.
+        """Return what a request with this key may do, given the class of the key or of the header.
 
         Raises:
             ApiError: 400, the plan has no such class; 403, the key belongs to another one.

@@ -23,7 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 NUMBERS = ("share", "priority", "requests_per_minute", "tokens_per_minute", "answer_within", "ttft", "tpot")
 SETTING = re.compile(rf"admin|(class|{'|'.join(NUMBERS)})=(\S*)")
 OF_CLASS = ("priority", "ttft", "tpot")
-"""Settings that a class has."""
+"""Settings that a class replaces in a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Key:
     """The account, limits and rights of an API key; never the key itself.
 
     Attributes:
-        account: its name, its share of the engine under load, and its priority.
-        is_admin: may also read what concerns all accounts: /plan, /metrics, the live page.
+        account: name of the account, which has a share of the engine under load, and a priority.
+        is_admin: whether it may also read what concerns all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits; None: no limit.
-        answer_within_s: as of `Limits`, for this key's requests; None: the server's.
-        ttft_s, tpot_s, whole_s: bounds that its requests are counted by, `answer_within_s` among them where there is no
-            `whole_s`; with none of these, the plan's are. Rules that go by bounds (slack, the order in time) go by
-            these, too: the account has them.
-        of_class: the class of requests that its requests are of, with that one's priority and bounds; empty: of any.
+        answer_within_s: promise for this key's requests, as in `Limits`; None: the server's.
+        ttft_s, tpot_s, whole_s: bounds by which its requests are counted, where `answer_within_s` stands for a missing
+            `whole_s`; with none of these, the plan's bounds count. Rules that use bounds (slack, order of deadlines)
+            use these, too, by account.
+        of_class: the class of its requests, with its priority and bounds; empty: any.
     """
 
     account: Account = ANYONE
@@ -61,11 +61,11 @@ NO_KEY = Key()
 
 
 class ApiKeys:
-    """Accepted keys, looked up by their digests, in a time that reveals nothing of a key and does not grow."""
+    """The accepted keys. They are looked up by digest, in a time that is the same for all keys and numbers of keys."""
 
     def __init__(self, keys: Mapping[bytes, Key], path: Path | None = None, classes: Collection[str] = ()) -> None:
         self._keys = dict(keys)
-        """By the keys' digests."""
+        """Keys by digest."""
         self.path = path
         self._classes = classes
 

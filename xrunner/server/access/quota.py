@@ -11,10 +11,10 @@ from xrunner.server.api.errors import ApiError
 
 
 class Quotas:
-    """The requests and tokens that every key has left, by the key's name, so that they outlive changed settings.
+    """The requests and tokens that every key has left, by the key's name, so that they survive a change of settings.
 
     Args:
-        clock: seconds, never going back.
+        clock: a clock in seconds that never goes back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -45,7 +45,7 @@ class Quotas:
 
 
 class Quota:
-    """The part of its key's tokens that one request has reserved."""
+    """The part of its key's tokens that is reserved for one request."""
 
     def __init__(self, requests: _Bucket | None = None, tokens: _Bucket | None = None) -> None:
         self.requests = requests
@@ -53,7 +53,7 @@ class Quota:
         self._reserved = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Set tokens aside for prompts and the outputs that are promised.
+        """Reserve tokens for prompts and the outputs that are promised.
 
         Raises:
             ApiError: 429, the key has too few tokens left this minute.
@@ -72,7 +72,7 @@ class Quota:
 class _Bucket:
     """A token bucket that holds a minute's worth, and fills evenly.
 
-    A cost above its capacity takes a full bucket and leaves a debt.
+    A cost above its capacity empties a full bucket and leaves a debt.
     """
 
     def __init__(self, name: str, kind: str, per_minute: float, clock: Callable[[], float]) -> None:

@@ -1,7 +1,8 @@
-"""How many tokens a request may have, by its own fields, the server's limits, the context and the K/V memory.
+"""Compute how many tokens a request may have, from its own fields, the server's limits, the context and the K/V memory.
 
-A chat without max_tokens may run on to the end of the context, or to --default-max-tokens. K/V memory is promised for
-the plan's quantile of outputs; where an output outgrows that and others need the memory, it waits, and then goes on.
+A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
+the plan's quantile of outputs. An output that outgrows its share while others need the memory waits, and then
+continues.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from xrunner.server.api.protocol import GenerationRequest
 
 
 class Allowance(NamedTuple):
-    """Output tokens of a prompt: the most, and how many K/V memory is set aside for; None: for all."""
+    """The output tokens of a prompt: the most, and for how many of them K/V memory is reserved; None: for all."""
 
     max_output: int
     promised_output: int | None = None
@@ -24,10 +25,11 @@ class OutputRule(NamedTuple):
     """The limits on the length of outputs.
 
     Attributes:
-        default: tokens of a request without a maximum; None: OpenAI's for completions, all of the context for chats.
+        default: output tokens of a request without a maximum; None: OpenAI's default for completions, all of the
+            context for chats.
         most: largest maximum that a request may name; None: the model's context.
-        promised: tokens for which K/V memory is set aside if a request names no maximum; None: for all that may come.
-        may_outgrow: whether an output may go on beyond that.
+        promised: tokens for which K/V memory is reserved if a request names no maximum; None: for all that may come.
+        may_outgrow: whether an output may continue beyond that.
     """
 
     default: int | None = None
@@ -36,7 +38,7 @@ class OutputRule(NamedTuple):
     may_outgrow: bool = True
 
     def of_no_maximum(self, room: int) -> Allowance:
-        """Return the allowance of a request that names no maximum, where `room` output tokens would fit."""
+        """Return the allowance of a request that names no maximum, if `room` output tokens would fit."""
         limit = min(self.default or room, self.most or room, room)
         if self.promised is None or self.promised >= limit:
             return Allowance(limit)
@@ -49,7 +51,7 @@ def check_tokens(
     """Return how many tokens the output of a prompt may have.
 
     Args:
-        capacity: tokens that the K/V memory holds.
+        capacity: number of tokens that fit into the K/V memory.
 
     Raises:
         ApiError: 400, the vocabulary lacks a token, or the context or the memory is too small.
@@ -80,7 +82,7 @@ def check_tokens(
 
 
 def _allowance(request: GenerationRequest, rule: OutputRule, room: int) -> Allowance:
-    """`room`: output tokens that would fit."""
+    """Return the allowance, if `room` output tokens would fit."""
     if (named := request.named_output) is not None:
         if rule.most is not None and named > rule.most:
             refuse("max_tokens", f"{named} is more than the {rule.most} that this server gives; ask for fewer")

@@ -1,8 +1,8 @@
-"""Read function calls that models write in free text, in the format that each chat template teaches.
+"""Read function calls that models write in free text, in the formats that chat templates teach.
 
-A format says what may follow its trigger, as rules of a grammar (Lark, as llguidance has it), and reads it again. Where
-the tokenizer has special tokens for a format's marks, the model writes those: the grammar names them by their ids, and
-outputs show them as text.
+A format has grammar rules (Lark, as llguidance reads it) for what may follow its trigger, and a reader for it. If the
+tokenizer has special tokens for a format's marks, the model writes those: the grammar names them by id, and outputs
+show them as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Schemas = Mapping[str, dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """A call of a function; `arguments` are JSON as text."""
+    """A function call; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -36,11 +36,11 @@ class CallFormat(ABC):
     """A format in which a model writes calls within free text.
 
     Attributes:
-        trigger: text with which calls begin; one or several calls follow.
+        trigger: text with which calls begin; one or more calls follow.
         marks: texts for which a tokenizer may have special tokens.
-        special: the tokens that it has for them, with their ids.
-        free: ids of the tokenizer's tokens that are no text; a model may write each of them anywhere.
-        arguments: the key of the arguments in a call's object.
+        special: ids of the special tokens that it has for them.
+        free: ids of tokens that are not text; a model may write each of them anywhere.
+        arguments: name of the arguments in a call's object.
     """
 
     trigger: str
@@ -50,12 +50,12 @@ class CallFormat(ABC):
     free: frozenset[int] = frozenset()
 
     def written_with(self, added: Mapping[str, int]) -> Self:
-        """Return the format for a tokenizer that has these tokens, which are no pieces of text."""
+        """Return the format for a tokenizer that has these special tokens."""
         found = {mark: added[mark] for mark in self.marks if mark in added}
         return replace(self, special=found, free=frozenset(added.values()))
 
     def within(self, vocab_size: int) -> Self:
-        """Return the format for a model that has no logits of tokens beyond these."""
+        """Return the format for a model that has no logits of tokens from this number on."""
         return replace(self, free=frozenset(token for token in self.free if token < vocab_size))
 
     def grammar(self, schemas: Schemas) -> str:
@@ -64,7 +64,7 @@ class CallFormat(ABC):
         return tagged_grammar(trigger, self.rules(schemas), self.free - {trigger})
 
     def call(self, schemas: Schemas) -> str:
-        """Return the rule `answer` of an output that is one call and nothing else: its object, without marks."""
+        """Return the rule `answer` of an output that is exactly one call: its object, without marks."""
         return f"answer: {any_of({self.begin(name): schema for name, schema in schemas.items()}, '}')}\n"
 
     def answer(self, schemas: Schemas | None, formatted: dict[str, Any]) -> str:
@@ -73,7 +73,7 @@ class CallFormat(ABC):
         return f"{value}\n" if schemas is None else f"{value} | calls\n{self.only(schemas)}"
 
     def only(self, schemas: Schemas) -> str:
-        """Return the rule `calls`, of calls with their marks, and the rules that it needs."""
+        """Return the rule `calls`, which matches calls with their marks, and the rules that it needs."""
         return f"calls: ({self.terms(self.trigger)} called)+\n{self.rules(schemas)}\n"
 
     def rules(self, schemas: Schemas) -> str:
@@ -82,7 +82,8 @@ class CallFormat(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether a call is read while it is written: its object comes with the name first (`opening_of`)."""
+        """Return whether a call can be read while it is written, because its object begins with the name
+        (`opening_of`)."""
         return False
 
     @abstractmethod
@@ -125,17 +126,17 @@ class CallFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ObjectCalls(CallFormat):
-    """`mark`, an object with the name and the arguments, `closing`. The trigger is the mark, or how
-    the object begins.
+    """Calls written as `mark`, an object with the name and the arguments, `closing`. The trigger is the mark, or the
+    object's beginning.
     """
 
     mark: str = ""
     closing: str = ""
 
     def grammar(self, schemas: Schemas) -> str:
-        """Return the grammar of text in which arguments keep to their schema, once a function's call has begun.
+        """Return the grammar of text in which arguments follow their schema, once a function's call has begun.
 
-        A mark by itself starts no call: a text may mention it, and models also write other things after it.
+        A mark by itself does not start a call: a text may mention it, and models also write other things after it.
         """
         return opened_grammar({self.begin(name): schema for name, schema in schemas.items()}, "}", self.free)
 
@@ -166,11 +167,11 @@ class ObjectCalls(CallFormat):
 
 
 ID = "[a-zA-Z0-9]{9}"
-"""Mistral's templates refuse others."""
+"""Pattern of the ids that Mistral's templates accept."""
 
 
 class _MistralIds(CallFormat):
-    """Their calls' ids have nine letters or digits."""
+    """Mistral's calls, whose ids have nine letters or digits."""
 
     __slots__ = ()
 
@@ -180,7 +181,8 @@ class _MistralIds(CallFormat):
 
 @dataclass(frozen=True, slots=True)
 class ListedCalls(_MistralIds):
-    """Mistral's before its eleventh tokenizer: `[TOOL_CALLS]`, a list of objects: name, arguments, perhaps an id."""
+    """Mistral's format before its eleventh tokenizer: `[TOOL_CALLS]`, then a list of objects with name, arguments and
+    perhaps an id."""
 
     def rules(self, schemas: Schemas) -> str:
         opened = [f"{self.terms(self.begin(name))} {json_rule(schema)}" for name, schema in schemas.items()]
@@ -199,7 +201,8 @@ class ListedCalls(_MistralIds):
 
 @dataclass(frozen=True, slots=True)
 class HeadedCalls(_MistralIds):
-    """Mistral's since its eleventh tokenizer: `[TOOL_CALLS]`, the name, `[ARGS]`, the arguments; the next call alike.
+    """Mistral's format since its eleventh tokenizer: `[TOOL_CALLS]`, the name, `[ARGS]`, the arguments; then the next
+    call.
 
     Attributes:
         with_ids: `[CALL_ID]` and an id may follow the name.
@@ -227,9 +230,9 @@ class HeadedCalls(_MistralIds):
 _HEAD = re.compile(rf"\s*([A-Za-z0-9_.-]{{1,64}})(?:\[CALL_ID\]({ID}))?\[ARGS\]")
 
 HERMES = ObjectCalls("<tool_call>", ("<tool_call>", "</tool_call>"), mark="<tool_call>", closing="</tool_call>")
-"""Hermes and Qwen."""
+"""The format of Hermes and Qwen."""
 LLAMA = ObjectCalls('{"name": ', arguments="parameters")
-"""Llama 3.1 and later; behind <|python_tag|> or not, which has no text."""
+"""The format of Llama 3.1 and later, with or without a preceding <|python_tag|>, which is not shown as text."""
 MISTRAL_LIST = ListedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]",))
 MISTRAL = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]"))
 MISTRAL_IDS = HeadedCalls("[TOOL_CALLS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), with_ids=True)
@@ -247,7 +250,7 @@ def call_format(template: str) -> CallFormat:
 
 
 def _json_at(text: str, begin: int) -> tuple[Any, int]:
-    """Return the JSON value at `begin`, spaces skipped, and where it ends; None and -1 if there is none."""
+    """Return the JSON value at `begin`, after spaces, and the index of its end; None and -1 if there is none."""
     begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, begin)

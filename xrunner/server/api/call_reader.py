@@ -15,7 +15,7 @@ NAME = r"[A-Za-z0-9_.\-]{0,64}"
 
 
 class CallPiece(NamedTuple):
-    """What a piece of text adds to a call: its name and id first, then its arguments as they are written."""
+    """What a piece of text adds to a call: first the name and id, then arguments as they are written."""
 
     number: int
     id: str | None
@@ -24,7 +24,7 @@ class CallPiece(NamedTuple):
 
 
 class CallList:
-    """The calls of an output: whole, and in pieces for a stream.
+    """The calls of an output, whole and in pieces for a stream.
 
     Args:
         most: calls of an output; further ones are left out. None: all.
@@ -34,7 +34,7 @@ class CallList:
         self._most = most
         self._calls: list[ToolCall] = []
         self._written: list[list[str]] = []
-        """Arguments of each call, piece by piece: text that grows is copied each time."""
+        """Arguments of each call in pieces, since growing a text copies it each time."""
         self._pieces: list[CallPiece] = []
 
     def begin(self, name: str, id_: str) -> None:
@@ -60,7 +60,7 @@ class CallList:
         return self._calls[: self._most]
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last time, at most one piece for each call."""
+        """Return what has been added to calls since the last call of this method, at most one piece for each."""
         found: list[CallPiece] = []
         for piece in self._pieces:
             if found and found[-1].number == piece.number:
@@ -72,7 +72,7 @@ class CallList:
 
 
 class Calls:
-    """Takes calls out of an output's text. What may be the beginning of one is held back.
+    """Extracts calls from an output's text. Text that may be the beginning of a call is held back.
 
     Args:
         most: calls of an output; further ones are left out. None: all.
@@ -83,7 +83,7 @@ class Calls:
         self._format = format_
         self._held = ""
         self._space = ""
-        """White space after a call: it is text only if more than that follows."""
+        """White space after a call: it is text only if other text follows."""
         self._is_after_call = False
         self._value = JsonObject()
         self._looked = 0
@@ -99,7 +99,7 @@ class Calls:
         return "".join(self._read(is_end=False))
 
     def end(self) -> str:
-        """Return the text that is still held; a call that was cut off ends with the output."""
+        """Return the text that is still held; a call that is cut off ends with the output."""
         return "".join(self._read(is_end=True))
 
     @property
@@ -108,11 +108,11 @@ class Calls:
         return self._list.calls()
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last time, at most one piece for each call."""
+        """Return what has been added to calls since the last call of this method, at most one piece for each."""
         return self._list.pieces()
 
     def _read(self, *, is_end: bool) -> Iterator[str]:
-        """Go on through the states until more text is needed; yield text."""
+        """Advance through the states until more text is needed; yield text."""
         steps = {
             "text": self._text,
             "opening": self._opening,
@@ -127,7 +127,7 @@ class Calls:
                 return
 
     def _shown(self, text: str) -> Iterator[str]:
-        """Yield text, but white space after a call only before more."""
+        """Yield text; white space after a call only if more text follows."""
         if not text:
             return
         if self._is_after_call:
@@ -167,7 +167,7 @@ class Calls:
         return ""
 
     def _whole(self, *, is_end: bool) -> str:
-        """Read calls that are complete only, or find that there are none."""
+        """Read complete calls, or find that there are none."""
         if self._must_call:
             if not is_end:
                 return ""
@@ -209,7 +209,7 @@ class Calls:
         return ""
 
     def _closing(self, *, is_end: bool) -> str:
-        """Read what ends a call: of its object, and of its format."""
+        """Read the end of a call: of its object, and of its format."""
         closing = self._format.closing if isinstance(self._format, ObjectCalls) and not self._must_call else ""
         rest = self._held.lstrip()
         for mark in ("}", closing):
@@ -240,7 +240,7 @@ class JsonObject:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Return the number of characters up to its end; None: it goes on."""
+        """Return the number of characters up to its end; None if it continues."""
         for position, character in enumerate(text):
             if self._in_string:
                 if self._escaped:

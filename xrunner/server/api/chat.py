@@ -18,11 +18,11 @@ PROBE = "xgptprobe"
 
 
 class _Template:
-    """One template, and what it expects, which is found by rendering a text.
+    """One template and its expectations, which are found by rendering a probe text.
 
     Attributes:
-        takes_parts: whether it loops over the parts of a content.
-        knows_developer: whether it shows a message of the role `developer`, which else is shown as `system`.
+        takes_parts: whether it loops over the parts of a message's content.
+        knows_developer: whether it shows messages of the role `developer`, which are otherwise shown as `system`.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -35,7 +35,7 @@ class _Template:
         self.knows_developer = self._shows("developer", content) or not self._shows("system", content)
 
     def render(self, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any]) -> str:
-        """Return what the template makes of messages. Raises ValueError: it refuses them."""
+        """Return the rendered messages. Raises ValueError: the template refuses them."""
         given = {"tools": None, "documents": None} | variables | self._special_tokens
         given |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return rendering.render(self.source, given)
@@ -72,8 +72,8 @@ class ChatTemplate:
 
     Args:
         source: Jinja.
-        special_tokens: their text, by the names that the template uses (bos_token, ...).
-        named: further templates by their names; chats with functions are rendered by `tool_use`.
+        special_tokens: texts of special tokens, by the names that the template uses (bos_token, ...).
+        named: further templates by name; `tool_use` renders chats with functions.
 
     Raises:
         InputError: one is not valid Jinja.
@@ -99,8 +99,8 @@ class ChatTemplate:
         """Return the prompt, special tokens written out.
 
         Args:
-            messages: their contents are texts or lists of parts of the type `text`.
-            continue_final_message: end with the content of the last message, so that the model goes on with it.
+            messages: messages, whose contents are texts or lists of parts of the type `text`.
+            continue_final_message: end with the content of the last message, so that the model continues it.
             variables: further variables of the template.
 
         Raises:

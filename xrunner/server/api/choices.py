@@ -28,16 +28,17 @@ class Choice:
         scored: Sequence[int] = (),
         context: Sequence[int] = (),
     ) -> None:
-        """Begin with the output of a prompt.
+        """Start with the output of a prompt.
 
         Args:
-            prefix: the text that the answer begins with: the prompt's.
-            scored: its tokens, if they are reported, too.
-            context: the prompt's last tokens, if the text goes on with theirs: a first token may begin with a space.
+            prefix: text that the answer begins with: the prompt's text.
+            scored: the prefix's tokens, if they are also reported.
+            context: the prompt's last tokens, if the output continues their text: its first token may then begin with a
+                space.
         """
         self.calls: list[ToolCall] = []
         self.num_reasoning = 0
-        """Tokens of reasoning."""
+        """Number of reasoning tokens."""
         self.finish: str | None = None
         self.num_tokens = 0
         self.token_ids: list[int] = []
@@ -47,7 +48,7 @@ class Choice:
         self._stop_token_ids = stop_token_ids
         self._stops = StopStrings(request.stops, include=bool(request.include_stop_str_in_output))
         self.stopped_at: str | None = None
-        """The stop string that ended it."""
+        """The stop string that ended the choice."""
         self._reader = request.reader()
         self._is_named = isinstance(request, ChatRequest) and isinstance(request.chosen_tools, NamedTool)
         self._is_hidden = request.is_scored_only
@@ -74,12 +75,12 @@ class Choice:
         return "".join(self._reasoning)
 
     def echo(self, scores: Sequence[Logprobs]) -> None:
-        """Report further tokens of the prompt, all but its first."""
+        """Report further tokens of the prompt, after its first."""
         for score in scores:
             self._echo(score)
 
     def _echo(self, score: Logprobs | None) -> None:
-        """Report the next token of the prompt; None: its first."""
+        """Report the next token of the prompt; None for its first."""
         assert self.logprobs is not None
         token = next(self._to_score)
         self.logprobs.add(self._report(token, score))

@@ -1,8 +1,8 @@
 """Read a checkpoint's tokenizer as transformers' `AutoTokenizer` reads it: tokenizer.json and tokenizer_config.json.
 
-Sections of tokenizer.json that cut or pad texts hold for training, not for prompts, and are dropped. Tokens that only
-tokenizer_config.json names are added; a token that it names as special (`eos_token`, ...) is. What surrounds a prompt
-is what tokenizer.json says, whatever `add_bos_token` says.
+Sections of tokenizer.json that cut or pad texts are for training, not for prompts, and are dropped. Tokens that only
+tokenizer_config.json lists are added; a token that it lists as special (`eos_token`, ...) becomes special.
+tokenizer.json decides what surrounds a prompt, whatever `add_bos_token` says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xgpt.core.errors import InputError
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-"""What an added token may say about itself."""
+"""Options that an added token may have."""
 
 
 def read_tokenizer(checkpoint: Path) -> tuple[Tokenizer, dict[str, Any]] | None:
@@ -59,19 +59,19 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def token_text(token: object) -> str | None:
-    """Return a special token's text: it is a string, or an object with its content among its options."""
+    """Return a special token's text: it is a string, or an object that contains its text."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of the tokens that tokenizer_config.json names, by their names (`eos_token`, ...)."""
+    """Return the texts of the special tokens in tokenizer_config.json, by name (`eos_token`, ...)."""
     written = {name: token_text(token) for name, token in settings.items() if name.endswith("_token")}
     return {name: text for name, text in written.items() if text is not None}
 
 
 def _add_tokens(tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
-    """Add the tokens that only tokenizer_config.json has, in the order of the ids that it gives them."""
+    """Add the tokens that only tokenizer_config.json has, in the order of their ids."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     named = special_tokens({name: settings.get(name) for name in SPECIAL_NAMES})
     decoder = settings.get("added_tokens_decoder")

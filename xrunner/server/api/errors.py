@@ -16,7 +16,7 @@ MAX_MESSAGE = 400
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes as an error shows it: at most `MAX_SHOWN` characters, on one line."""
+    """Return a text in quotes for an error message: at most `MAX_SHOWN` characters, on one line."""
     return cut(repr(text[:MAX_SHOWN]))
 
 
@@ -24,7 +24,7 @@ class ApiError(Exception):
     """An answer with a status other than 200.
 
     Args:
-        retry_after_s: seconds until trying again may help; None: it does not.
+        retry_after_s: seconds after which a retry may succeed; None: it will not.
         headers: further headers of the answer.
     """
 
@@ -62,7 +62,7 @@ def refuse(param: str, message: str, code: str | None = None) -> NoReturn:
 
 
 ANTHROPIC_PATH = "/v1/messages"
-"""Paths that begin so answer in Anthropic's format."""
+"""Prefix of the paths whose errors are in Anthropic's format."""
 
 
 def anthropic_error(error: ApiError) -> dict[str, str]:
@@ -81,7 +81,7 @@ def anthropic_error(error: ApiError) -> dict[str, str]:
 
 
 class ErrorResponse(Response):
-    """An error as an HTTP answer, in the format of the API whose path was asked for."""
+    """An error as an HTTP answer, in the format of the API that the request's path belongs to."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__()  # routes copy headers and background tasks onto any response

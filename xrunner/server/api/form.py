@@ -1,4 +1,4 @@
-"""How a model writes a chat's output (reasoning, an answer, calls): what it keeps to, and how it is read."""
+"""The form of a chat's output (reasoning, an answer, calls): its grammar, and how it is read."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class ChatReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the output stands within reasoning."""
+        """Whether the output is within reasoning now."""
         return self._thought is not None and self._thought.is_thinking
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may go out after a piece of the output; with `is_end`, all of it."""
+        """Return what may be sent after a piece of the output; with `is_end`, all of it."""
         said = Said("", piece) if self._thought is None else self._thought.push(piece, is_end=is_end)
         if self._calls is None:
             return said
@@ -39,12 +39,12 @@ class ChatReader:
         return [] if self._calls is None else self._calls.calls
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last time, at most one piece for each call."""
+        """Return what has been added to calls since the last call of this method, at most one piece for each."""
         return [] if self._calls is None else self._calls.pieces()
 
 
 OutputReader = ChatReader | HarmonyReader
-"""Takes the text of an output apart, piece by piece."""
+"""Splits an output's text into reasoning, answer and calls, piece by piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class OutputForm:
 
     Attributes:
         calls: the format of calls.
-        marks: what stands around its reasoning; None: it shows none, or its format of calls does.
-        thought: how the output of one prompt may begin; None: not with reasoning.
+        marks: marks around reasoning; None: the model shows no reasoning, or its format of calls covers it.
+        thought: how the output of one prompt may begin; None: without reasoning.
         tokens: ids of the tokens that the marks are written with.
     """
 
@@ -70,7 +70,7 @@ class OutputForm:
         Args:
             template: its chat template.
             format_: the format of calls that this describes.
-            added: ids of the tokenizer's tokens that are no pieces of text.
+            added: ids of the tokenizer's tokens that are not text.
         """
         if (harmony := harmony_of(added)) is not None:
             return cls(harmony.written_with(added))
@@ -79,20 +79,20 @@ class OutputForm:
         return cls(format_.written_with(added), marks, tokens={t: id_ for t, id_ in added.items() if t in around})
 
     def within(self, vocab_size: int) -> OutputForm:
-        """Return the form for a model that has no logits of tokens beyond these."""
+        """Return the form for a model that has no logits of tokens from this number on."""
         return replace(self, calls=self.calls.within(vocab_size))
 
     def after(self, prompt: str) -> OutputForm:
-        """Return the form of the output that follows a prompt."""
+        """Return the form of the output after a prompt."""
         return replace(self, thought=thought_after(prompt, self.marks))
 
     def shown(self, choice: ToolChoice) -> frozenset[int]:
-        """Return the special tokens that are text to the reader."""
+        """Return the special tokens that the reader treats as text."""
         is_read = choice != "none" or isinstance(self.calls, Harmony)
         return frozenset(self.tokens.values()) | frozenset(self.calls.special.values() if is_read else ())
 
     def reader(self, choice: ToolChoice, most: int | None = None) -> OutputReader | None:
-        """Return what takes an output apart; None: all of it is the answer.
+        """Return a reader of one output; None if all of it is the answer.
 
         Args:
             most: calls of an output; further ones are left out. None: all.
@@ -111,10 +111,10 @@ class OutputForm:
         formatted: dict[str, Any] | None = None,
         free: Container[str] = (),
     ) -> str | None:
-        """Return what an output keeps to, once it has thought; None: anything.
+        """Return the grammar of an output, after any reasoning; None if it is free.
 
         Args:
-            formatted: the JSON schema of an answer; None: it is free.
+            formatted: the JSON schema of the answer; None: it is free.
             free: functions whose arguments may be any object.
         """
         schemas = None if choice == "none" or not tools else _schemas(tools, choice, free)

@@ -1,4 +1,4 @@
-"""The format of gpt-oss: messages on channels, of which one is reasoning, one the answer, and one has calls.
+"""The format of gpt-oss: messages on channels, for reasoning, the answer and calls.
 
     <|channel|>analysis<|message|>The user wants ...<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>
     <|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"place":"Rome"}<|call|>
@@ -24,10 +24,10 @@ from xrunner.server.api.tools import ToolCall
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END = "<|end|>"
 ENDS = (END, "<|call|>", "<|return|>", START)
-"""What ends a message; the tokens that end an output are among them."""
+"""Tokens that end a message, including those that end an output."""
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS[:3])
 OPENINGS = (START, CHANNEL, MESSAGE, " to=", "assistant")
-"""What the head of a message may begin with; all else is a text without one."""
+"""Texts with which the head of a message may begin; any other text has no head."""
 MAX_HEAD = 256
 """Longest head, in characters."""
 RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,64})")
@@ -58,7 +58,7 @@ class Harmony(CallFormat):
         return self._answer(schemas, formatted)
 
     def _answer(self, schemas: Schemas | None, formatted: dict[str, Any] | None) -> str:
-        """Return the rule of messages of reasoning, and then a call or a formatted answer."""
+        """Return the rule for messages of reasoning, followed by a call or a formatted answer."""
         ways = []
         if schemas:
             ways.append(f'{self._mark(CHANNEL)} "commentary to=functions." name')
@@ -72,7 +72,7 @@ class Harmony(CallFormat):
         return rules + (self._names(schemas) if schemas else "")
 
     def _names(self, schemas: Schemas) -> str:
-        """Return the rule `name`: of a function, with the rest of the head and the arguments."""
+        """Return the rule `name`: the function's name, the rest of the head, and the arguments."""
         head = f'head: ({self._mark(CHANNEL)} "commentary")? (" "? {self._mark(CONSTRAIN)} "json" | " json")? '
         called = [f"{json.dumps(name)} head {json_rule(schema)}" for name, schema in schemas.items()]
         return f"name: {' | '.join(called)}\n{head}{self._mark(MESSAGE)}\n"
@@ -86,10 +86,10 @@ def harmony_of(special: Mapping[str, int]) -> Harmony | None:
 
 
 class HarmonyReader:
-    """Reads the messages of an output. A text without the head of a message is an answer.
+    """Reads the messages of an output. A text without a message's head is an answer.
 
     Args:
-        calls: whether calls of functions are taken out of it.
+        calls: whether function calls are extracted.
         most: calls of an output; further ones are left out. None: all.
     """
 
@@ -103,11 +103,11 @@ class HarmonyReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the output stands within reasoning."""
+        """Whether the output is within reasoning now."""
         return not self._in_head and self._shows == "reasoning"
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may go out after a piece of the output; with `is_end`, all of it."""
+        """Return what may be sent after a piece of the output; with `is_end`, all of it."""
         self._held += piece
         said: dict[str, list[str]] = {"reasoning": [], "text": [], "call": []}
         while self._held:
@@ -125,7 +125,7 @@ class HarmonyReader:
         return self._list.calls()
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last time, at most one piece for each call."""
+        """Return what has been added to calls since the last call of this method, at most one piece for each."""
         return self._list.pieces()
 
     def _read_head(self, *, is_end: bool) -> None:
@@ -151,7 +151,7 @@ class HarmonyReader:
             self._shows = "reasoning" if channel.startswith("analysis") else "text"
 
     def _body(self, *, is_end: bool) -> str:
-        """Read the content of a message up to its end, if that has come; return what it shows."""
+        """Read the content of a message up to its end, if that has arrived; return the text to show."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         if found:
             at, mark = min(found)

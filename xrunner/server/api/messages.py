@@ -1,7 +1,7 @@
 """Anthropic's Messages over chats: POST /v1/messages and /v1/messages/count_tokens.
 
-A message of the assistant's at the end is gone on with. `thinking` switches a template's reasoning on or off
-(`enable_thinking`); its budget is a hint, which models here do not know. Images, documents, and tools that Anthropic
+If the last message is the assistant's, the model continues it. `thinking` switches a template's reasoning on or off
+(`enable_thinking`); its budget is a hint, which models here do not use. Images, documents, and tools that Anthropic
 runs are refused.
 """
 
@@ -37,7 +37,7 @@ NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "respo
 
 
 class ContentBlock(msgspec.Struct):
-    """A part of a message; of its fields those of its type count. Others (`cache_control`, ...) are hints."""
+    """A part of a message. Only the fields of its type are used; others (`cache_control`, ...) are hints."""
 
     type: str
     text: str | None = None
@@ -87,7 +87,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/messages/count_tokens; what only concerns the answer changes nothing."""
+    """The body of POST /v1/messages/count_tokens; fields that only concern the answer have no effect."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
@@ -110,7 +110,7 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
                 )
 
     def chat(self, **fields: Any) -> ChatRequest:
-        """Return the chat that is asked for. Raises ApiError (400)."""
+        """Return the chat that the request stands for. Raises ApiError (400)."""
         messages = [] if not self.system else [ChatMessage("system", _texts(self.system, "system"))]
         for message in self.messages:
             messages += _messages(message)
@@ -155,12 +155,12 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
             refuse("container", "no code is run here; leave it out")
 
     def chat(self, **fields: Any) -> ChatRequest:
-        """Return the chat that is asked for. Raises ApiError (400)."""
+        """Return the chat that the request stands for. Raises ApiError (400)."""
         return super().chat(stop=self.stop_sequences or None, max_tokens=self.max_tokens, **fields)
 
 
 def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart]:
-    """Return a content of texts only. Raises ApiError (400)."""
+    """Return a content that has only texts. Raises ApiError (400)."""
     if isinstance(content, str):
         return content
     return parts_of([_text(block, field) for block in content])
@@ -173,7 +173,8 @@ def _text(block: ContentBlock, field: str) -> str:
 
 
 def _messages(message: Message) -> list[ChatMessage]:
-    """Return a message as chats have it: results of calls first, each a message of its own. Raises ApiError (400)."""
+    """Return a message as chat messages: results of calls first, each as a message of its own. Raises ApiError
+    (400)."""
     if isinstance(message.content, str):
         return [ChatMessage(message.role, message.content)]
     results: list[ChatMessage] = []
@@ -206,7 +207,7 @@ def _tool(tool: ClientTool) -> Tool:
 
 
 def _choice(choice: Choosing) -> ToolChoice:
-    """Return whether functions are called, in a chat's words. Raises ApiError (400)."""
+    """Return the chat's `tool_choice`. Raises ApiError (400)."""
     if choice.type == "tool":
         return NamedTool(NamedFunction(choice.name or refuse("tool_choice", "a tool has a name")))
     return "required" if choice.type == "any" else choice.type
@@ -267,7 +268,7 @@ class MessagesWriter(BlockWriter):
 
 
 def _object(arguments: str) -> bytes:
-    """Return a call's arguments as the object that they are, or, cut off, as an empty one."""
+    """Return a call's arguments as an object; an empty one if they were cut off."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -15,7 +15,7 @@ class ServedModel:
     """The model of an endpoint, with its tokenizer and grammars.
 
     Attributes:
-        names: the model's names, of which requests must give one.
+        names: the model's names; a request must give one of them.
         codec: the tokenizer; None: prompts are token ids only, and answers have no text.
         eos_token_ids: tokens that end an output.
         grammars: compiler of grammars for outputs; None: no tokenizer, or the engine supports none.
@@ -33,5 +33,5 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The first of the names, by which messages call the model."""
+        """The first of the names, which messages use."""
         return self.names[0]

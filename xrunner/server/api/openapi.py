@@ -121,7 +121,7 @@ _POSTS: tuple[tuple[str, str, str, Sequence[str], str, str], ...] = (
     ("/tokenize", "Token ids of a text, or of a chat.", "Tokens", _READING + _WITH_BODY, "Error", ""),
     ("/detokenize", "The text of token ids.", "Text", _READING + _WITH_BODY, "Error", ""),
 )
-"""Path, summary, schemas of the answer and of errors, refusals between them, and what else is said."""
+"""Path, summary, schemas of the answer and of errors, error statuses in between, and further members."""
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:
@@ -186,7 +186,7 @@ def describe(names: Sequence[str], spec: ModelSpec, *, has_keys: bool) -> Json:
 
 
 def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSpec) -> None:
-    """Add to the schemas what this model's requests accept, and which tags may be left out."""
+    """Add to the schemas what this model's requests accept, and which tags may be omitted."""
     token: Json = {"type": "integer", "minimum": 0, "maximum": spec.vocab_size - 1}
     tokens: Json = {"type": "array", "items": token, "minItems": 1, "maxItems": spec.max_context}
     text: Json = {"type": "string", "minLength": 1}

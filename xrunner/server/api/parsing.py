@@ -24,17 +24,17 @@ from xrunner.server.api.responses import ResponsesRequest
 from xrunner.server.api.translated import Translated
 
 MAX_ITEMS = 1 << 18
-"""Largest number of items of all lists in a body, about: mostly prompt tokens. Half a million block the event loop for
-25 ms."""
+"""Largest number of items of all lists in a body, approximately; most are prompt tokens. Half a million block the event
+loop for 25 ms."""
 
 MAX_FREE_BYTES = 256 << 10
-"""Largest size of a field whose form is the client's, as it stands in a body; without white space less is accepted."""
+"""Largest size in bytes of a field in which clients may put anything; without white space, less is accepted."""
 MAX_PROMPTS = 4096
 """Largest number of lists of token ids in a long body."""
 LONG_FIELDS = ("prompt", "messages", "tokens", "input", "instructions", "system")
 """Fields that are as long as a body may be."""
 MAX_BESIDE_BYTES = 2 << 20
-"""Largest size of all else in a body."""
+"""Largest size of all other fields in a body."""
 LOOK_BYTES = 64 << 10
 """Bodies of at least this size have the sizes of their fields checked before they are decoded."""
 
@@ -44,10 +44,10 @@ FREE_FIELDS = (
     *("metadata", "prediction", "audio", "web_search_options", "functions", "function_call", "text", "output_config"),
     "context_management",
 )
-"""Fields whose form is the client's, or which hold text that nothing here reads."""
+"""Fields in which clients may put anything, or whose text nothing here reads."""
 _Looked = msgspec.defstruct("_Looked", [(name, msgspec.Raw, msgspec.Raw()) for name in (*FREE_FIELDS, *LONG_FIELDS)])
 _look = msgspec.json.Decoder(_Looked).decode
-"""Decodes none of the fields whose sizes are looked at."""
+"""Decodes a body's fields only as far as their sizes."""
 
 _FIELDS = re.compile(r"`\$\.(\w+)"), re.compile(r"field `(\w+)`")
 """The field in a message of msgspec: "... - at `$.n`", else "... unknown field `foo`"."""
@@ -57,7 +57,7 @@ P = TypeVar("P", bound=GenerationRequest | ResponsesRequest | CountRequest | Tok
 
 
 def _parser(kind: type[P]) -> Callable[[Body], P]:
-    """Return what makes a request of a body, with all checks that need no model; it raises ApiError (400, 413)."""
+    """Return a function that parses a body with all checks that need no model; it raises ApiError (400, 413)."""
     return partial(_parse, msgspec.json.Decoder(kind))
 
 
@@ -85,7 +85,7 @@ def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
 
 
 def _translator(kind: type[ResponsesRequest | CountRequest]) -> Callable[[Body], Translated]:
-    """Return what makes a chat of a body, checked as a chat's body is; it raises ApiError (400, 413)."""
+    """Return a function that parses a body into a chat, with a chat's checks; it raises ApiError (400, 413)."""
     parse = _parser(kind)
 
     def translate(body: Body) -> Translated:
@@ -106,7 +106,7 @@ parse_count = _translator(CountRequest)
 
 
 def parse_deadline(header: str | None, field_s: float | None) -> float | None:
-    """Seconds that an answer may take, from the header X-Deadline-S and the field. Raises ApiError (400)."""
+    """Return the seconds that an answer may take, from the header X-Deadline-S and the field. Raises ApiError (400)."""
     if header is None:
         return field_s
     try:
@@ -126,7 +126,7 @@ def _has_many_strings(body: Body) -> bool:
 
 
 def _with_whole_numbers(body: Body, kind: Any) -> Any:
-    """Return the request in a body that writes counts with a point (4.0), as some clients do."""
+    """Return the request in a body that writes integers with a decimal point (4.0), as some clients do."""
     found = msgspec.json.decode(body)
     if isinstance(found, dict):
         found |= {name: int(value) for name, value in found.items() if type(value) is float and value.is_integer()}
@@ -136,8 +136,8 @@ def _with_whole_numbers(body: Body, kind: Any) -> Any:
 def _check_sizes(looked: Any, size: int) -> None:
     """Refuse a long field of any form before it is decoded: millions of small objects take seconds, and much memory.
 
-    Of a field that comes several times the last one is looked at here, and each is decoded later. So the others count,
-    with all white space, as what lies beside the texts.
+    If a field occurs several times, only the last occurrence is checked here, but each is decoded later. So earlier
+    occurrences, and all white space, count towards `MAX_BESIDE_BYTES`.
     """
     beside = size - sum(len(getattr(looked, name)) for name in LONG_FIELDS)
     if beside > MAX_BESIDE_BYTES:

@@ -70,14 +70,14 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 HINTS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention", "prediction")
-"""Fields that cannot change an answer; they are forgotten at once."""
+"""Fields that cannot change an answer; they are dropped at once."""
 COMMON_WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (True, "special tokens are never shown; leave it out"),
 }
 
 
 class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of requests in the form of any API; null stands for a field's default."""
+    """The fields of requests in any API's format; null stands for a field's default."""
 
     model: str
     stream: bool | None = None
@@ -91,12 +91,12 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
 
     def common(self, form: type[Sampled]) -> dict[str, Any]:
-        """Return the values of the fields that all requests of a form have."""
+        """Return the values of the fields that requests of all formats have."""
         return {name: getattr(self, name) for name in form.__struct_fields__}
 
 
 class OpenAiFields(Sampled, forbid_unknown_fields=True, kw_only=True):
-    """The fields of requests in all forms of OpenAI's."""
+    """The fields of requests in all of OpenAI's formats."""
 
     stream_options: StreamOptions | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -114,7 +114,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     DEFAULT_OUTPUT: ClassVar[int | None] = None
     """Output tokens if no maximum is named; None: all that fit."""
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]]
-    """Fields that are accepted only with the value that changes nothing, and why."""
+    """Fields that are accepted only with the value that has no effect, and why."""
 
     max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -138,25 +138,25 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def goes_on(self) -> bool:
-        """Whether an output's text goes on with the prompt's."""
+        """Whether the output continues the prompt's text."""
         return True
 
     @property
     def is_scored_only(self) -> bool:
-        """Whether the answer is the prompt and nothing else: its output of one token is not shown."""
+        """Whether the answer is only the prompt: the output's one token is not shown."""
         return False
 
     @property
     def shown_tokens(self) -> frozenset[int]:
-        """Special tokens of outputs that are text to `reader`."""
+        """Special tokens that `reader` treats as text."""
         return frozenset()
 
     def reader(self) -> OutputReader | None:
-        """Return what takes an output apart; None: all of it is the answer."""
+        """Return a reader of one output; None if all of it is the answer."""
         return None
 
     def kept_of(self, tokens: list[int], max_context: int) -> list[int]:
-        """Return what `truncate_prompt_tokens` keeps of a prompt."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps."""
         most = self.truncate_prompt_tokens
         if most is None:
             return tokens
@@ -192,7 +192,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         return self.max_tokens
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Return the sampling parameters; of the seed, 64 bits are used."""
+        """Return the sampling parameters; 64 bits of the seed are used."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(0, self.top_k or 0),
@@ -233,7 +233,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def num_kept_bytes(self) -> int:
-        """Return about the memory that stays taken after `forget_text`."""
+        """Return approximately the memory that remains in use after `forget_text`."""
         biases = BIAS_BYTES * len(self.logit_bias or ())
         return biases + sum(map(getsizeof, self.stops)) + getsizeof(self.grammar or "")
 
@@ -242,7 +242,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         raise NotImplementedError
 
     def fill(self, defaults: Mapping[str, float]) -> None:
-        """Set fields that are left out, or null, to the checkpoint's defaults."""
+        """Set fields that are missing or null to the checkpoint's defaults."""
         for field, value in defaults.items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
@@ -347,8 +347,8 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
 class ChatMessage(msgspec.Struct):
     """A message. An assistant's may have no content; a function's result names its call.
 
-    Clients send answers back as they came, with fields that say nothing to a model (`annotations`, `audio`, `id`):
-    those are left out.
+    Clients send answers back as they came, with fields that models do not use (`annotations`, `audio`, `id`); those are
+    dropped.
     """
 
     role: Annotated[str, Meta(min_length=1)]
@@ -386,7 +386,7 @@ class ChatMessage(msgspec.Struct):
 
 
 def _check_parts(messages: Sequence[ChatMessage]) -> None:
-    """Refuse messages in too many parts, or with too much that is JSON of its own. Raises ApiError (400)."""
+    """Refuse messages with too many parts, or with too much embedded JSON. Raises ApiError (400)."""
     num_parts = len(messages)
     if num_parts <= MAX_PARTS:
         num_parts += sum(len(one.tool_calls or ()) for one in messages)
@@ -498,7 +498,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def chosen_tools(self) -> ToolChoice:
-        """Whether functions are called, if there are any."""
+        """Whether functions are called, if any are declared."""
         if "kept_choice" in self.__dict__:
             choice: ToolChoice = self.__dict__["kept_choice"]
             return choice
@@ -526,7 +526,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
         return None
 
     def leave_free(self, name: str | None) -> None:
-        """Hold the arguments of a function to no schema; None: hold calls to nothing."""
+        """Allow any arguments for a function; None: any text for calls."""
         if name is None:
             self.__dict__["free"] = None
         else:
@@ -534,12 +534,12 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
 
     @property
     def form(self) -> OutputForm:
-        """How the output is written: as `take_form` says."""
+        """The form of the output, as set by `take_form`."""
         form: OutputForm = self.__dict__.get("form_of_model", OutputForm())
         return form
 
     def take_form(self, form: OutputForm) -> None:
-        """Take the model's own form."""
+        """Set the form of the model's outputs."""
         self.__dict__["form_of_model"] = form
 
     @property
@@ -614,4 +614,4 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         return TOKEN_BYTES * len(self.tokens)
 
     def check(self) -> None:
-        """Nothing more."""
+        """Check nothing further."""

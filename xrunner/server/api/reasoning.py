@@ -1,8 +1,8 @@
-"""Tell a model's reasoning from its answer, as it is written.
+"""Separate a model's reasoning from its answer while it is written.
 
-A family of models writes its reasoning between two marks. Which ones, the chat template says, since it takes the
-reasoning out of earlier messages, or else the tokenizer, which has tokens for them. Whether an output begins within the
-reasoning, the prompt says: templates open it there, or close it at once.
+Models of a family write their reasoning between two marks. The chat template shows which, since it removes reasoning
+from earlier messages; if it does not, the tokenizer's tokens do. Whether an output begins within reasoning follows from
+the prompt: templates open the reasoning there, or close it at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xrunner.server.api.call_reader import overlap
 
 
 class Marks(NamedTuple):
-    """What stands around a model's reasoning."""
+    """The marks around a model's reasoning."""
 
     begin: str
     end: str
@@ -27,9 +27,10 @@ FAMILIES = (
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     Marks("<|channel>thought\n", "<channel|>"),
 )
-"""DeepSeek, Qwen, GLM, Kimi, MiniMax, Nemotron, OLMo and most others; Mistral; Seed-OSS; Command A; Gemma 4."""
+"""Known marks: DeepSeek, Qwen, GLM, Kimi, MiniMax, Nemotron, OLMo and most others; Mistral; Seed-OSS; Command A; Gemma
+4."""
 MAX_SPACE = 64
-"""White space that is held back until it is known whether more than that follows."""
+"""White space, in characters, that is held back until other text follows."""
 
 
 def marks_of(template: str, tokens: Container[str]) -> Marks | None:
@@ -41,7 +42,7 @@ class Thought(NamedTuple):
     """How an output may begin.
 
     Attributes:
-        is_open: the prompt ends within reasoning, so that the output goes on with it.
+        is_open: whether the prompt ends within reasoning, so that the output continues it.
     """
 
     marks: Marks
@@ -49,21 +50,21 @@ class Thought(NamedTuple):
 
 
 def thought_after(prompt: str, marks: Marks | None) -> Thought | None:
-    """Return how the output after a prompt may begin; None: not with reasoning, which the prompt has closed."""
+    """Return how the output after a prompt may begin; None: without reasoning, which the prompt has closed."""
     if marks is None or (end := prompt.rstrip()).endswith(marks.end):
         return None
     return Thought(marks, end.endswith(marks.begin.rstrip()))
 
 
 class Said(NamedTuple):
-    """What a piece of an output adds: to the model's reasoning, and to its answer."""
+    """What a piece of an output adds to the model's reasoning and to its answer."""
 
     reasoning: str
     text: str
 
 
 class ThoughtReader:
-    """Takes reasoning out of the beginning of an output, and white space beside its marks."""
+    """Extracts reasoning at the beginning of an output, and drops white space beside its marks."""
 
     def __init__(self, thought: Thought) -> None:
         self._begin, self._end = thought.marks
@@ -72,11 +73,11 @@ class ThoughtReader:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the output stands within reasoning."""
+        """Whether the output is within reasoning now."""
         return self._state in ("begun", "thinking")
 
     def push(self, piece: str, *, is_end: bool = False) -> Said:
-        """Return what may go out after a piece of the output; with `is_end`, all of it."""
+        """Return what may be sent after a piece of the output; with `is_end`, all of it."""
         if self._state == "text":
             return Said("", piece)
         self._held += piece

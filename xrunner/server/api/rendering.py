@@ -1,4 +1,4 @@
-"""Render templates in processes of their own, which are ended when one takes too long (`sandbox`)."""
+"""Render templates in separate processes, which are killed if one takes too long (`sandbox`)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it can render nothing more."""
+        """Whether the process can render nothing more."""
         return self._process.poll() is not None
 
     def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return its answer; a process that hangs, stopped or busy, is ended.
+        """Return the process's answer; kill a process that takes too long.
 
         Raises:
-            TimeoutError: it has taken longer.
+            TimeoutError: it took too long.
             EOFError: it has ended.
         """
         is_late = threading.Event()
@@ -91,11 +91,11 @@ class _Process:
 
 
 _idle: list[_Process] = []
-"""Processes that wait for a template. They end with this process, which holds the other end of their input."""
+"""Processes that wait for a template. They end when this process ends, which holds the other end of their input."""
 
 
 def _taken() -> _Process:
-    """Return a process that renders nothing now."""
+    """Return a process that is idle."""
     while _idle:
         if not (process := _idle.pop()).has_ended:
             return process
@@ -110,7 +110,7 @@ def _end() -> None:
 
 
 def render(source: str, given: dict[str, Any]) -> str:
-    """Return what a template makes of values; any thread may call it.
+    """Return the rendered template; any thread may call this.
 
     Raises:
         InputError: the template is not valid.

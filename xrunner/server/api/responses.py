@@ -1,7 +1,8 @@
 """OpenAI's Responses over chats: POST /v1/responses.
 
-Nothing is kept: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
-`store: false`. Tools are functions; reasoning comes as an item with its text, and goes back as it came.
+Nothing is stored: `previous_response_id`, `conversation`, `background` and stored prompts are refused, and answers say
+`store: false`. All tools are functions. Reasoning is returned as an item with its text, and clients may send it back
+unchanged.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ NAMES = {
     "response_format": "text",
 }
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
-"""Types of parts that are text."""
+"""Part types that are text."""
 WITH_LOGPROBS = "message.output_text.logprobs"
 
 
 class ContentPart(msgspec.Struct):
-    """A part of an item's content. Its other fields (`annotations`, ...) say nothing to a model."""
+    """A part of an item's content. Models do not use its other fields (`annotations`, ...)."""
 
     type: str
     text: str | None = None
@@ -65,7 +66,7 @@ class ContentPart(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """An item of the input; of its fields those of its type count."""
+    """An item of the input. Only the fields of its type are used."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -78,7 +79,7 @@ class Item(msgspec.Struct):
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
-    """A function; other types of tools are run by OpenAI, and not here."""
+    """A function; other types of tools run at OpenAI and are refused."""
 
     type: str
     name: Annotated[str, Meta(pattern=NAME)] | None = None
@@ -88,7 +89,7 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
 
 
 class Chosen(msgspec.Struct, omit_defaults=True):
-    """Which functions are called: one by its name, or some of them."""
+    """Which functions may be called: one by its name, or some of them."""
 
     type: str
     name: str | None = None
@@ -97,7 +98,7 @@ class Chosen(msgspec.Struct, omit_defaults=True):
 
 
 class NamedSchema(JsonSchema, tag_field="type", tag="json_schema", forbid_unknown_fields=False):
-    """A JSON schema, which chats have one level deeper."""
+    """A JSON schema, which chats nest one level deeper."""
 
 
 class TextConfig(msgspec.Struct):
@@ -172,7 +173,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
 
 
 def _messages(items: str | list[Item]) -> list[ChatMessage]:
-    """Return the messages that items make: reasoning and calls belong to a message of the assistant's."""
+    """Return the chat messages of these items: reasoning and calls join a message of the assistant's."""
     if isinstance(items, str):
         return [ChatMessage("user", items)]
     messages: list[ChatMessage] = []
@@ -226,7 +227,7 @@ def _tool(tool: ResponseTool) -> Tool:
 
 
 def _choice(choice: str | Chosen | None) -> ToolChoice | None:
-    """Return which functions are called, in a chat's words. Raises ApiError (400)."""
+    """Return the chat's `tool_choice`. Raises ApiError (400)."""
     if not isinstance(choice, Chosen):
         found: ToolChoice | None = msgspec.convert(choice, ToolChoice | None)
         return found
@@ -380,7 +381,7 @@ def _part(block: AnswerBlock, text: str, logprobs: list[Any]) -> dict[str, Any]:
 
 
 def _item(block: AnswerBlock, text: str | None, status: str, logprobs: list[Any]) -> dict[str, Any]:
-    """Return a block as an item of the output; `text`: None, it has only begun."""
+    """Return a block as an item of the output; with `text` None, the block has only begun."""
     if block.kind == "call":
         assert block.call is not None
         return _call(block.id, block.call.id or "", block.call.name or "", text or "", status)

@@ -1,8 +1,8 @@
 """Render chat templates in a process of limited memory: `python sandbox.py`, started by `rendering`.
 
 Templates come with checkpoints and are not trusted: Jinja's sandbox keeps them from files and attributes, the limit
-from the machine's memory, and the process that waits for an answer ends this one if it takes too long. Imports nothing
-of ours. Messages are JSON, each after its length in eight bytes.
+protects the machine's memory, and the waiting process kills this one if it takes too long. This module imports nothing
+of ours. Messages are JSON, each preceded by its length in eight bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _raise(message: str) -> NoReturn:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} marks what training learns from; here it is what it holds."""
+    """Renders {% generation %} ... {% endgeneration %}, which marks what training learns from, as its contents."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -54,7 +54,8 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the text of a template with values; `broken`: why it cannot be compiled; `refused`: what it raises."""
+    """Return the rendered text of a template; `broken`: why it cannot be compiled; `refused`: the error that it
+    raises."""
     try:
         template = compiled(asked["source"])
     except jinja2.TemplateSyntaxError as error:

@@ -1,4 +1,4 @@
-"""Turn text into token ids and back, where the checkpoint has a tokenizer; end a text at a stop string."""
+"""Encode text into token ids and decode them, if the checkpoint has a tokenizer; end a text at a stop string."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from xrunner.server.api.directory import read_tokenizer, special_tokens
 from xrunner.server.api.form import OutputForm
 
 REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are no character, the first bytes of an unfinished one among them."""
+"""The character that decoders write for invalid bytes, including the first bytes of an unfinished character."""
 
 
 CONTEXT = 4
-"""Tokens before a text that decide how it begins; decoders look one back."""
+"""Number of tokens before a text that decide how it begins; decoders look one token back."""
 MAX_UNFINISHED = 3
-"""Bytes, and so tokens, of a character whose last one is missing."""
+"""Largest number of bytes, and so of tokens, of an unfinished character."""
 
 
 class TextCodec:
     """A checkpoint's tokenizer, and its chat template if it has one.
 
     Attributes:
-        form: how its outputs are written: reasoning, calls of functions.
+        form: the form of its outputs: reasoning, function calls.
         eos_token_id: the tokenizer's own end token, which may differ from the model's; None: it names none.
-        added: ids of the tokens that are no pieces of text: a model may write each of them at any place.
+        added: ids of the tokens that are not text: a model may write each of them anywhere.
         longest_token: characters of the longest token: a text of n tokens is at most n times as long.
     """
 
@@ -53,12 +53,12 @@ class TextCodec:
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A rendered chat has its special tokens already. Other threads run meanwhile."""
+        """Return the tokens of a text; a rendered chat already has its special tokens. Other threads run meanwhile."""
         # What encodes a single text keeps Python's lock all the while.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def has_text(self, token: int) -> bool:
-        """Whether a decoder sees the token: it is neither special nor outside the tokenizer's vocabulary."""
+        """Return whether the decoder shows the token: it is neither special nor outside the tokenizer's vocabulary."""
         return token not in self._special and self.tokenizer.id_to_token(token) is not None
 
 
@@ -79,7 +79,8 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
 
 
 def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
-    """Encode a text: a tokenizer can be read, and then fail at every text, as one whose special tokens are missing.
+    """Encode a text, since some tokenizers can be read but fail at every text, for example without their special
+    tokens.
 
     Raises:
         InputError: it fails.
@@ -130,14 +131,14 @@ _BYTES = _bytes_of_characters()
 
 
 class Detokenizer:
-    """The text of one request's output, token by token; never half a character. Without a tokenizer: no text.
+    """Decodes one request's output token by token, never half a character. Without a tokenizer: no text.
 
-    A token's text depends on its neighbours (a leading space, the bytes of one character). Each call therefore
-    decodes a window: the last few tokens whose text is out, and those behind them.
+    A token's text depends on its neighbours (a leading space, the bytes of one character). Each call therefore decodes
+    a window: the last few tokens whose text was returned, and those after them.
 
     Args:
-        shown: special tokens that count as text here.
-        context: tokens whose text comes before, and is out.
+        shown: special tokens that are shown as text.
+        context: preceding tokens, whose text was already returned.
     """
 
     def __init__(self, codec: TextCodec | None, shown: Collection[int] = (), context: Sequence[int] = ()) -> None:
@@ -150,9 +151,9 @@ class Detokenizer:
         if before.endswith(REPLACEMENT):
             self._ids, before = [], ""  # a piece of a character, which the output may complete
         self._num_given = len(before)
-        """Characters of the window's text that are out."""
+        """Number of characters of the window's text that were returned."""
         self._num_pending = 0
-        """Tokens since text was given."""
+        """Number of tokens since text was returned."""
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes."""
@@ -175,11 +176,11 @@ class Detokenizer:
         return "" if self._codec is None else self._decoded(self._codec)[self._num_given :]
 
     def _decoded(self, codec: TextCodec) -> str:
-        """Return the window's text; none of its tokens is to be skipped."""
+        """Return the text of the window, whose tokens are all shown."""
         return codec.tokenizer.decode(self._ids, skip_special_tokens=False)
 
     def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
-        """Return what is new in the window's text but for its last `num_held` characters."""
+        """Return the new part of the window's text, except its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
         # A token before what is held, or pending, is context enough: decoders look one back.
         del self._ids[: -max(self._num_pending, 1)]
@@ -191,9 +192,10 @@ class Detokenizer:
 class StopStrings:
     """Ends a text at the first stop string, however the text is cut into pieces.
 
-    A possible beginning of one is held back until it is certain that it is not. Of several, the one that is complete
-    first ends the text; of those, the longest. Each character is looked at once for each stop string (Knuth, Morris and
-    Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977), whatever strings a client sends.
+    A possible beginning of a stop string is held back until it is certain that it is none. Of several stop strings, the
+    one that is complete first ends the text; if several are complete at once, the longest. Each character is examined
+    once for each stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977),
+    whatever strings a client sends.
 
     Args:
         include: leave the stop string in the text.
@@ -202,12 +204,12 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
         self._matched = [0] * len(stops)
-        """Characters of each stop string with which the text so far ends."""
+        """Number of characters of each stop string that the text so far ends with."""
         self._include = include
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """Return the text that may go out after `piece` has come, and the stop string with which it ends here."""
+        """Return the text that may be sent after `piece`, and the stop string that ends it there."""
         if not self._stops:
             return piece, None
         text = self._held + piece
@@ -241,7 +243,7 @@ class StopStrings:
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return for each beginning of a string the length of the longest shorter one with which it ends."""
+    """Return for each beginning of a string the length of the longest shorter beginning that it ends with."""
     borders, length = [0], 0
     for character in stop[1:]:
         while length and stop[length] != character:

@@ -18,12 +18,12 @@ from xrunner.server.api.text import TextCodec
 
 NUM_THREADS = 2
 NICENESS = 10
-"""The engine's threads go first where cores are few."""
+"""Niceness of these threads, so that the engine's threads go first if cores are few."""
 SECONDS_A_CHARACTER = 5e-6
-"""Several times what it takes: a text's turn comes after all that came earlier by this time, so that short texts pass
-long ones, but not for ever."""
+"""Several times the tokenising time of a character: a text is treated as if it had arrived later by this time for each
+character, so that short texts pass long ones, but not for ever."""
 FIRST_LOOK = 8
-"""Characters a token at which a text is looked at first: more are rare."""
+"""Characters for each token of the limit that are encoded first; texts with more characters a token are rare."""
 
 T = TypeVar("T")
 
@@ -46,9 +46,11 @@ class _Job:
 
 
 class Tokenising:
-    """Encodes, renders and compiles grammars in threads of its own. All methods belong to the event loop's thread.
+    """Encodes texts, renders chats and compiles grammars in separate threads. All methods belong to the event loop's
+    thread.
 
-    Accounts take turns by the characters that each has had while any waits; within one, short texts go first.
+    Accounts take turns by the number of characters that were processed for each while any waits; within an account,
+    short texts go first.
     """
 
     def __init__(self, codec: TextCodec, max_context: int) -> None:
@@ -58,16 +60,16 @@ class Tokenising:
         self._numbers = itertools.count()
         self._waiting: dict[str, list[_Job]] = {}
         self._served: dict[str, int] = {}
-        """Characters that each account has had, from that of the others which had least when it came."""
+        """Characters processed for each account; a new account starts at the lowest number of the waiting ones."""
         self._num_running = 0
 
     async def encode(self, account: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises TooLong."""
+        """Return the token ids of a text. Raises TooLong."""
         encode = partial(self._encode, text, add_special_tokens)
         return await self.by_turns(account, len(text), encode)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """In a thread. A text that is much too long is noticed by its beginning, however long the rest is."""
+        """Encode in a thread. A text that is much too long is recognised by its beginning, however long the rest is."""
         length = FIRST_LOOK * self._max_context
         while length < len(text):
             # Where the beginning is cut some tokens may differ, but not as many as the context holds.
@@ -81,7 +83,7 @@ class Tokenising:
         return tokens
 
     async def by_turns(self, account: str, characters: int, work: Callable[[], T]) -> T:
-        """Return what `work` makes of a text of this number of characters."""
+        """Return `work`'s result for a text of this many characters, when it is the account's turn."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         due_s = loop.time() + characters * SECONDS_A_CHARACTER

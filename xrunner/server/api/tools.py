@@ -1,7 +1,7 @@
 """Functions that a chat may call, as requests declare them and messages report their calls.
 
-A model that is free to choose writes a call as its template teaches it (`call_formats`); its arguments keep to the
-function's schema. One that must call writes nothing but the call. `form` says what outputs keep to, and reads them.
+A model that is free to choose writes a call as its template teaches (`call_formats`), and its arguments follow the
+function's schema. One that must call writes only the call. `form` has the grammar of outputs, and reads them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 
 
 class Function(msgspec.Struct, omit_defaults=True):
-    """What a model may call.
+    """A function that the model may call.
 
     Attributes:
         parameters: a JSON schema of an object; None: it takes no arguments.
-        strict: taken and of no effect: arguments always keep to the schema.
+        strict: accepted without effect: arguments always follow the schema.
     """
 
     name: Annotated[str, Meta(pattern=NAME)]
@@ -77,7 +77,8 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
     index: int | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call as templates take it: its arguments as an object, if they are JSON; none are an empty one."""
+        """Return the call in the form that templates expect: arguments are an object if they are JSON, and an empty one
+        if missing."""
         try:
             arguments = json.loads(self.function.arguments.strip() or "{}")
         except (ValueError, RecursionError):
@@ -89,11 +90,11 @@ class ToolCall(msgspec.Struct, tag_field="type", tag="function", omit_defaults=T
 
 
 def told(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Functions as a template takes them."""
+    """Return functions in the form that templates expect."""
     described: list[dict[str, Any]] = msgspec.to_builtins(tools)
     return described
 
 
 def must_call(choice: ToolChoice) -> bool:
-    """Whether the output is a call and nothing else."""
+    """Return whether the output must be a call."""
     return choice == "required" or isinstance(choice, NamedTool)

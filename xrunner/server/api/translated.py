@@ -1,4 +1,5 @@
-"""What adapters of other APIs have in common: a request becomes a chat, its answer blocks that are written in turn."""
+"""The common part of adapters for other APIs: a request becomes a chat, and its answer becomes blocks written in
+turn."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ class Translated:
     """A request of another API.
 
     Attributes:
-        chat: the chat that it asks for.
-        writer: writes the answer as that API has it.
-        names: that API's names of the chat's fields, for errors.
+        chat: the chat that it stands for.
+        writer: writes the answer in that API's format.
+        names: that API's names of the chat's fields, for error messages.
     """
 
     chat: ChatRequest
@@ -46,7 +47,7 @@ class Translated:
         return self.chat.num_text_bytes
 
     def refuse_as_named(self, error: ApiError) -> NoReturn:
-        """Raise an error about the chat as one about the request."""
+        """Raise an error about the chat as an error about the request's field."""
         name = self.names.get(error.param or "", error.param)
         message = str(error)
         if error.param and message.startswith(f"{error.param}:"):
@@ -56,7 +57,7 @@ class Translated:
 
 
 def parts_of(texts: Sequence[str]) -> str | list[TextPart]:
-    """Return a message's content: one text as it is, several as parts."""
+    """Return a message's content: a single text as a string, several as parts."""
     return texts[0] if len(texts) == 1 else [TextPart(text) for text in texts]
 
 
@@ -70,7 +71,7 @@ class AnswerBlock(NamedTuple):
 
 
 class BlockWriter(AnswerWriter):
-    """Writes an answer of one choice in blocks, each opened, filled and closed, as named events or as one object."""
+    """Writes an answer with one choice in blocks, each opened, filled and closed, as named events or as one object."""
 
     def __init__(self) -> None:
         self._num_reasoning = 0
@@ -88,7 +89,7 @@ class BlockWriter(AnswerWriter):
 
     @abstractmethod
     def opened(self, block: AnswerBlock) -> Iterator[bytes]:
-        """Yield the events with which a block begins."""
+        """Yield the events that open a block."""
 
     @abstractmethod
     def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
@@ -96,7 +97,7 @@ class BlockWriter(AnswerWriter):
 
     @abstractmethod
     def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
-        """Yield the events with which a block of this text ends."""
+        """Yield the events that close a block with this text."""
 
     @abstractmethod
     def ended(self, last: Delta, prompt: PromptTokens, num_tokens: int) -> Iterator[bytes]:
@@ -104,7 +105,7 @@ class BlockWriter(AnswerWriter):
 
     @abstractmethod
     def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
-        """Return the answer of a request that is no stream."""
+        """Return the answer to a request that does not stream."""
 
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
         self._num_reasoning += delta.is_reasoning

@@ -31,10 +31,10 @@ class TokenReport:
     """A token with its log probability, as text.
 
     Attributes:
-        logprob: None: the first of a prompt has none.
-        offset: where the choice's text stood when it came.
+        logprob: log probability; None: the first token of a prompt, which has none.
+        offset: length of the choice's text before the token.
         top: the most probable tokens: text, log probability, bytes.
-        raw: the token's bytes; a piece of a character has no text of its own.
+        raw: the token's bytes; a part of a character has no text.
     """
 
     text: str
@@ -51,14 +51,14 @@ class Delta:
     index: int
     text: str
     token: int | None
-    """None: it is not shown."""
+    """The token to report; None: it is not shown."""
     finish: str | None
     logprobs: LogprobsJson | None = None
     is_first: bool = False
     calls: Sequence[CallPiece] = ()
     """What it adds to calls of functions."""
     may_wait: bool = False
-    """Whether its token may come with the next chunk, if nothing else is to be said: a call may begin here."""
+    """Whether its token may be sent with the next chunk if nothing else is to be sent: a call may begin here."""
     reasoning: str = ""
     is_reasoning: bool = False
     """Whether its token is one of reasoning."""
@@ -67,23 +67,24 @@ class Delta:
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of a request's prompts, and those of them whose K/V an earlier request had left."""
+    """Number of tokens of a request's prompts, and how many of them had their K/V cached by an earlier request."""
 
     total: int
     cached: int
 
 
 class AnswerWriter(ABC):
-    """Writes one answer in the form that an API has for it: whole, or as the events of a stream."""
+    """Writes one answer in an API's format: whole, or as the events of a stream."""
 
     logprobs_rest: ClassVar[dict[str, Any]] = {}
-    """What else the member `logprobs` holds."""
+    """Further members of the object `logprobs`."""
     num_kept_bytes: int = 0
-    """Memory of what it keeps of the request."""
+    """Memory of the parts of the request that it keeps."""
 
     @abstractmethod
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
-        """One token of one choice; `timings` with the last token of the answer, which has `num_tokens` so far."""
+        """Return the bytes that report one token of one choice; `timings` come with the last token of the answer, which
+        has `num_tokens` so far."""
 
     @abstractmethod
     def end(self, prompt: PromptTokens, completion_tokens: int) -> bytes:
@@ -91,7 +92,7 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def whole(self, choices: Sequence[Choice], prompt: PromptTokens, timings: dict[str, float]) -> Iterator[bytes]:
-        """The answer of a request that is no stream, piece by piece."""
+        """Yield the answer to a request that does not stream, piece by piece."""
 
     @abstractmethod
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
@@ -103,11 +104,11 @@ class AnswerWriter(ABC):
 
 
 class Writer(AnswerWriter):
-    """Writes completions and chats as OpenAI has them; most of a stream's chunk is the same bytes each time.
+    """Writes completions and chats in OpenAI's format; most of a stream's chunk is the same bytes each time.
 
     Args:
-        include_usage: a stream ends with its usage.
-        continuous: each of its chunks brings what it is so far.
+        include_usage: whether a stream ends with its usage.
+        continuous: whether each chunk has the usage so far.
     """
 
     prefix: ClassVar[str]
@@ -120,7 +121,7 @@ class Writer(AnswerWriter):
         self._continuous = continuous
         self._num_reasoning = 0
         self._silent: dict[int, list[int]] = {}
-        """Tokens of choices that came without anything to say, and go out with the next one."""
+        """Tokens of choices that had nothing to show, and are sent with the next chunk."""
         head = msgspec.json.encode(self._envelope | {"object": self.chunk_object})[:-1].decode()
         self._head = f'{head},"choices":[{{"index":'
         self._tail = ',"usage":null' if include_usage else ""
@@ -160,7 +161,8 @@ class Writer(AnswerWriter):
         num_tokens: int,
         tokens: Sequence[int] | None = None,
     ) -> bytes:
-        """Return a chunk; `tokens`: None: that of the delta, after those of deltas that had nothing to say."""
+        """Return a chunk; with `tokens` None, its token is the delta's, after those of deltas that had nothing to
+        show."""
         if tokens is None:
             tokens = [*self._silent.pop(delta.index, ()), *_tokens(delta)]
         quoted = msgspec.json.encode(delta.text).decode() if delta.text else '""'
@@ -205,7 +207,7 @@ class Writer(AnswerWriter):
 
 
 class LogprobsJson:
-    """The member `logprobs` of a choice, as it will be written: a tenth of what the numbers take."""
+    """The object `logprobs` of a choice as JSON text, which takes a tenth of the memory of the numbers."""
 
     def __init__(self, writer: AnswerWriter) -> None:
         self._writer = writer
@@ -272,7 +274,7 @@ class ChatWriter(Writer):
 
 
 def scored_token(report: TokenReport) -> dict[str, Any]:
-    """Return a token of a chat's with its log probability, and those of the most probable ones."""
+    """Return a token of a chat with its log probability, and those of the most probable ones."""
     top = [_entry(*pair) for pair in report.top]
     assert report.logprob is not None, "of a chat's prompt nothing is reported"
     return _entry(report.text, report.logprob, report.raw) | {"top_logprobs": top}
@@ -287,7 +289,7 @@ def _with_chosen(report: TokenReport) -> dict[str, float]:
 
 
 def _call(piece: CallPiece) -> dict[str, Any]:
-    """Return what a chunk says of a call: with its first piece who is called, then arguments only."""
+    """Return a chunk's entry for a call: its name and id with the first piece, then only arguments."""
     function = {"arguments": piece.arguments}
     if piece.name is None:
         return {"index": piece.number, "function": function}
@@ -298,7 +300,7 @@ _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character 
 
 
 def event_line(event: str) -> bytes:
-    """Return an event of JSON, one line also for clients that end lines where Unicode does.
+    """Return an event with this JSON on one line, also for clients that end lines at Unicode's line separators.
 
     httpx's `aiter_lines` does, and clients that read streams with it; JSON itself escapes the others.
     """
