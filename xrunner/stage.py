@@ -13,7 +13,7 @@ from xrunner.models import EncoderDecoderModel, Model
 
 
 class Pipe(Protocol):
-    """The link to other stages. A tensor that is sent must not change until it has arrived."""
+    """The link to other stages. A sent tensor must not change until it has arrived."""
 
     def receive(self, num_rows: int) -> Tensor:
         """Wait for the previous stage's hidden states. # [rows, hidden]"""

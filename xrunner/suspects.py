@@ -10,7 +10,7 @@ from xgpt.core.errors import XgptError
 
 FAILURES = 3
 PERIOD_S = 60.0
-"""More failed steps in so short a time are no accident: the engine gives up."""
+"""More failed steps than allowed within this time make the engine give up."""
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ class EngineFailed(XgptError):
 class Suspects(Generic[T]):
     """The requests of a step that has failed.
 
-    They are encoded again one after the other, each once the one before has made the token at which the step failed.
-    So a step that then fails has one of them, and that one is at fault.
+    They are encoded again one after the other, each after the previous one has generated the token at which the step
+    failed. So if a step fails again, it contains only one of them, and that one is at fault.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,14 @@ class Suspects(Generic[T]):
         self._suspected: set[int] = set()
         self._held: dict[int, T] = {}
         self._tried: int | None = None
-        """The one that has been let in."""
+        """The suspect that was admitted."""
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def fail(self, error: Exception, under_way: Collection[int]) -> int | None:
-        """Note that a step failed while these requests had steps under way; return the one at fault, if it is known.
+        """Note that a step failed while these requests had unfinished steps; return the request at fault, if that is
+        known.
 
         Raises:
             EngineFailed: too many have failed recently.
@@ -56,32 +57,32 @@ class Suspects(Generic[T]):
         return culprit
 
     def hold(self, id_: int, request: T) -> bool:
-        """Keep a suspect back; return False if the request is not one."""
+        """Hold a suspect back; return False if the request is not a suspect."""
         if id_ in self._suspected:
             self._held[id_] = request
         return id_ in self._suspected
 
     def recall(self) -> list[T]:
-        """All that are held, no longer so: workers have been lost."""
+        """Return all held requests and hold them no longer, since workers were lost."""
         requests = list(self._held.values())
         self._held.clear()
         self._tried = None
         return requests
 
     def next(self) -> T | None:
-        """Return the next one to let in, if it is its turn."""
+        """Return the next suspect to admit, if it is its turn."""
         if self._tried is not None or not self._held:
             return None
         self._tried = next(iter(self._held))
         return self._held.pop(self._tried)
 
     def clear(self, sampled: Collection[int]) -> None:
-        """These requests have made a token."""
+        """Clear these requests of suspicion: they have generated a token."""
         if self._tried in sampled:
             self.forget(self._tried)
 
     def forget(self, id_: int | None) -> bool:
-        """A request is gone, or free of suspicion. Returns whether it was held."""
+        """Forget a request that has ended or is cleared; return whether it was held."""
         if id_ == self._tried:
             self._tried = None
         if id_ is not None:

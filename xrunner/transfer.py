@@ -1,8 +1,8 @@
 """Transfer the result of encoding from the encode lane's workers to the decode lane's, through host memory.
 
-The result is K/V in whole blocks, laid out alike on both sides; of an encoder-decoder it is the encoder's output, from
+The result is K/V in whole blocks, stored alike on both sides; for an encoder-decoder it is the encoder's output, from
 which each decode worker computes the keys and values of its layers. Both sides derive which rank sends which layers and
-heads to which, so that only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
+heads to which other rank, so only the contents are sent. Source: ExeGPT sec. 4.1 (WAA).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xrunner.parallel import Part
 
 
 class Piece(NamedTuple):
-    """What one worker sends another: these heads of these layers, both as [first, end) in the model's numbering.
+    """What one worker sends to another: these heads of these layers, both as [first, end) in the model's numbering.
 
     An encoder's output is sent whole.
     """
@@ -42,20 +42,20 @@ class Cargo(Protocol):
     """One worker's side of all transfers."""
 
     def read(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
-        """Copy what a piece sends to host memory."""
+        """Return a copy, in host memory, of what a piece sends."""
 
     def write(self, piece: Piece, requests: Sequence[Moving], received: Tensor) -> None:
         """Store what was received; the worker may execute steps meanwhile."""
 
     def take_in(self, count: int) -> None:
-        """Between two steps, give the worker what the first `count` transfers have received."""
+        """Give the worker, between two steps, what the first `count` transfers have received."""
 
     def empty(self, piece: Piece, requests: Sequence[Moving]) -> Tensor:
         """Return host memory in which to receive a piece for `write`."""
 
 
 def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return what must be sent, each part once; where several ranks hold a head, receivers spread over them."""
+    """Return what must be sent, each part once; if several ranks hold a head, receivers are divided among them."""
     found = []
     for receiver, there in receivers.items():
         by_layers: dict[tuple[int, int], list[int]] = {}
@@ -78,7 +78,8 @@ def pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
 
 
 def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) -> list[Piece]:
-    """Return the encoder's output for every decode worker, spread over the last stage's ranks, which all hold it."""
+    """Return the pieces of the encoder's output for every decode worker, divided among the last stage's ranks, which
+    all hold it."""
     having = [sender for sender, part in senders.items() if part.is_last]
     return [Piece(having[part.rank % len(having)], receiver) for receiver, part in receivers.items()]
 
@@ -86,8 +87,8 @@ def encoder_output_pieces(senders: dict[int, Part], receivers: dict[int, Part]) 
 class EncoderOutputs:
     """A worker's encoder outputs, to be sent or received, by request. # each [prompt tokens, hidden]
 
-    Received outputs are set aside until the worker has released a preempted request and adopted it anew: both are done
-    by the transfer's order, which is queued after earlier steps.
+    Received outputs are set aside until the worker has released a preempted request and adopted it again; the
+    transfer's order does both, after all earlier steps in the queue.
     """
 
     def __init__(self, encoder_outputs: dict[int, Tensor], hidden_size: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Load weights into a model: from a checkpoint in Hugging Face layout, or drawn from a seed."""
+"""Load a model's weights from a checkpoint in Hugging Face layout, or draw them from a seed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DTYPES: dict[DType, torch.dtype] = {
 
 
 def state_dtype(dtype: DType, device: str) -> torch.dtype:
-    """Return what a model's activations are in on a device, its products in `dtype`.
+    """Return the dtype of a model's activations on a device, if its products are in `dtype`.
 
     Raises:
-        InputError: nothing runs in it there.
+        InputError: the device does not support the dtype.
     """
     state = _precision(dtype, device).state
     if state not in DTYPES:
@@ -42,10 +42,10 @@ def state_dtype(dtype: DType, device: str) -> torch.dtype:
 
 
 def kept_dtype(dtype: DType, device: str, kv_dtype: DType | None = None) -> torch.dtype:
-    """Return what a model's keys and values are kept in on a device, its products in `dtype`.
+    """Return the dtype of a model's stored keys and values on a device, if its products are in `dtype`.
 
     Raises:
-        InputError: they cannot be kept in it there.
+        InputError: the device does not support storing them in it.
     """
     kept = _precision(dtype, device, kv_dtype).kv
     known = DTYPES | ({"int8": torch.int8} if torch.device(device).type == "cpu" else {})
@@ -59,21 +59,21 @@ def _precision(dtype: DType, device: str, kv_dtype: DType | None = None) -> Prec
 
 
 BASE_PREFIXES = ("model.", "transformer.")
-"""What a model with a head calls the model without."""
+"""Prefixes that a model with a head gives to the names of the base model."""
 
 CONTAINERS = ("language_model.", "model.language_model.")
-"""What a model of several kinds of input calls its language model."""
+"""Prefixes that a model of several kinds of input gives to the names of its language model."""
 
 
 class Weight(NamedTuple):
-    """One tensor of a checkpoint, and where it goes.
+    """One tensor of a checkpoint, and its destination.
 
     Attributes:
-        name: what the checkpoint calls it.
-        out: its place in the model: a parameter, or the rows of one that fuses several.
-        transposed: the checkpoint stores it as [in, out].
-        cut: the part of the stored tensor that goes there; None: all of it.
-        entry: which one of a stored tensor of several, and their number; None: it is stored by itself.
+        name: name in the checkpoint.
+        out: destination in the model: a parameter, or some rows of one that fuses several.
+        transposed: whether the checkpoint stores it as [in, out].
+        cut: the part of the stored tensor that is needed; None: all of it.
+        entry: its index in a stored tensor that stacks several, and their number; None: it is stored by itself.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Weight(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Of the whole tensor, as we orient it."""
+        """Shape of the whole tensor, in our orientation."""
         shape = list(self.out.shape)
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.full
@@ -97,7 +97,7 @@ class Weight(NamedTuple):
 
     @property
     def place(self) -> tuple[slice, ...]:
-        """Where the part lies in the whole tensor, as we orient it."""
+        """Position of the part in the whole tensor, in our orientation."""
         index = [slice(None)] * self.out.dim()
         if self.cut is not None:
             index[self.cut.dim] = slice(self.cut.start, self.cut.start + self.out.shape[self.cut.dim])
@@ -110,13 +110,13 @@ class Weight(NamedTuple):
 
 
 class WeightSource(Protocol):
-    """Where weights come from, one tensor at a time."""
+    """A source of weights, read one tensor at a time."""
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
-        """Refuse what cannot be read, before anything large is allocated: these have no memory yet.
+        """Refuse weights that cannot be read, before anything large is allocated; these weights have no memory yet.
 
         Args:
-            copies: tensors that may be stored more than once, and the names of what must then be equal to them.
+            copies: tensors that may be stored more than once, and the names of the copies, which must be equal.
         """
 
     def read(self, weight: Weight) -> None:
@@ -124,10 +124,11 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """The weights of a directory, mapped into memory: nothing is read before it is copied into place.
+    """The weights of a directory, mapped into memory: a tensor is read only when it is copied to its destination.
 
     Raises:
-        InputError: there are none (pickled weights are refused: they can run code), or the index or a file is broken.
+        InputError: the directory has none (pickled weights are refused, since they can run code), or the index or a
+            file is broken.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -148,8 +149,7 @@ class Checkpoint:
         """Compare names, shapes and dtypes with the headers of the files.
 
         Raises:
-            InputError: a tensor is missing, of another shape, or not of a floating dtype that we take; or a copy of
-                one differs from it.
+            InputError: a tensor is missing, or has another shape or an unsupported dtype; or a copy differs from it.
         """
         for weight in weights:
             path, file, found = self._find(weight.name)
@@ -169,10 +169,10 @@ class Checkpoint:
                     raise InputError("model", str(self._directory), accepted)
 
     def read(self, weight: Weight) -> None:
-        """Copy a tensor that has been checked; of one that is cut, nothing but the part is read.
+        """Copy a checked tensor; if it is cut, only the part is read.
 
         Raises:
-            InputError: it holds NaN or infinity, or does so in the model's dtype.
+            InputError: it holds NaN or infinity, or does after conversion to the model's dtype.
         """
         path, file, found = self._find(weight.name)
         is_whole = weight.cut is None and weight.entry is None
@@ -188,7 +188,7 @@ class Checkpoint:
             raise InputError("model", f"{path}: {found}", f"it must be finite in {dtype}; it holds NaN or infinity")
 
     def _has_scales(self, name: str, stored: Any) -> bool:
-        """Whether a weight is a matrix in eight bits with scales that fit it."""
+        """Return whether a weight is a matrix in eight bits with fitting scales."""
         scales, shape = name_of_scales(self._files, name), stored.get_shape()
         if stored.get_dtype() not in EIGHT_BITS or scales is None or len(shape) != 2:
             return False
@@ -200,7 +200,8 @@ class Checkpoint:
         return tensor
 
     def _find(self, name: str) -> tuple[Path, Any, str]:
-        """File and name of a tensor; checkpoints of a bare model lack the name's first part, others have one more."""
+        """Return a tensor's file and name there; checkpoints of a base model lack the name's first part, others have
+        one more."""
         bare = [name.removeprefix(prefix) for prefix in BASE_PREFIXES]
         for found in (name, *bare, *(prefix + inner for prefix in CONTAINERS for inner in (name, *bare))):
             if found in self._files:
@@ -209,19 +210,20 @@ class Checkpoint:
 
 
 class SeededWeights:
-    """Random weights of trained magnitude: activations keep their scale, logits have a deviation of about one.
+    """Random weights with the magnitudes of trained ones: activations keep their scale, and logits have a deviation of
+    about one.
 
-    Each tensor depends on the seed and its own name only, so that it does not matter which rank loads what.
+    Each tensor depends only on the seed and its name, whichever rank loads it.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def check(self, weights: Iterable[Weight], copies: Mapping[str, tuple[str, ...]]) -> None:
-        """Any weight can be drawn."""
+        """Accept any weight."""
 
     def read(self, weight: Weight) -> None:
-        """Matrices N(0, 1 / fan-in), biases N(0, 0.02^2), norms one."""
+        """Draw matrices from N(0, 1 / fan-in) and biases from N(0, 0.02^2); set norms to one."""
         whole = weight.out if weight.cut is None else weight.out.new_empty(weight.shape)
         self._draw(weight.name if weight.entry is None else f"{weight.name}.{weight.entry[0]}", whole)
         if weight.cut is not None:
@@ -247,11 +249,11 @@ def seeded(spec: ModelSpec, dtype: DType, seed: int, device: str = "cpu") -> Mod
 
 
 def check_weights(spec: ModelSpec, dtype: DType, source: WeightSource) -> None:
-    """Refuse a source that does not hold a model's weights, before anything is allocated.
+    """Refuse a source without a model's weights, before anything is allocated.
 
     Raises:
-        InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
-            another shape for it.
+        InputError: this version does not run the family, or does not run it in this dtype; or the source lacks a weight
+            or has it in another shape.
     """
     _checked(Part.whole(spec), dtype, source)
 
@@ -262,8 +264,8 @@ def load_model(
     """Allocate a model, or a part of it, on its device and fill each parameter from `source`.
 
     Raises:
-        InputError: this version does not run the family, or not in this dtype, or the source lacks a weight or has
-            another shape for it.
+        InputError: this version does not run the family, or does not run it in this dtype; or the source lacks a weight
+            or has it in another shape.
     """
     return _loaded(part or Part.whole(spec), dtype, source, device, lambda projection: None)
 
@@ -276,7 +278,7 @@ def load_prepacked(
     part: Part | None,
     layouts: Mapping[str, str] | None,
 ) -> Model:
-    """As `load_model`, with each projection laid out for the device as soon as it is read.
+    """Load a model like `load_model`, and pack each projection for the device as soon as it is read.
 
     So a model in eight bits never takes four times its size: only one matrix at a time is in float32.
 
@@ -293,7 +295,8 @@ def load_prepacked(
 
 
 def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_read: Callable[[Linear], None]) -> Model:
-    """Return a model's part with its weights; `when_read` is called with each projection whose matrix is its own."""
+    """Return a model's part with its weights; `when_read` is called with each projection that has a matrix of its
+    own."""
     if part.spec.quantization is not None and torch.device(device).type != "cpu":
         accepted = "xgpt's own engine runs checkpoints in eight bits on CPUs: take another, or --engine vllm"
         raise InputError("model.quantization", part.spec.quantization.kind, accepted)
@@ -315,7 +318,7 @@ def _loaded(part: Part, dtype: DType, source: WeightSource, device: str, when_re
 
 
 def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
-    """Return the model without memory, its weights known to be there."""
+    """Return the model without memory, after checking that its weights exist."""
     if dtype not in part.spec.run_dtypes:
         raise InputError("dtype", dtype, f"{part.spec.family} runs in {', '.join(part.spec.run_dtypes)}")
     model = build(part)
@@ -324,14 +327,14 @@ def _checked(part: Part, dtype: DType, source: WeightSource) -> Model:
 
 
 def weights_of(model: Model, part: Part) -> Iterator[Weight]:
-    """Every tensor that a checkpoint holds of a part of the model; a tied head is the embedding's."""
+    """Yield every tensor that a checkpoint stores for a part of the model; a tied head is the embedding's."""
     cut = cuts(model, part)
     for name in places_of(model):
         yield from _pieces(model, part, name, cut.get(name))
 
 
 def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) -> Iterator[Weight]:
-    """The tensors that a parameter is made of."""
+    """Yield the tensors that form a parameter."""
     owner, parameter = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
     names = model.checkpoint_parameters(name)
     parts: tuple[Cut | None, ...] = cut or (None,)
@@ -349,7 +352,7 @@ def _pieces(model: Model, part: Part, name: str, cut: tuple[Cut, ...] | None) ->
 
 
 def _entry(model: Model, part: Part, name: str) -> tuple[int, int] | None:
-    """Return where an expert's parameter stands among those of all experts, if it is stored with them."""
+    """Return the position of an expert's parameter among those of all experts, if they are stored together."""
     expert = re.search(r"\.experts\.(\d+)\.", name)
     if expert is None or not model.checkpoint_stacked or part.spec.experts is None:
         return None

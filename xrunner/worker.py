@@ -1,4 +1,4 @@
-"""A worker: executes steps on one device; holds the weights, the K/V cache and each request's last token."""
+"""A worker executes steps on one device; it holds the weights, the K/V cache and each request's last token."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SCORED_TOKENS = 128
 """Largest slice in which prompts are scored: there every token needs logits."""
 
 Run = Callable[[Batch, KvCache, AttentionBackend], Tensor | None]
-"""Runs a step; the last stage returns logits. # [sampled, vocab]"""
+"""Runs a step; in the last stage it returns logits. # [sampled, vocab]"""
 
 
 class Worker(OneAtATime):
-    """The executor of one device: turns a step into a batch, runs its part of the model, chooses the next tokens.
+    """The executor of one device: turns a step into a batch, runs its part of the model, and chooses the next tokens.
 
     It holds the whole model, or a stage of a pipeline. All stages execute the same steps; since only the last one
     chooses tokens, the others get them through `set_last_tokens`.
@@ -43,7 +43,7 @@ class Worker(OneAtATime):
 
     Args:
         stage: its stage of a pipeline; None: it holds the whole model.
-        run: runs the whole model in place of `model` itself, for instance from captured graphs.
+        run: a function that runs the whole model in place of `model` itself, for instance from captured graphs.
         vocabulary: this rank's share of the vocabulary; None: all of it.
     """
 
@@ -112,14 +112,14 @@ class Worker(OneAtATime):
         return row
 
     def cargo(self, part: Part) -> Cargo:
-        """Return what transfers between WAA's lanes read and write here."""
+        """Return the worker's side of transfers between WAA's lanes."""
         if self.model.decoder_start:
             return EncoderOutputs(self.encoder_outputs, self.model.spec.hidden_size, self.dtype)
         return CachePart(self.cache, part)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number type of weights and activations."""
+        """Dtype of weights and activations."""
         return next(self.model.parameters()).dtype
 
     def release(self, ids: Collection[int]) -> None:
@@ -194,7 +194,7 @@ class Worker(OneAtATime):
             self._stage.take_encoder_output(torch.cat(outputs).to(self._device))
 
     def _parts(self, step: Step) -> Iterator[Step]:
-        """Yield the step in parts that are run at once."""
+        """Yield the parts of a step that run at once."""
         for part in slices(step, SCORED_TOKENS if self._scores.concern(step) else SLICE_TOKENS):
             whole = self._uncut(part) if self.model.decoder_start else part
             if whole.encode or whole.decode:
@@ -225,7 +225,7 @@ class Worker(OneAtATime):
         return dict(zip(sampled, tokens.tolist(), strict=True))
 
     def next_tokens(self, batch: Batch) -> np.ndarray | None:
-        """Run the model; return the tokens of the highest logits, with what the batch adds to them.
+        """Run the model; return the tokens with the highest logits, after adding what the batch adds to them.
 
         None if this is not the last stage. # int64 [sampled]
         """

@@ -1,6 +1,6 @@
 """TCB's batches in rows: prompts concatenated, in slots, each request's attention masked to itself.
 
-A `RowBatch` (`xgpt.core.policies.tcb`) enters, tokens leave, through the layers that serve the flattened batch.
-`rows` runs a batch, `worker` the steps of a served plan (`xgpt serve --batching`); `benchmarks.tcb.row_cost` says what
-such a batch costs. May be imported by xrunner.build and benchmarks.
+A `RowBatch` (`xgpt.core.policies.tcb`) enters and tokens leave, computed by the same layers as the flattened batch.
+`rows` runs a batch, and `worker` the steps of a served plan (`xgpt serve --batching`); `benchmarks.tcb.row_cost`
+measures the cost of such batches. May be imported by xrunner.build and benchmarks.
 """

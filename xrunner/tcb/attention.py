@@ -1,7 +1,7 @@
-"""Attention over rows of several requests: computed over whole slots, masked to each request.
+"""Attention over rows of several requests: computed over whole slots, and masked to each request.
 
-What serves is the flattened batch of the backends in `xrunner.attention`.
-Source: TCB sec. 4.1.2 and 4.2.1, equations (5), (6) and (8).
+Ordinary serving uses the flattened batch and the backends in `xrunner.attention` instead. Source: TCB sec. 4.1.2 and
+4.2.1, equations (5), (6) and (8).
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MASK_BYTES = 64 * 2**20
-"""Bytes that the masks of the slots attended to at once take at most, a bias for each head included."""
+"""Largest size of the masks of slots that are attended to together, including a bias for each head."""
 
 WIDENED_BYTES = 4 * 2**20
-"""Bytes of the keys and values that are widened at once, at most: few enough to be read from a cache."""
+"""Largest size of the keys and values that are converted together: few enough to be read from a cache."""
 
 PADDING = -1
-"""Owner of a token that is padding."""
+"""The owner of a padding token."""
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Each query attends, in its own slot, where it is allowed to; every query must be allowed something.
+    """Attend from each query, within its slot, to its allowed keys; each query must be allowed at least one.
 
     Args:
         q: # [slots, heads, queries, dim]
-        k, v: in the type of q, or in a narrower one. # [slots, kv_heads, keys, dim]
-        allowed: # bool [slots, queries, keys], or [1, queries, keys]: alike in all slots
-        bias: added to the scores, alike in all slots. # [heads, queries, keys]
+        k, v: keys and values; their dtype may be narrower than that of q. # [slots, kv_heads, keys, dim]
+        allowed: # bool [slots, queries, keys], or [1, queries, keys] if equal in all slots
+        bias: numbers to add to the scores, equal in all slots. # [heads, queries, keys]
 
     Returns:
         # like q
@@ -67,7 +67,8 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
 
 
 def same_owner(queries: Tensor, keys: Tensor) -> Tensor:
-    """Where a query's request is the key's; padding sees everything, so that it never divides by nothing.
+    """Return where query and key belong to the same request; padding sees everything, so that no sum of weights is
+    zero.
 
     # int64 [slots, queries], [slots, keys] -> bool [slots, queries, keys]
     """

@@ -1,9 +1,11 @@
-"""Run a batch in rows, from its prompts to the last token of its longest output: the engine of TCB and its baselines.
+"""Run a batch in rows, from its prompts to the last token of its longest output: the execution of TCB and its
+baselines.
 
-The layers are those that serve; what differs is the layout. All slots of a batch hold equally many tokens: padding is
-computed, too. A decode step computes a token of every request, and attention as if each slot had as many of them as the
-fullest, until the longest answer of the batch has ended. Keys and values lie slot by slot and stay as long; only with
-`free_slots` does a slot leave whose requests have all ended. Positions restart with each request.
+The layers are those of ordinary serving; only the layout differs. All slots of a batch have equally many tokens, so
+padding is computed, too. A decode step computes one token of every request, and its attention treats each slot as if it
+had as many requests as the fullest one, until the longest output of the batch has ended. Keys and values are stored
+slot by slot for the same time; only with `free_slots` is a slot removed as soon as all of its requests have ended.
+Positions restart with each request.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ from xrunner.tcb.attention import PADDING, attend_slots, same_owner
 
 
 class Layout:
-    """A batch as arrays: its slots of tokens, and its requests in the order of their places.
+    """A batch as arrays: its slots of tokens, and its requests in the order of their positions.
 
     Attributes:
-        most: requests in the fullest slot.
-        token_ids, positions: 0 where there is padding. # int64 [slots, tokens]
-        owner: the number, within its slot, of the request that a token belongs to. # int64 [slots, tokens]
-        slot, number: where a request is: its slot, and its number there. # int64 [requests]
-        length, end: tokens of its prompt, and where in its slot the last of them lies. # int64 [requests]
+        most: number of requests in the fullest slot.
+        token_ids, positions: 0 for padding. # int64 [slots, tokens]
+        owner: number, within its slot, of the request that a token belongs to. # int64 [slots, tokens]
+        slot, number: slot of each request, and its number in it. # int64 [requests]
+        length, end: number of prompt tokens of each request, and the index in its slot of the last one.
+            # int64 [requests]
     """
 
     def __init__(self, batch: RowBatch, prompts: Mapping[int, Sequence[int]]) -> None:
@@ -53,38 +56,39 @@ class Layout:
 
 
 class Rows(ABC):
-    """A batch on the device. Attention sees slots of `most` tokens, padding included; the layers see requests."""
+    """A batch on the device. Attention sees slots of `most` tokens, including padding; the layers see requests."""
 
     def __init__(self, model: Model, layout: Layout, most_steps: int) -> None:
         self._most = layout.most
         self._device = next(model.parameters()).device
         self._num_steps = 0
-        """Tokens of each request whose keys and values are kept behind the prompts'."""
+        """Number of generated tokens of each request whose keys and values are stored after the prompts'."""
         self._owner = self._tensor(layout.owner)
         self._slot, self._number = self._tensor(layout.slot), self._tensor(layout.number)
         numbers = torch.full((len(layout.owner), layout.most), PADDING, device=self._device)
         numbers[self._slot, self._number] = self._number
         self._sees_prompt = same_owner(numbers, self._owner)
-        """# bool [slots, most, tokens]"""
+        """Which prompt tokens a request's generated token sees."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """A step's tokens lie side by side, so each request sees one in `most` of them. # bool [1, most, steps *
-        most]"""
+        """Which generated tokens it sees. A step's tokens are adjacent, so each request sees one in `most` of them.
+        # bool [1, most, steps * most]"""
 
     @abstractmethod
     def first(self) -> Tensor:
-        """Read the prompts; return the hidden states that give each request's first token. # [requests, hidden]"""
+        """Read the prompts; return the hidden states for each request's first token. # [requests, hidden]"""
 
     @abstractmethod
     def next(self, tokens: Tensor) -> Tensor:
-        """Decode each request's last token; return what gives the next. # int64 [requests] -> [requests, hidden]"""
+        """Decode each request's last token; return the hidden states for the next one.
+        # int64 [requests] -> [requests, hidden]"""
 
     @property
     @abstractmethod
     def _caches(self) -> Iterable[SlotCache]:
-        """All that it keeps."""
+        """Return all caches."""
 
     def keep(self, stay: np.ndarray) -> None:
-        """Let all slots leave but those of the requests that stay, given by their indices. # int64 [staying]"""
+        """Remove all slots except those of the remaining requests, which are given by index. # int64 [remaining]"""
         chosen = self._tensor(stay)
         slots, self._slot = self._slot[chosen].unique_consecutive(return_inverse=True)
         self._number = self._number[chosen]
@@ -93,7 +97,7 @@ class Rows(ABC):
             cache.keep(slots)
 
     def _groups(self) -> Iterator[slice]:
-        """Yield the slots whose prompts are read at once, so that activations keep to their memory."""
+        """Yield the slots whose prompts are read together, so that activations stay within their memory."""
         num_slots, num_tokens = self._owner.shape
         at_once = max(1, SLICE_TOKENS // num_tokens)
         for start in range(0, num_slots, at_once):
@@ -110,7 +114,8 @@ class Rows(ABC):
         bias: Tensor | None,
         scoring: Scoring,
     ) -> Tensor:
-        """A step's tokens attend in their slots. # q, k, v [requests, heads, dim] -> [requests, heads * dim]"""
+        """Attend from a step's tokens within their slots.
+        # q, k, v [requests, heads, dim] -> [requests, heads * dim]"""
         q, k, v = (self._in_slots(x) for x in (q, k, v))
         keys, values = cache.append(k, v)
         return self._of_requests(attend_slots(q, keys, values, allowed, bias, scoring.scale_of(q.shape[-1])))
@@ -130,10 +135,10 @@ class Rows(ABC):
 
 
 class SlotCache:
-    """Keys and values of one attention block, slot by slot; room for `most` tokens a slot.
+    """Keys and values of one attention block, slot by slot, with room for `most` tokens in each.
 
     Args:
-        dtype: what they are rounded to; None: they are kept as they are computed.
+        dtype: dtype to which they are rounded; None: that in which they are computed.
     """
 
     def __init__(self, most: int, dtype: torch.dtype | None) -> None:
@@ -143,7 +148,7 @@ class SlotCache:
         self._kv: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor, start: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Set the first tokens of the slots from `start` on, of `num_slots`; returns them as they are kept.
+        """Set the first tokens of `num_slots` slots from `start` on; return them as stored.
 
         # each [slots, kv_heads, tokens, dim] -> same
         """
@@ -156,7 +161,8 @@ class SlotCache:
         return keys, values
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens, perhaps none; returns all so far. # each [slots, kv_heads, tokens, dim] -> [.., all, dim]"""
+        """Append tokens, perhaps none; return all tokens so far.
+        # each [slots, kv_heads, tokens, dim] -> [.., all, dim]"""
         if self._kv is None:
             slots, heads, _, dim = k.shape
             self._kv = k.new_empty((2, slots, heads, self._most, dim), dtype=self._dtype)
@@ -181,7 +187,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 
 class _CausalRows(Rows):
-    """Of decoder-only models: prompts and answers in one cache."""
+    """Rows of decoder-only models: prompts and outputs share one cache."""
 
     def __init__(self, model: DecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -230,13 +236,13 @@ class _CausalRows(Rows):
         super().keep(stay)
 
     def _forward(self, batch: Batch, attend: Callable[..., Tensor], rows: Tensor | None = None) -> Tensor:
-        """Hidden states of these rows; None: of all. # [tokens, hidden]"""
+        """Return the hidden states of these rows; None: of all. # [tokens, hidden]"""
         attends = [partial(attend, cache=cache) for cache in self._kept]
         return self._model.run_layers(self._model.embed(batch), batch, attends, rows)
 
 
 class _EncoderDecoderRows(Rows):
-    """Of encoder-decoders: cross-attention to the slot's prompts, and the answers in a cache of their own."""
+    """Rows of encoder-decoders: cross-attention to the slot's prompts, and a cache of their own for outputs."""
 
     def __init__(self, model: EncoderDecoderModel, layout: Layout, most_steps: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, layout, most_steps)
@@ -278,7 +284,7 @@ class _EncoderDecoderRows(Rows):
         return self._model.encoder.final_norm(hidden)
 
     def _decode(self, tokens: Tensor, memory: Tensor | None) -> Tensor:
-        """Run one step; with what the encoder has read, if it is the first. # int64 [requests] -> [requests, hidden]"""
+        """Run one step, with the encoder's output if it is the first. # int64 [requests] -> [requests, hidden]"""
         slots = len(self._owner)
         self._num_steps += 1
         num_own = self._num_steps * self._most
@@ -300,10 +306,10 @@ class _EncoderDecoderRows(Rows):
 
 
 def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | None = None) -> Rows:
-    """Return the batch as this model runs it, for at most `most_steps` steps.
+    """Return the batch in the form for this model, for at most `most_steps` steps.
 
     Args:
-        dtype: type of keys and values; None: they are kept as they are computed.
+        dtype: dtype of stored keys and values; None: that in which they are computed.
     """
     if isinstance(model, DecoderModel):
         return _CausalRows(model, layout, most_steps, dtype)
@@ -312,7 +318,7 @@ def rows_of(model: Model, layout: Layout, most_steps: int, dtype: torch.dtype | 
 
 
 def _batch(token_ids: Tensor, positions: Tensor | None = None) -> Batch:
-    """What a layer needs of a batch: its tokens and, in decoder-only models, their positions."""
+    """Return the parts of a batch that layers read: its tokens and, in decoder-only models, their positions."""
     token_ids = token_ids.flatten()
     none = token_ids[:0]
     positions = none if positions is None else positions.flatten()

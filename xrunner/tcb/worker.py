@@ -1,4 +1,4 @@
-"""A worker that runs whole batches in rows: it takes the usual worker's place under `xgpt serve --batching`."""
+"""A worker that runs whole batches in rows: it replaces the usual worker under `xgpt serve --batching`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xrunner.worker import fed
 
 
 class _RunningBatch:
-    """A batch that is computed, and where each of its requests stands; arrays are in the order of its logits.
+    """A running batch and the state of its requests; arrays are in the order of its logits.
 
     Attributes:
-        slot: of each request. # int64 [requests]
-        lines: of each in the sampler. # int64 [requests]
-        context: tokens of each whose K/V is kept. # int32 [requests]
-        last_token: that each is fed next. # int64 [requests]
+        slot: slot of each request. # int64 [requests]
+        lines: row of each request in the sampler. # int64 [requests]
+        context: number of tokens of each request whose K/V is stored. # int32 [requests]
+        last_token: the token to process next, for each request. # int64 [requests]
     """
 
     def __init__(self, rows: Rows, placed: Layout, sampler: Sampler, before: int) -> None:
@@ -37,7 +37,7 @@ class _RunningBatch:
         self.last_token = np.zeros(len(self.ids), dtype=np.int64)
 
     def keep(self, stay: np.ndarray) -> None:
-        """Let all requests but those at these places leave, and their slots with them."""
+        """Remove all requests except those with these indices, and their slots."""
         self.rows.keep(stay)
         self.ids = [self.ids[index] for index in stay]
         self.slot, self.lines = self.slot[stay], self.lines[stay]
@@ -45,18 +45,18 @@ class _RunningBatch:
 
 
 class RowWorker(OneAtATime):
-    """Executes the steps of whole batches: one that encodes all of a batch, then decode steps of all of it.
+    """Executes the steps of whole batches: one step that encodes a whole batch, then decode steps of all of it.
 
-    A request that has ended is computed on until its batch has ended, or, in slots, until its slot has. Keys and values
-    lie in the batch's own tensors; `policies.row_pool.RowPool` counts them against the plan's memory.
+    A request that has ended is computed further until its batch has ended, or, with slots, until its slot has. Keys and
+    values are stored in the batch's own tensors; `policies.row_pool.RowPool` counts them against the plan's memory.
 
     Args:
         row_tokens: prompt tokens of a row.
-        kept: type of keys and values.
+        kept: dtype of stored keys and values.
         grammars: None: no request has one.
 
     Attributes:
-        inside: the batches that are computed, by the number of their micro-batch.
+        inside: the running batches, by the number of their micro-batch.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class RowWorker(OneAtATime):
         self._generations: dict[int, Generation] = {}
         self.inside: dict[int, _RunningBatch] = {}
         self._samplers: dict[int, Sampler] = {}
-        """Of each micro-batch that has had a batch."""
+        """Samplers of each micro-batch that has had a batch."""
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""
         self._generations[generation.id] = generation
 
     def release(self, ids: Collection[int]) -> None:
-        """Forget these requests. In slots, those in which all are forgotten leave, and their memory with them."""
+        """Forget these requests. With slots, a slot whose requests are all forgotten is removed, and its memory
+        freed."""
         gone = {id_ for id_ in ids if self._generations.pop(id_, None) is not None}
         for number, batch in list(self.inside.items()):
             for id_ in gone.intersection(batch.ids):
@@ -128,7 +129,7 @@ class RowWorker(OneAtATime):
         return {id_: token for id_, token in zip(batch.ids, tokens.tolist(), strict=True) if id_ in asked}
 
     def _begin(self, step: Step) -> _RunningBatch:
-        """Lay the batch of a step that encodes out in rows, as the pool has."""
+        """Lay out an encode step's batch in rows, as the pool has arranged it."""
         assert step.microbatch not in self.inside, "a batch begins when the last one of its micro-batch has ended"
         batch = [self._generations[chunk.id] for chunk in step.encode]
         layout = lay_out(

@@ -1,8 +1,9 @@
-"""The channel between `xgpt serve` and its vLLMs: messages and sockets of `xrunner.channel`, several connections.
+"""The channel between `xgpt serve` and its vLLM processes: the messages and sockets of `xrunner.channel` over several
+connections.
 
-The front listens on a socket in a directory that is ours alone. The host of each lane (`host`) connects to it and gets
-requests; each engine core connects, tells of its steps, and gets plans. A core reads plans between two steps, so an
-idle one answers when its next request has come.
+The front listens on a socket in a directory that only this user can enter. The host of each lane (`host`) connects to
+it and receives requests; each engine core connects, reports its steps, and receives plans. A core reads plans between
+two steps, so an idle one replies only when its next request has come.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from xrunner.channel.ends import EngineEnd, FrontEnd
 from xrunner.channel.messages import Alive, Down, Follow, Followed, Ready, Rested, Room, Stepped
 
 WARM_UP = -1
-"""The number of a request that is a host's own."""
+"""The number of a host's own warm-up request."""
 _FRONT = "front"
-"""The name of the socket in a run's directory that the front listens on."""
+"""Name of the front's socket in a run's directory."""
 
 
 class VllmHello(msgspec.Struct, tag="hello", array_like=True):
-    """The first message of a connection: a lane's host, or an engine core of it that follows plans or does not.
+    """The first message of a connection, from a lane's host or from one of its engine cores.
 
     Attributes:
-        plans: as an engine core; None: it is the host.
+        plans: whether an engine core follows plans; None: the sender is the host.
     """
 
     lane: LaneName
@@ -43,11 +44,11 @@ _decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
 class VllmEnd:
-    """The end in a vLLM: in the host of a lane, or in the scheduler of an engine core.
+    """The vLLM end of the channel: in the host of a lane, or in the scheduler of an engine core.
 
     Args:
-        directory: of this run.
-        plans: as of `VllmHello`.
+        directory: directory of this run.
+        plans: as in `VllmHello`.
     """
 
     def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None) -> None:
@@ -57,15 +58,15 @@ class VllmEnd:
         self.send(VllmHello(lane, plans))
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when something may have come."""
+        """Return a descriptor that is readable when a message may have come."""
         return self._end.fileno()
 
     def send(self, message: Up) -> None:
-        """Tell the front."""
+        """Send a message to the front."""
         self._end.send(message)
 
     def received(self) -> Iterator[Down]:
-        """Yield what has come since the last call."""
+        """Yield the messages that have come since the last call."""
         with suppress(EOFError):  # the front has gone, and `supervised` ends this process
             while (message := self._end.receive(0)) is not None:
                 yield message
@@ -82,13 +83,13 @@ class VllmEnd:
 
 
 class Lanes:
-    """The front's end, one for all lanes: what hosts and engine cores send, as one engine sends it (`FrontConnection`).
+    """The front's end of all lanes' connections; it presents hosts and engine cores as one engine (`FrontConnection`).
 
     Args:
-        directory: of this run.
-        lanes: whose hosts take requests.
-        num_cores: engine cores that follow plans.
-        has_ended: whether one of their processes has ended.
+        directory: directory of this run.
+        lanes: lanes whose hosts take requests.
+        num_cores: number of engine cores that follow plans.
+        has_ended: returns whether one of their processes has ended.
     """
 
     def __init__(
@@ -102,33 +103,33 @@ class Lanes:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._hello: dict[FrontEnd[Up], VllmHello | None] = {}
-        """Of each connection what it is; None: it has not said so yet."""
+        """The hello of each connection; None: it has not been sent yet."""
         self._received: deque[tuple[FrontEnd[Up], messages.Up]] = deque()
         self._is_ready = False
         self._ready = Ready(takes_seeds=False, scores_prompts=False, resumes=True)
-        """As the last host has said."""
+        """The last host's `Ready`."""
         self._taking: set[LaneName] = set()
-        """Lanes whose host takes requests."""
+        """Lanes whose host accepts requests."""
         self._alive: set[FrontEnd[Up]] = set()
-        """Hosts and engine cores that have reported that they run since all had."""
+        """Hosts and engine cores that have reported since the last time that all had."""
         self._following: set[FrontEnd[Up]] = set()
         """Engine cores that follow the last plan."""
         self._rooms: dict[FrontEnd[Up], Room] = {}
         self._skipped: Counter[FrontEnd[Up]] = Counter()
-        """Steps of warming up, by engine core."""
+        """Number of warm-up steps, by engine core."""
 
     @property
     def has_gone(self) -> bool:
-        """Whether a process has ended, so that no more is coming."""
+        """Whether a process has ended, so that no message will follow."""
         return self._has_ended()
 
     @property
     def _cores(self) -> list[FrontEnd[Up]]:
-        """The engine cores that follow plans."""
+        """Return the engine cores that follow plans."""
         return [end for end, hello in self._hello.items() if hello is not None and hello.plans]
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
-        """Send a plan to every engine core, anything else to a lane's host."""
+        """Send a plan to every engine core; send anything else to a lane's host."""
         if isinstance(message, Follow):
             self._following.clear()
             for core in self._cores:
@@ -144,12 +145,12 @@ class Lanes:
         return descriptor
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something has come, or when the time is over."""
+        """Wait until a message has come, or the time is over."""
         if not self._received:
             self._selector.select(timeout_s)
 
     def receive(self) -> messages.Up | None:
-        """Return the next message that has come; None: there is none."""
+        """Return the next message; None if there is none."""
         if not self._received:
             self._take_in()
         if not self._is_ready and self._taking >= self._lanes and len(self._cores) >= self._num_cores:
@@ -164,7 +165,7 @@ class Lanes:
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _told(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
-        """Return what a message of one connection tells of all; None: nothing."""
+        """Return what a connection's message means for the engine as a whole; None if nothing."""
         match message:
             case Ready():
                 self._taking.add(lane)
@@ -189,24 +190,24 @@ class Lanes:
         return message
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped | None:
-        """Return a lane's message to the front about a step; None if it has none."""
+        """Return the front's message for a lane's step; None if there is none."""
         return message
 
     def _room(self, core: FrontEnd[Up], room: Room) -> Room:
-        """Note how the schedule of an engine core stands; return how those of all do."""
+        """Record the K/V state of an engine core; return that of all together."""
         self._rooms[core] = room
         reserved, kept, preemptions, emptying = zip(*self._rooms.values(), strict=True)
         return Room(sum(reserved), sum(kept), sum(preemptions), any(emptying))
 
     def _without_warm_up(self, core: FrontEnd[Up], records: list[StepRecord]) -> list[StepRecord]:
-        """Return a core's steps, counted from the first that a request of ours is in."""
+        """Return a core's steps, numbered from the first one that contains a client's request."""
         ours = [record for record in records if not _is_warm_up(record)]
         self._skipped[core] += len(records) - len(ours)
         skipped = self._skipped[core]
         return [record._replace(number=record.number - skipped, settled=record.settled - skipped) for record in ours]
 
     def _take_in(self) -> None:
-        """Accept connections, and read what has come on all of them."""
+        """Accept connections, and read the messages of all of them."""
         with suppress(BlockingIOError):
             while True:
                 end = FrontEnd(self._listener.accept()[0], _decode_up)
@@ -235,5 +236,5 @@ class Lanes:
 
 
 def _is_warm_up(record: StepRecord) -> bool:
-    """Whether a host has had this step before it took requests; no request runs then."""
+    """Return whether a host ran this step before it accepted requests, when no request was running."""
     return WARM_UP in record.decode or any(id_ == WARM_UP for id_, _, _ in record.encode)

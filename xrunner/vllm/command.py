@@ -1,4 +1,4 @@
-"""Turn a plan into the command line and the environment that start vLLM with it."""
+"""Turn a plan into the command line and the environment that start vLLM."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ SCHEDULER = "xrunner.vllm.scheduler.XgptScheduler"
 CPU_PIPELINE = "xrunner.vllm.cpu_pipeline.CpuPipelineWorker"
 GPU_BLOCK_SIZE = 16
 CPU_BLOCK_SIZE = 32
-"""The smallest that vLLM's CPU attention takes."""
+"""The smallest block size that vLLM's CPU attention accepts."""
 MAX_RUNNING = 1024
-"""Requests at once that vLLM's batches are made for, where the plan's memory holds more."""
+"""Largest number of concurrent requests for which vLLM prepares batches, if the plan's memory holds more."""
 NIXL_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-"""The port at which a lane's NixlConnector says how to reach its K/V; each lane of a host has its own."""
+"""The variable with the port at which a lane's NixlConnector describes how to reach its K/V; each lane on a host has
+its own."""
 HOST = "xrunner.vllm.host"
 ANOTHER_LOOP = (
     "the plan is for vLLM's own scheduler, which xgpt's would replace: run the `vllm serve` that `xgpt plan` prints, "
@@ -31,11 +32,11 @@ ANOTHER_LOOP = (
 
 @dataclass(frozen=True)
 class Launch:
-    """How to start the vLLM of one lane: for this model, with these arguments, under these variables.
+    """How to start the vLLM of one lane: its model, arguments and environment variables.
 
     Attributes:
-        sizes: of the arguments, those that hold whichever program starts vLLM and tells it its requests.
-        kv_blocks, block_size: the K/V memory that requests share.
+        sizes: the arguments that hold for any program that starts vLLM.
+        kv_blocks, block_size: the K/V memory of all requests together.
     """
 
     lane: LaneName
@@ -47,31 +48,31 @@ class Launch:
     block_size: int = 0
 
     def command(self, python: str, directory: str) -> list[str]:
-        """Return the words that start it with the Python that has vLLM; requests come by a socket in the directory."""
+        """Return the command that starts it with vLLM's Python; requests come over a socket in the directory."""
         return [python, "-m", HOST, f"--model={self.model}", *self.arguments, directory, self.lane]
 
 
 def block_size_of(cluster: ClusterSpec) -> int:
-    """Tokens a K/V block in vLLM."""
+    """Return the number of tokens in a K/V block in vLLM."""
     return CPU_BLOCK_SIZE if cluster.device.type == "cpu" else GPU_BLOCK_SIZE
 
 
 def computing_cores(cluster: ClusterSpec) -> int:
-    """Cores of this machine that each CPU device of the cluster computes with.
+    """Return the cores of this machine on which each CPU device of the cluster computes.
 
-    A machine that is one device leaves one to the loop of vLLM's engine, as vLLM does by itself: the loop never sleeps
-    while requests run, and threads that compute wait for the one whose core it shares.
+    If one device is a whole machine, one core is left to the loop of vLLM's engine, as in vLLM itself: the loop never
+    sleeps while requests run, and the computing threads would wait for the one that shares its core.
     """
     cores = num_cores() // cluster.devices_per_node
     return max(1, cores - 1) if cluster.devices_per_node == 1 else cores
 
 
 def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
-    """vLLM's variables for these devices of the cluster.
+    """Return vLLM's environment variables for these devices of the cluster.
 
-    On the CPUs of this machine they say which cores compute. By itself vLLM leaves a core free for its engine's loop,
-    and another one where there is a K/V connector, unless none would be left: a profile, which takes a connector, would
-    then be of other cores than vLLM serves with.
+    On this machine's CPUs they set which cores compute. By default vLLM leaves one core free for its engine's loop, and
+    another one if there is a K/V connector, unless none would remain: a profile, which uses a connector, would then be
+    measured on other cores than those that serve.
     """
     if cluster.device.type == "gpu" or not cluster.is_local:
         return {}
@@ -82,7 +83,7 @@ def variables(cluster: ClusterSpec, devices: Sequence[int]) -> dict[str, str]:
 
 
 def devices_of(plan: Plan, stages: Sequence[Stage]) -> list[int]:
-    """The devices of these stages in all replicas, one replica after the other."""
+    """Return the devices of these stages in all replicas, one replica after the other."""
     devices = [device for stage in stages for device in stage.devices]
     return [replica * plan.devices_per_replica + device for replica in range(plan.replicas) for device in devices]
 
@@ -102,12 +103,12 @@ def launch(
     config: dict[str, Any] | None = None,
     reuse: bool = True,
 ) -> Launch:
-    """What starts vLLM with a plan of a single-lane policy.
+    """Return how to start vLLM with a plan of a single-lane policy.
 
     Args:
-        plan_path: where vLLM's scheduler finds plan.json.
-        config: more for the scheduler, as `front`.
-        reuse: vLLM's prefix caching is on, where the model's K/V blocks are of one kind.
+        plan_path: path at which vLLM's scheduler finds plan.json.
+        config: further settings of the scheduler, such as `front`.
+        reuse: switch vLLM's prefix caching on, if the model has only one kind of K/V blocks.
 
     Raises:
         InputError: vLLM cannot run such a plan.
@@ -126,7 +127,7 @@ def runs_by_itself(plan: Plan) -> bool:
 
 
 def own_arguments(plan: Plan) -> list[str]:
-    """Return the arguments of `vllm serve` that run one replica of a plan by vLLM's own scheduler.
+    """Return the arguments of `vllm serve` that run one replica of a plan with vLLM's own scheduler.
 
     Raises:
         InputError: vLLM cannot run the plan.
@@ -142,10 +143,11 @@ def launch_lane(
     *,
     config: dict[str, Any] | None = None,
 ) -> Launch:
-    """What starts the vLLM of one lane of a WAA plan: vLLM's own scheduler, since the other lane is not in its way.
+    """Return how to start the vLLM of one lane of a WAA plan. It runs vLLM's own scheduler, which the other lane does
+    not disturb.
 
     Args:
-        connector: vLLM's K/V connector, less the role that the lane has in it.
+        connector: settings of vLLM's K/V connector, without the lane's role.
 
     Raises:
         InputError: the plan is not WAA's, or vLLM cannot run it.
@@ -227,7 +229,8 @@ def _launch(
 
 
 def step_tokens(plan: Plan) -> int:
-    """Tokens that vLLM shall take at once: the plan's largest usual step; a larger one is executed in pieces."""
+    """Return how many tokens vLLM may execute in one step: those of the plan's largest usual step; a larger one is
+    split."""
     policy, estimate, longest = plan.policy, plan.estimate, plan.workload.input.lengths[-1]
     if policy.kind == "chunked":
         return policy.token_budget if policy.slack is None else policy.max_batch + policy.slack.most_tokens
@@ -236,7 +239,7 @@ def step_tokens(plan: Plan) -> int:
 
 
 def max_running(plan: Plan, blocks: int, block_size: int) -> int:
-    """Requests that can be inside at once, with this plan or with one that it is changed to at run time."""
+    """Return the most concurrent requests, under this plan or one that may replace it at run time."""
     if plan.admission.max_running is not None:
         return plan.admission.max_running
     if isinstance(plan.policy, WaaSettings):

@@ -1,4 +1,4 @@
-"""A worker of vLLM's for pipelines on CPUs (`--worker-cls`)."""
+"""A vLLM worker for pipelines on CPUs (`--worker-cls`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class CpuPipelineWorker(CPUWorker):
-    """Runs a step before the first one, as workers on GPUs do.
+    """Runs one step before the first real one, as vLLM's GPU workers do.
 
-    vLLM 0.32 leaves that out on CPUs where steps are not compiled and the size of the K/V memory is given; then a stage
-    after the first has no buffer for the hidden states that it receives, and its first step fails.
+    On CPUs, vLLM 0.32 omits it if steps are not compiled and the size of the K/V memory is given. Then a stage after
+    the first has no buffer for received hidden states, and its first step fails.
     """
 
     model_runner: Any

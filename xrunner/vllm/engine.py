@@ -1,4 +1,4 @@
-"""vLLM as the engine of our endpoint, at the other end of the channel: one, or one for each lane of WAA."""
+"""vLLM as the engine behind the channel: one vLLM, or one for each lane of WAA."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xrunner.vllm.waa import WaaLanes, check_waa, waa_launches
 
 
 class Memory(NamedTuple):
-    """vLLM's K/V memory, as a request finds it that is alone."""
+    """vLLM's K/V memory, as a limit on a single request."""
 
     kv_blocks: int
     block_size: int
@@ -39,12 +39,12 @@ class VllmEngine(RemoteEngine):
     """A plan in vLLM, whose scheduler follows it (`scheduler`), or a WAA plan in two vLLMs (`waa`).
 
     Args:
-        reuse: requests of the same API key share the K/V of what their prompts have in common.
-        machines: those that the plan's only replica spans, this one their first; None: this one only.
+        reuse: requests with the same API key share the K/V of the beginnings that their prompts have in common.
+        machines: the machines that the plan's only replica spans, this one first; None: only this one.
 
     Raises:
         InputError: vLLM cannot run the plan.
-        MachineError: vLLM is not here, or does not start.
+        MachineError: vLLM is not installed, or does not start.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class VllmEngine(RemoteEngine):
         super().close()
 
     def resumes(self, generation: Generation) -> bool:
-        """Return whether vLLM goes on as before if the output so far is encoded with the prompt.
+        """Return whether vLLM continues a request unchanged if its output so far is encoded with the prompt.
 
-        It has no part in penalties then, and draws begin anew from the seed.
+        It does not with penalties, which would not count that output, or with draws, which would restart from the seed.
         """
         sampling = generation.sampling
         is_penalised = sampling.presence_penalty or sampling.frequency_penalty
         return not is_penalised and not (sampling.temperature and self.takes_seeds)
 
     def repeats(self, generation: Generation) -> bool:
-        """Return whether vLLM makes the same tokens if a request begins anew."""
+        """Return whether vLLM generates the same tokens if a request restarts."""
         return self.takes_seeds or not generation.sampling.temperature
 
 
 def limits_of(plan: Plan) -> KvLimits:
-    """Return the K/V memory that a plan gives one request in vLLM. Raises InputError: vLLM cannot run the plan."""
+    """Return the limits of a plan on one request's K/V memory in vLLM. Raises InputError: vLLM cannot run the plan."""
     if len(plan.policy.lanes) > 1:
         check_waa(plan)
         return policies.build(plan).pool
@@ -87,13 +87,13 @@ def limits_of(plan: Plan) -> KvLimits:
 def start_vllm(
     plan: Plan, *, reuse: bool, machines: Machines | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> Instances:
-    """Start what runs a plan; it takes requests once it says so.
+    """Start the processes that run a plan; it accepts requests after its `Ready`.
 
     Args:
-        is_over: ends the wait for other machines.
+        is_over: returns whether to stop waiting for other machines.
 
     Raises:
-        MachineError: vLLM is not here, or a machine does not come.
+        MachineError: vLLM is not installed, or a machine does not join.
     """
     if len(plan.policy.lanes) > 1:
         return Instances(partial(waa_launches, plan), partial(WaaLanes, plan))

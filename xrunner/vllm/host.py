@@ -1,8 +1,8 @@
 """Run vLLM's engine without a server: `python -m xrunner.vllm.host DIRECTORY LANE vLLM's flags ...`.
 
-Takes requests from `xgpt serve` and hands them to vLLM. It listens on no network: what comes of the requests the
-engine cores' schedulers tell `xgpt serve` themselves, step by step (`channel`). With a `--node-rank` above 0 it
-only runs workers, for the engine of another machine.
+It receives requests from `xgpt serve` and submits them to vLLM. It listens on no network: the engine cores' schedulers
+report each step to `xgpt serve` themselves (`channel`). With a `--node-rank` above 0 it only runs workers for another
+machine's engine.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ SAMPLED = Submit(
         sampling=generation.SamplingParams(temperature=1.0, top_k=2, top_p=0.5, min_p=0.1, logprobs=1),
     )
 )
-"""A request that has vLLM compile what samples: otherwise the first one to ask for it holds up all others for 20 s."""
+"""Sampling parameters of a request that makes vLLM compile its sampler: otherwise the first client that needs it would
+hold up all others for 20 s."""
 
 
 class VllmHost:
-    """One vLLM, and the requests that it has."""
+    """One vLLM and its requests."""
 
     def __init__(self, engine: AsyncLLM, front: VllmEnd) -> None:
         self._engine = engine
@@ -53,7 +54,7 @@ class VllmHost:
         self._has_come = asyncio.Event()
 
     async def run(self) -> None:
-        """Until vLLM's engine has died.
+        """Run until vLLM's engine has died.
 
         Raises:
             EngineDeadError: it has.
@@ -101,13 +102,13 @@ class VllmHost:
 def takes_seeds() -> bool:
     """Return whether vLLM can draw a request's tokens from a generator of its own.
 
-    Where a prompt is executed in pieces it sets the generator back, which torch cannot do on CPUs: its engine ends.
+    If a prompt is executed in pieces, vLLM resets the generator, which torch cannot do on CPUs: its engine then ends.
     """
     return not current_platform.is_cpu()
 
 
 def sampling_params(message: Submit) -> SamplingParams:
-    """A request in vLLM's words: what ends it stands in its stop tokens, the rest is for the scheduler."""
+    """Return vLLM's sampling parameters for a request: stop tokens end it there; the scheduler handles the rest."""
     request = message.generation
     fields = {
         "id": request.id,
@@ -141,7 +142,7 @@ def sampling_params(message: Submit) -> SamplingParams:
 
 
 async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> None:
-    """Start vLLM, and hand it the requests that come."""
+    """Start vLLM, and submit the requests that come."""
     front = VllmEnd(directory, lane)
     engine = AsyncLLM.from_engine_args(arguments)
     try:
@@ -152,13 +153,13 @@ async def serve(directory: str, lane: LaneName, arguments: AsyncEngineArgs) -> N
 
 
 def compute(arguments: AsyncEngineArgs) -> None:
-    """Run this machine's workers of an engine that another machine has, until one of them has ended."""
+    """Run this machine's workers of another machine's engine, until one of them has ended."""
     executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
     executor.start_worker_monitor(inline=True)
 
 
 def parser() -> FlexibleArgumentParser:
-    """Return the parser of vLLM's own flags and ours."""
+    """Return a parser of vLLM's flags and ours."""
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     flags.add_argument("directory")
     flags.add_argument("lane", choices=("both", "encode", "decode"))
@@ -166,7 +167,7 @@ def parser() -> FlexibleArgumentParser:
 
 
 def main() -> None:
-    """Serve until vLLM has died, or `supervised` ends us."""
+    """Serve until vLLM has died, or `supervised` ends this process."""
     given = parser().parse_args()
     arguments = AsyncEngineArgs.from_cli_args(given)
     if given.node_rank:

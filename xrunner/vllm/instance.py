@@ -1,4 +1,4 @@
-"""The vLLMs behind an endpoint: start and end them together, with the channel to them."""
+"""The vLLM processes of an endpoint: started and ended together, with the channel to them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from xrunner.vllm.machines import Followers
 from xrunner.vllm.process import Reader, package_path, preload, python, started
 
 MAX_PATH = 107 - len("/00000000-0000-0000-0000-000000000000")
-"""Characters of the directory: vLLM names its sockets so, and a Unix socket's path has no more."""
+"""Largest length of the directory's path in characters: vLLM names sockets after it, and the path of a Unix socket is
+limited."""
 PREFIX, LOCK = "xgpt-run-", "in-use"
-"""How the directory of a run begins, and the file in it that the run holds a lock on."""
+"""Prefix of a run's directory, and the file in it that the run locks."""
 
 
 @contextmanager
 def in_use(directory: Path) -> Iterator[None]:
-    """Hold a lock on a run's directory; the system ends it with this process, however that comes about."""
+    """Lock a run's directory until this process ends, for whatever reason."""
     with (directory / LOCK).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def remove_left_over() -> None:
-    """Remove the directories of this user's runs that were killed."""
+    """Remove the directories of this user's earlier runs that were killed."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             if directory.lstat().st_uid != os.geteuid():
@@ -44,12 +45,14 @@ def remove_left_over() -> None:
 
 
 class Instances:
-    """The vLLMs of a plan, one a lane, from their start until `end`; see `xrunner.channel.remote.FarEnd`.
+    """The vLLM processes of a plan, one for each lane, from their start until `end`; see
+    `xrunner.channel.remote.FarEnd`.
 
     Args:
-        launches: how to start them, given the directory of this run, which no other user can enter.
-        connect: makes the front's end of the channel, given that directory and what tells whether a vLLM has ended.
-        followers: the other machines of the only vLLM, which are waited for; None: there are none.
+        launches: returns how to start them, given the directory of this run, which no other user can enter.
+        connect: builds the front's end of the channel, given the directory and a function that tells whether a vLLM has
+            ended.
+        followers: the other machines of a single vLLM, which are waited for; None: there are none.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Instances:
             self._readers.append(Reader(self._at_end.enter_context(started(command, packages, variables))))
 
     def why_ended(self) -> str | None:
-        """Return why the first of them that has ended did so; None: all run."""
+        """Return why the first process that has ended did so; None if all run."""
         for reader in self._readers:
             if reader.process.poll() is not None:
                 return f"vLLM has ended with exit code {reader.process.returncode}: {reader.last_error()}"
@@ -101,7 +104,7 @@ class Instances:
         return any(is_at_work(child) for reader in self._readers for child in children_of(reader.process.pid))
 
     def end(self, within_s: float) -> None:
-        """End all of them, and kill processes that do not end by themselves."""
+        """End all of them; kill processes that do not end by themselves."""
         if self._followers is not None:
             self._followers.close(for_good=within_s > 0)
         self._at_end.close()

@@ -1,4 +1,4 @@
-"""The lane of a plan that vLLM runs, and how it changes while requests run."""
+"""The lane of a plan that runs in vLLM, and how it changes while requests run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xgpt.core.schema import Plan, WaaSettings
 from xrunner.channel.messages import Followed, Refused, Room
 
 LEAST_KV = 0.95
-"""Share of a plan's K/V memory that vLLM must have to run it: it sizes that memory itself."""
+"""Least share of a plan's K/V memory that vLLM must have to run it; vLLM itself chooses the size of that memory."""
 
 
 def settings_of(plan: Plan) -> LaneSettings:
-    """The rule's settings.
+    """Return the settings of the plan's rule.
 
     Raises:
         InputError: vLLM cannot run the plan's policy.
@@ -35,11 +35,11 @@ def settings_of(plan: Plan) -> LaneSettings:
 
 @dataclass(frozen=True, slots=True)
 class VllmRoom:
-    """What vLLM has for requests.
+    """The room for requests in vLLM.
 
     Attributes:
-        num_blocks: K/V blocks; block_size: tokens each, whatever it is in the plan.
-        max_running: requests that run at once at most.
+        num_blocks: number of K/V blocks; `block_size`: tokens in each, whatever the plan says.
+        max_running: most concurrent requests.
     """
 
     num_blocks: int
@@ -48,10 +48,10 @@ class VllmRoom:
 
 
 def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane:
-    """Return the schedule of a plan over the K/V memory that vLLM has, with no request in it.
+    """Return the schedule of a plan over vLLM's K/V memory, without requests.
 
     Args:
-        blocks: those that requests share; by default as many as the plan counts on, or a few less if vLLM has no more.
+        blocks: blocks that requests share; by default the plan's number, or slightly fewer if vLLM has no more.
 
     Raises:
         InputError: vLLM cannot run the plan's policy, or has too little K/V memory (`LEAST_KV`).
@@ -74,11 +74,11 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
 
 
 class PlannedLane:
-    """The lane of the plan that runs, and of one that waits until no request is inside.
+    """The lane of the running plan, and that of a plan that waits until no request runs.
 
     Args:
-        plan, room: as of `build_lane`.
-        send: tells the front.
+        plan, room: as in `build_lane`.
+        send: sends a message to the front.
     """
 
     def __init__(self, plan: Plan, room: VllmRoom, send: Callable[[Followed | Refused], None]) -> None:
@@ -88,11 +88,11 @@ class PlannedLane:
 
     @property
     def is_emptying(self) -> bool:
-        """Whether a plan waits: no further request is to be submitted to the lane."""
+        """Whether a plan waits, so that no further request may be submitted."""
         return self._next is not None
 
     def go_over_to(self, plan: Plan) -> None:
-        """Follow another plan: from the next step on with all requests, or once those inside have ended."""
+        """Follow another plan: from the next step on with all requests, or once the running requests have ended."""
         try:
             lane = build_lane(plan, self._room)
         except InputError as error:
@@ -105,13 +105,13 @@ class PlannedLane:
         self.go_on_if_empty()
 
     def go_on_if_empty(self) -> None:
-        """Change to the lane that waits if no request is in the one that runs."""
+        """Change to the waiting lane if no request runs."""
         if self._next is not None and self.lane.pool.is_idle:
             self.lane, self._next = self._next, None
             self._send(Followed())
 
     @property
     def taken(self) -> Room:
-        """What the requests inside have taken."""
+        """Return the K/V state of the running requests."""
         pool = self.lane.pool
         return Room(pool.reserved_blocks, pool.kept_blocks, pool.num_preemptions, self.is_emptying)

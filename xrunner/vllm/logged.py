@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, extended to record its steps in our step log and send them to `xgpt serve`."""
+"""vLLM's own scheduler, extended to write our step log and to report steps to `xgpt serve`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ logger = logging.getLogger("vllm.xgpt")
 
 
 class LoggedScheduler(Scheduler):
-    """Schedules as vLLM does; `additional_config={"xgpt": {"step_log": FILE}}` has it write down what it executed.
+    """Schedules as vLLM does; with `additional_config={"xgpt": {"step_log": FILE}}` it logs the steps that were
+    executed.
 
-    With `front`, the directory of an `xgpt serve`'s run, and `lane`, each step and its tokens are told there. A request
-    has the number that `xgpt serve` has given it, else they are counted from 0 as they come. A prompt whose
-    first tokens' K/V came from elsewhere begins, in the log, where the computing began.
+    With `front`, the directory of an `xgpt serve` run, and `lane`, each step and its tokens are reported there. A
+    request has the number that `xgpt serve` has given it; otherwise requests are counted from 0 in the order of
+    arrival. If the K/V of a prompt's first tokens came from elsewhere, the prompt begins in the log after them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,20 +48,20 @@ class LoggedScheduler(Scheduler):
             self._front = VllmEnd(self.config["front"], self.config["lane"], plans="plan" in self.config)
             threading.Thread(target=self._report, args=(self._front,), daemon=True).start()
         self._settled: list[StepRecord] = []
-        """Steps that are still to be told of."""
+        """Executed steps that are still to be reported."""
         self._number: dict[str, int] = {}
-        """Our number of each request that vLLM has not ended."""
+        """Our number of each request that has not ended in vLLM."""
         self._num_seen = self._num_scheduled = self._num_settled = self._now_ns = 0
         self._encoding: set[str] = set()
-        """Requests whose prompt has begun and not yet ended."""
+        """Requests whose prompt has begun and not ended."""
         self._under_way: deque[StepRecord] = deque()
-        """What was scheduled and not yet executed; ends and endings are not known."""
+        """Steps that were scheduled and not yet executed; which requests end in them is not known yet."""
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
 
     @staticmethod
     def _report(front: VllmEnd) -> None:
-        """Report regularly that this process runs: its host does not notice that it is stopped."""
+        """Report regularly that this process runs: its host does not notice if it is stopped."""
         while True:
             front.send(Alive([]))
             time.sleep(ALIVE_S)
@@ -99,7 +100,7 @@ class LoggedScheduler(Scheduler):
         return outputs
 
     def _told(self, outputs: dict[int, Any]) -> tuple[list[Token], dict[int, dict[str, Any]]]:
-        """Return what the step has added to each request that is still wanted: tokens, and where its K/V is."""
+        """Return what the step has added to each unfinished request: tokens, and where its K/V is."""
         tokens: list[Token] = []
         transfers: dict[int, dict[str, Any]] = {}
         for of_client in outputs.values():
@@ -111,13 +112,14 @@ class LoggedScheduler(Scheduler):
         return tokens, transfers
 
     def _room_taken(self) -> Room | None:
-        """Return how the schedule stands; None: there is none of ours."""
+        """Return the K/V state; None if the schedule is vLLM's own."""
         return None
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Benchmarks only: end a request after `vllm_xargs={"output_length": N}` tokens, unknown to the schedule."""
+        """Do as vLLM does; in benchmarks, end a request after `vllm_xargs={"output_length": N}` tokens, which the
+        schedule does not know."""
         tokens, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
         if not stopped and 0 < extra_of(request).get("output_length", 0) <= request.num_output_tokens:
             request.status = RequestStatus.FINISHED_STOPPED
@@ -139,7 +141,7 @@ class LoggedScheduler(Scheduler):
         super().shutdown()
 
     def _begun(self, start_ns: int, output: SchedulerOutput) -> StepRecord:
-        """What the step holds, read now: when it ends, vLLM's own bookkeeping has moved on."""
+        """Return the contents of a step, read now because vLLM's own records have moved on when the step ends."""
         self._encoding.update(request.req_id for request in output.scheduled_new_reqs)
         self._encoding.update(output.scheduled_cached_reqs.resumed_req_ids)
         encode, decode = [], []
@@ -170,7 +172,7 @@ class LoggedScheduler(Scheduler):
         return record
 
     def _settle(self, step: StepRecord) -> None:
-        """What was scheduled has been executed; it may have been nothing."""
+        """Record that a scheduled step was executed; it may have been empty."""
         if step.encode or step.decode:
             self._num_settled += 1
             if self._front is not None:
@@ -181,7 +183,7 @@ class LoggedScheduler(Scheduler):
                 self._log.flush()
 
     def _cancel(self, number: int) -> None:
-        """A request has been taken out from outside."""
+        """Record that a request was removed from outside."""
         self._cancelled.append(number)
 
     def _has_ended(self, id_: str) -> bool:
@@ -194,9 +196,9 @@ class LoggedScheduler(Scheduler):
 
 
 class PiecesScheduler(LoggedScheduler):
-    """For profiles: a request's `vllm_xargs={"step_tokens": N}` is how many tokens a step takes from then on.
+    """For profiles: a request's `vllm_xargs={"step_tokens": N}` sets how many tokens later steps take.
 
-    Prompts are then cut as under a token budget of N, decoding requests counted.
+    Prompts are then cut as under a token budget of N, which includes decoding requests.
     """
 
     max_num_scheduled_tokens: int  # vLLM's own
@@ -208,12 +210,12 @@ class PiecesScheduler(LoggedScheduler):
 
 
 def extra_of(request: Request) -> dict[str, Any]:
-    """What a request brings for its scheduler."""
+    """Return a request's extra arguments for its scheduler."""
     return (request.sampling_params.extra_args if request.sampling_params else None) or {}
 
 
 def arrival_of(number: int, request: Request) -> Arrival:
-    """A request as it is taken in now. Deadlines are of `time.perf_counter_ns`, the clock that all processes share."""
+    """Return a request as an arrival now. Deadlines are on `time.perf_counter_ns`, the clock of all processes."""
     extra, size = extra_of(request), (request.num_prompt_tokens, request.max_tokens)
     account = Account(*extra["account"]) if "account" in extra else ANYONE
     deadline_ns, promised = extra.get("deadline_ns"), extra.get("promised_output")
@@ -221,7 +223,8 @@ def arrival_of(number: int, request: Request) -> Arrival:
 
 
 def tokens_of(number: int, output: Any) -> list[Token]:
-    """Return what a step has added to a request, an EngineCoreOutput, token by token; the last says how it ended."""
+    """Return, token by token, what a step has added to a request (an EngineCoreOutput); the last token says how it
+    ended."""
     finish: FinishReason | None = None
     if output.finish_reason is not None:
         reason = str(output.finish_reason)

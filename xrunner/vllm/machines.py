@@ -1,8 +1,8 @@
-"""Run one vLLM on several machines: the first has its engine, and each other one starts workers whenever it starts.
+"""Run one vLLM on several machines: the first has its engine, and the others start workers whenever it starts.
 
-vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) make its workers one group. vLLM does not restart itself,
-and its workers may wait forever for one that has gone. So each other machine keeps a connection to the first one and
-starts its workers when told to. If either end is lost, the other one notices, ends its vLLM, and connects again.
+vLLM's own flags (`--nnodes`, `--node-rank`, `--master-addr`) join its workers. vLLM does not restart itself, and its
+workers may wait for ever for a lost one. So each other machine keeps a connection to the first and starts its workers
+on command. If either end is lost, the other notices, ends its vLLM, and connects again.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from xrunner.vllm.process import Reader, package_path, preload, python, started
 logger = logging.getLogger(__name__)
 
 START, STOP, REFUSED = b"start\n", b"stop\n", b"refused\n"
-"""What the first machine sends: start the workers, end for good, and: another plan, or a rank that is taken."""
+"""Messages from the first machine: start the workers; end for good; refused, because of another plan or a rank in
+use."""
 GREETING_BYTES = 256
 GREET_S = 5.0
-"""Time in which a machine that has connected must have said which one it is."""
+"""Time in which a newly connected machine must identify itself."""
 MEET_S = 600.0
-"""Time in which all machines must have met, at first and after a loss."""
+"""Time in which all machines must have connected, at first and after a loss."""
 RETRY_S, LOOK_S = 0.5, 0.5
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 """A machine that the network has cut off counts as lost after 25 seconds."""
@@ -43,12 +44,12 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines that run one vLLM, and which of them this one is.
+    """The machines that run one vLLM, and this machine's number among them.
 
     Attributes:
         count: their number.
-        rank: that of this one; the first one, 0, has the engine.
-        host, port: the first one's address, and the port at which the others connect; vLLM takes the next one.
+        rank: number of this machine; machine 0 has the engine.
+        host, port: address of the first machine, and the port at which the others connect; vLLM uses the next port.
     """
 
     count: int
@@ -73,17 +74,17 @@ class Machines:
 
 
 class _Greeting(msgspec.Struct):
-    """What a machine says when it has connected."""
+    """The message by which a newly connected machine identifies itself."""
 
     rank: int
     plan_sha256: str
 
 
 class Followers:
-    """On the first machine: its connections to the others, for one start of the engine.
+    """The first machine's connections to the others, for one start of the engine.
 
     Args:
-        is_over: is asked while the others are waited for, and ends that.
+        is_over: returns whether to stop waiting for the others.
 
     Raises:
         MachineError: there is no route to the address, this machine does not have it, or the port is taken.
@@ -101,10 +102,10 @@ class Followers:
         self._listener.settimeout(RETRY_S)
 
     def start(self) -> None:
-        """Wait for all machines, then have them start their workers.
+        """Wait for all machines, then make them start their workers.
 
         Raises:
-            MachineError: one has not come within `MEET_S`, or it is over.
+            MachineError: one has not connected within `MEET_S`, or `is_over` returned True.
         """
         until_s = time.monotonic() + MEET_S
         while missing := sorted(set(range(1, self._machines.count)) - self._connections.keys()):
@@ -117,12 +118,12 @@ class Followers:
         self._tell(START)
 
     def why_ended(self) -> str | None:
-        """Return which machine has gone, or which one's workers have ended; None: all run."""
+        """Return which machine was lost, or whose workers have ended; None if all run."""
         gone = self._gone()
         return f"the workers of machine {gone[0]} have ended, or the network has cut it off" if gone else None
 
     def close(self, *, for_good: bool) -> None:
-        """Have all other machines end their workers, and unless it is for good, connect again."""
+        """Make all other machines end their workers and, unless it is for good, connect again."""
         if for_good:
             self._tell(STOP)
         for connection in self._connections.values():
@@ -136,7 +137,7 @@ class Followers:
                 connection.sendall(what)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Keep the connection of a machine that is expected, and close any other."""
+        """Keep the connection of an expected machine, and close any other."""
         connection.settimeout(GREET_S)
         try:
             greeting = msgspec.json.decode(_line(connection), type=_Greeting)
@@ -153,7 +154,7 @@ class Followers:
         self._connections[greeting.rank] = connection
 
     def _gone(self) -> list[int]:
-        """Return the machines whose connection has ended; they send nothing after their greeting."""
+        """Return the machines whose connection has ended; after their greeting they send nothing."""
         if not self._connections:
             return []
         ready, _, _ = select.select(list(self._connections.values()), [], [], 0)
@@ -164,7 +165,7 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
     """Start this machine's workers whenever the first machine starts the engine, until that stops for good.
 
     Args:
-        is_over: is asked twice a second, and ends it.
+        is_over: called twice a second; True ends it.
 
     Raises:
         MachineError: the first machine has another plan, or cannot be reached.
@@ -193,7 +194,8 @@ def follow(plan: Plan, machines: Machines, launch: Launch, is_over: Callable[[],
 
 
 def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket | None:
-    """Return a connection to the first machine; None: it is over. Raises MachineError if there is none in time."""
+    """Return a connection to the first machine; None if `is_over` returned True. Raises MachineError if there is none
+    in time."""
     until_s = time.monotonic() + MEET_S
     while not is_over():
         try:
@@ -209,7 +211,7 @@ def _connected(machines: Machines, is_over: Callable[[], bool]) -> socket.socket
 
 
 def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool]) -> bool:
-    """Run this machine's workers until they end, the first machine ends them, or it is over.
+    """Run this machine's workers until they end, the first machine ends them, or `is_over` returns True.
 
     Returns:
         Whether to connect again.
@@ -230,7 +232,7 @@ def _run(launch: Launch, connection: socket.socket, is_over: Callable[[], bool])
 
 
 def _next(connection: socket.socket, is_over: Callable[[], bool]) -> bytes:
-    """Return the first machine's next line; nothing if it has gone, or if it is over."""
+    """Return the first machine's next line; an empty one if it was lost, or `is_over` returned True."""
     while not is_over():
         if select.select([connection], [], [], LOOK_S)[0]:
             with suppress(OSError):
@@ -240,7 +242,7 @@ def _next(connection: socket.socket, is_over: Callable[[], bool]) -> bytes:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Return a line, byte by byte, so that nothing after it is taken. Raises OSError."""
+    """Return a line, read byte by byte so that nothing after it is consumed. Raises OSError."""
     line = b""
     while not line.endswith(b"\n") and len(line) < GREETING_BYTES:
         byte = connection.recv(1)
@@ -251,7 +253,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _digest(plan: Plan) -> str:
-    """Return what tells plans apart, wherever a machine has the weights."""
+    """Return a digest that tells plans apart, wherever a machine stores the weights."""
     return sha256(plan.model_copy(update={"checkpoint": None}))
 
 

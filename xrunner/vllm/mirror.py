@@ -1,7 +1,7 @@
 """vLLM's prefix cache under our rule: block b of the rule's pool is vLLM's block b + 1.
 
-vLLM keeps its own tables, hashes and counts of uses. What the rule decides is which cached blocks a request enters
-with, and which block it is given next; so what the rule's pool keeps is there, whatever vLLM would give up first.
+vLLM keeps its own tables, hashes and reference counts. The rule decides with which cached blocks a request enters, and
+which block it gets next. So the blocks that the rule's pool keeps stay cached, whichever vLLM would evict first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from xgpt.core.schema.step_log import Chain
 
 KEY_BYTES = 16
-"""Of vLLM's hashes, which are longer, what is enough to tell blocks apart."""
+"""Bytes of vLLM's hashes that are kept: enough to tell blocks apart."""
 
 
 class Mirror:
-    """Has vLLM's manager of K/V memory hand out the blocks that the rule's pool has given.
+    """Makes vLLM's K/V manager allocate the blocks that the rule's pool has chosen.
 
     Args:
-        table_of: the blocks of a request that the rule has let in.
+        table_of: returns the blocks of a request that the rule has admitted.
 
     Raises:
-        InputError: vLLM keeps blocks of several kinds, as where layers attend in windows.
+        InputError: vLLM keeps several kinds of blocks, for example because some layers attend in windows.
     """
 
     def __init__(self, manager: KVCacheManager, table_of: Callable[[Request], BlockTable]) -> None:
@@ -43,14 +43,14 @@ class Mirror:
         self._blocks = manager.block_pool
         self._table_of = table_of
         self._asking: Request | None = None
-        """The request that blocks are allocated for."""
+        """The request for which blocks are being allocated."""
         self._allocate_slots = manager.allocate_slots
         self._take_next = self._blocks.get_new_blocks
         manager.allocate_slots = self._allocate
         self._blocks.get_new_blocks = self._take_given
 
     def found(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """Return the blocks that a request enters with, and the tokens whose K/V they hold."""
+        """Return the cached blocks with which a request enters, and the number of their tokens."""
         table = self._table_of(request)
         blocks = tuple(self._block(number) for number in table.blocks[: table.found])
         return self._manager.create_kv_cache_blocks((blocks,)), table.found * self._group.block_size
@@ -63,7 +63,7 @@ class Mirror:
             self._asking = None
 
     def _take_given(self, count: int) -> list[KVCacheBlock]:
-        """Move the blocks that the rule has given to the front of vLLM's queue, and take them."""
+        """Move the blocks that the rule has chosen to the front of vLLM's queue, and take them."""
         request, queue = self._asking, self._blocks.free_block_queue
         assert request is not None
         has = len(self._group.req_to_blocks[request.request_id])
@@ -75,10 +75,10 @@ class Mirror:
         return self._take_next(count)
 
     def _block(self, number: int) -> KVCacheBlock:
-        """Return vLLM's block of that number in the rule's pool: vLLM keeps its first one for itself."""
+        """Return vLLM's block for a number in the rule's pool; vLLM reserves its first block."""
         return self._blocks.blocks[number + 1]
 
 
 def chain_of(request: Request) -> Chain:
-    """Return vLLM's keys of a request's full blocks; none where its prefix cache is off."""
+    """Return vLLM's keys of a request's full blocks; none if its prefix cache is off."""
     return tuple(bytes(key[:KEY_BYTES]) for key in request.block_hashes)

@@ -1,9 +1,9 @@
-"""Runs groups of requests on vLLM's offline interface: `python -m xrunner.vllm.offline JOB.json`.
+"""Run groups of requests on vLLM's offline interface: `python -m xrunner.vllm.offline JOB.json`.
 
 JOB.json holds `engine`, the keyword arguments of vllm.LLM, and `groups`. A group starts together and ends before the
-next one begins; it is a list of the tokens that each step takes at most (null: vLLM's own budget) and of its requests,
-as [prompt tokens, output tokens, whether its K/V is at hand]. What was executed stands in the step log of the engine's
-scheduler; on standard output comes a line for each group.
+next one begins. It lists the most tokens of each step (null: vLLM's own budget) and its requests, as [prompt tokens,
+output tokens, whether its K/V is cached]. The executed steps are in the step log of the engine's scheduler; standard
+output has a line for each group.
 """
 
 from __future__ import annotations

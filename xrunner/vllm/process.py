@@ -1,7 +1,7 @@
 """Start vLLM: find the Python that has it, and set the environment of its processes.
 
-vLLM may live in an environment of its own, whose torch is another one. Its processes get xgpt and xrunner on their
-path and nothing else of ours; of vLLM's packages they share pydantic, msgspec and numpy.
+vLLM may be installed in another environment, with another torch. Its processes find xgpt and xrunner on their path, and
+no other package of this environment; they use vLLM's own pydantic, msgspec and numpy.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from xgpt.core.errors import MachineError
 from xrunner.vllm import TESTED_VERSION
 
 TAIL = 200
-"""Lines of what a vLLM says that are kept, to tell why it ended."""
+"""Last lines of vLLM's output that are kept, to say why it ended."""
 TAIL_S = 0.2
-"""For its last lines to arrive."""
+"""Time for its last lines to arrive."""
 PYTHON_VARIABLE = "XGPT_VLLM_PYTHON"
 _ASK_VERSION = "from xrunner.vllm import installed_version; print(installed_version() or '')"
 
 
 def python() -> str:
-    """The Python that has vLLM: the one that `XGPT_VLLM_PYTHON` names, or this one.
+    """Return the Python that has vLLM: the one that `XGPT_VLLM_PYTHON` names, or this one.
 
     Raises:
-        MachineError: neither has it.
+        MachineError: vLLM is installed in neither.
     """
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
@@ -50,10 +50,11 @@ def python() -> str:
 
 @contextmanager
 def package_path(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a directory with our packages that vLLM's processes import, and none of their neighbours.
+    """Yield a directory with our packages for vLLM's processes to import, without any other packages of this
+    environment.
 
     Args:
-        parent: a directory to make it in; None: the system's for temporary files.
+        parent: the directory that will contain it; None: the system's directory for temporary files.
     """
     root = Path(__file__).resolve().parents[2]
     with tempfile.TemporaryDirectory(prefix="xgpt-vllm-", dir=parent) as directory:
@@ -63,9 +64,10 @@ def package_path(parent: Path | None = None) -> Iterator[Path]:
 
 
 def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
-    """What vLLM's processes run under: ours, the variables given, and on CPUs the OpenMP that vLLM was built for.
+    """Return the environment of vLLM's processes: this one's, the given variables, and on CPUs the OpenMP that vLLM was
+    built for.
 
-    A variable that the user has set stays. vLLM sends no reports of its use unless that is asked for.
+    A variable that the user has set stays. vLLM sends no usage reports unless the user asks for them.
     """
     inherited = {**variables, **os.environ}
     path = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
@@ -74,9 +76,9 @@ def environment(packages: Path, variables: dict[str, str]) -> dict[str, str]:
 
 @contextmanager
 def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A process of vLLM's with all that it starts in its turn; none of them outlives us or the context.
+    """Yield a vLLM process; neither it nor any process that it starts outlives this process or the context.
 
-    Its output, errors too, is the process's `stdout`, the caller's to read and to close.
+    Its output, including errors, is the process's `stdout`, which the caller must read and close.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "xrunner.vllm.supervised", *command],
@@ -97,16 +99,16 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
 
 
 def preload(vllm_python: str) -> dict[str, str]:
-    """Return Intel's OpenMP from next to that Python, if there: with it vLLM's CPU kernels are the fastest."""
+    """Return the path of Intel's OpenMP beside that Python, if it exists: vLLM's CPU kernels are fastest with it."""
     library = Path(vllm_python).parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.is_file() else {}
 
 
 def version_of(vllm_python: str, packages: Path) -> str:
-    """The version of vLLM in that environment.
+    """Return the version of vLLM in that environment.
 
     Raises:
-        MachineError: it has none, or cannot import our packages.
+        MachineError: vLLM is not installed there, or our packages cannot be imported.
     """
     command = [vllm_python, "-c", _ASK_VERSION]
     answer = subprocess.run(command, env=environment(packages, {}), capture_output=True, text=True, check=False)
@@ -117,13 +119,13 @@ def version_of(vllm_python: str, packages: Path) -> str:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The line of vLLM's output that says best why it ended."""
+    """Return the line of vLLM's output that best explains why it ended."""
     errors = [line for line in lines if "Error" in line or "error:" in line]
     return (errors or list(lines) or ["it said nothing"])[-1].strip()
 
 
 class Reader:
-    """Reads what a vLLM says: errors go on to our own standard error, the last lines are kept."""
+    """Reads vLLM's output: errors are copied to our standard error, and the last lines are kept."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -132,7 +134,7 @@ class Reader:
         self._thread.start()
 
     def last_error(self) -> str:
-        """Why it has ended."""
+        """Return why vLLM has ended."""
         self._thread.join(TAIL_S)  # its last lines may still be on their way
         return last_error(list(self._tail))
 

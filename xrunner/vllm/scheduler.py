@@ -1,9 +1,9 @@
-"""Our rule inside vLLM: a scheduler class for `--scheduler-cls`.
+"""Our scheduling rule inside vLLM: a scheduler class for `--scheduler-cls`.
 
-xgpt.core.policies decides which requests each step encodes and which it decodes; vLLM's own scheduler then does all the
-rest (batches, outputs) with nothing else in its sight. Its requests are mirrored in a `Pool`, which promises K/V memory
-no less carefully than vLLM does, so that vLLM never has to preempt of its own accord. With vLLM's prefix caching on,
-the pool also finds, shares and gives up blocks, and vLLM follows (`mirror`).
+xgpt.core.policies decides which requests each step encodes and which it decodes. vLLM's own scheduler, which sees only
+these, then does all the rest (batches, outputs). Its requests are mirrored in a `Pool` that reserves K/V memory at
+least as carefully as vLLM, so that vLLM never preempts by itself. With vLLM's prefix caching, the pool also finds,
+shares and evicts blocks, and vLLM follows (`mirror`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from xrunner.vllm.mirror import Mirror, chain_of
 
 @dataclass(slots=True, eq=False)
 class _Execution:
-    """A step of the rule, which vLLM may execute in several of its own steps if it takes fewer tokens at once.
+    """A step of the rule, which takes several of vLLM's steps if vLLM executes fewer tokens at once.
 
     Attributes:
-        missing: of each request that vLLM has not yet scheduled to its end here, the tokens that will then have been
-            computed in all.
-        pieces: steps of vLLM's under way for it.
-        record: those that have been executed, as one.
-        number, settled: as in the step log, where the pieces count as one step.
+        missing: for each request that vLLM has not yet scheduled completely for this step, the number of its tokens
+            computed at the step's end.
+        pieces: number of unfinished vLLM steps for it.
+        record: the record of the executed vLLM steps, joined.
+        number, settled: as in the step log, in which all pieces are one step.
     """
 
     step: Step
@@ -57,7 +57,7 @@ class _Execution:
 class XgptScheduler(LoggedScheduler):
     """Runs the schedule of a plan: `additional_config={"xgpt": {"plan": FILE, "front": ADDRESS, "lane": "both"}}`.
 
-    With `front`, new plans are taken from there, too (see `channel`).
+    With `front`, it also follows new plans from there (see `channel`).
     """
 
     # vLLM's own.
@@ -79,20 +79,20 @@ class XgptScheduler(LoggedScheduler):
         self._mirror = Mirror(self.kv_cache_manager, self._table_of) if caches else None
         self._most_tokens: int = self.max_num_scheduled_tokens
         self._ended: dict[int, Chain] = {}
-        """Keys of the blocks of requests that have ended in a step that is not settled."""
+        """Keys of the blocks of requests that have ended in an unsettled step."""
         self._untold: list[Request] = []
-        """Requests that the rule has not been told of yet: those that come while a plan waits among them."""
+        """Requests that were not submitted to the rule yet, including those that arrive while a plan waits."""
         self._name: dict[int, str] = {}
-        """vLLM's name of each request that has a number."""
+        """vLLM's name of each numbered request."""
         self._expired: set[int] = set()
-        """Requests whose deadline passed before they began, of this step."""
+        """Requests of this step whose deadline passed before they began."""
         self._num_begun = 0
         self._open: _Execution | None = None
-        """The execution of which something is missing."""
+        """The execution whose step is not complete yet."""
         self._until: dict[str, int] = {}
-        """Of each request that vLLM sees, by its name there, the tokens that it will have computed after this step."""
+        """For each request that vLLM sees, by its name there, the number of its tokens computed after this step."""
         self._pieces: deque[_Execution | None] = deque()
-        """Which execution each step of vLLM's under way belongs to; None: to none."""
+        """The execution of each unfinished vLLM step; None if it has none."""
 
     @property
     def _lane(self) -> OneLane:
@@ -146,7 +146,7 @@ class XgptScheduler(LoggedScheduler):
 
     @contextmanager
     def _nothing_in_sight_but(self, missing: dict[int, int]) -> Iterator[None]:
-        """vLLM schedules everything that it sees: show it only these requests, and just their tokens."""
+        """Show vLLM only these requests, with just their tokens, since it schedules everything that it sees."""
         self._until = {self._name[number]: until for number, until in missing.items()}
         wanted = self._until.keys()
         running, waiting = self.running, list(self.waiting)
@@ -170,15 +170,15 @@ class XgptScheduler(LoggedScheduler):
             self.waiting = FCFSRequestQueue(left + [request for request in waiting if request not in has_entered])
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Return how many tokens of a request a step takes: no more than the rule does, which may cut any prompt.
+        """Return how many tokens of a request a step takes: no more than the rule takes, which may cut any prompt.
 
-        By itself, vLLM cuts the last one.
+        By default, vLLM cuts only the last prompt.
         """
         length: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return min(length, self._until.get(request.request_id, num_computed_tokens) - num_computed_tokens)
 
     def _table_of(self, request: Request) -> BlockTable:
-        """The blocks that the rule has given to a request inside."""
+        """Return the blocks that the rule has assigned to a running request."""
         table = self._lane.pool.running[self._number[request.request_id]].table
         assert table is not None
         return table
@@ -189,7 +189,7 @@ class XgptScheduler(LoggedScheduler):
         return *self._mirror.found(request), 0, False
 
     def _tell_the_rule(self) -> None:
-        """Submit the requests that are ready: one with a grammar is not before that has been compiled."""
+        """Submit requests to the rule when they are ready: one with a grammar, after it was compiled."""
         if not self._untold or self._planned.is_emptying:
             return
         still_untold = []
@@ -261,7 +261,7 @@ class XgptScheduler(LoggedScheduler):
         return self._planned.taken
 
     def _refuse_what_breaks_the_rule(self) -> None:
-        """Options of vLLM's under which a step is not what the rule decided.
+        """Refuse options of vLLM with which a step is not what the rule decided.
 
         Raises:
             InputError: one of them is on.
@@ -282,7 +282,7 @@ class XgptScheduler(LoggedScheduler):
 
 
 def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
-    """What vLLM has executed, in the order of the rule's step: vLLM names requests as they came to it."""
+    """Return what vLLM has executed in the order of the rule's step; vLLM's order is that of arrival."""
     step = execution.step
     place = {id_: n for n, id_ in enumerate((*(chunk.id for chunk in step.encode), *step.decode))}
     return record._replace(
@@ -294,7 +294,7 @@ def _in_order_of(execution: _Execution, record: StepRecord) -> StepRecord:
 
 
 def _joined(first: StepRecord, second: StepRecord) -> StepRecord:
-    """Two pieces of one step, executed one after the other."""
+    """Return two pieces of one step, executed one after the other, as one."""
     encode = {id_: (start, length) for id_, start, length in first.encode}
     for id_, start, length in second.encode:
         begun, so_far = encode.get(id_, (start, 0))

@@ -1,8 +1,8 @@
 """Run a command for as long as standard input stays open: `python -m xrunner.vllm.supervised COMMAND ...`.
 
-vLLM is several processes, and some of them outlive the first of them when that is killed. Here all are one process
-group. The process that started this one holds the other end of its input, which the kernel closes when that process
-ends for any reason. Then, or when the command ends by itself, the whole group is ended.
+vLLM has several processes, and some of them outlive the first if it is killed. Here all are one process group. The
+process that started this one holds the other end of its input, which the kernel closes when that process ends for any
+reason. Then, or when the command ends, the whole group is ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import threading
 from contextlib import suppress
 
 STOP_S = 20.0
-"""To end in after SIGTERM, before all are killed."""
+"""Time between SIGTERM and killing all processes."""
 
 
 def main(command: list[str]) -> int:
-    """Run the command to its end, or to that of our input.
+    """Run the command until it ends, or until standard input closes.
 
     Returns:
-        Its exit code; where a signal ended it, 128 and the signal's number, as a shell has it.
+        Its exit code; if a signal ended it, 128 plus the signal's number, as in a shell.
     """
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,8 +1,8 @@
-"""WAA on two vLLMs: each request moves from the encode lane's to the decode lane's.
+"""WAA on two vLLMs: each request moves from the encode lane's vLLM to the decode lane's.
 
-Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all of them fit under
-the decode lane's cap. A request's K/V moves by vLLM's connector: the encode lane leaves it there when it ends the
-prompt, and says where, unless the decode lane finds it by the prompt alone.
+Our two-lane rule decides which prompts the encode lane takes together, and holds them back until all fit under the
+decode lane's cap. vLLM's connector moves a request's K/V: the encode lane leaves it with the connector when the prompt
+ends, and reports where, unless the decode lane finds it by the prompt itself.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from xrunner.vllm.channel import Lanes
 from xrunner.vllm.command import NIXL_PORT_VARIABLE, Launch, launch_lane
 
 NIXL = {"kv_connector": "NixlConnector"}
-"""From GPU to GPU; the address of the encode lane is told with each request."""
+"""Connector from GPU to GPU; each request carries the encode lane's address."""
 LANES: tuple[LaneName, ...] = ("encode", "decode")
 FILES = "kv"
 PRUNE_S = 10.0
-"""Between two looks at files of K/V that no request waits for any more."""
+"""Interval between removals of K/V files that no request waits for."""
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class _Inside:
     """A request from its arrival to its end.
 
     Attributes:
-        lane: whose vLLM has it; None: neither.
-        transfer: what the encode lane's connector says of its K/V, for that of the decode lane; None: nothing.
+        lane: the lane whose vLLM has it; None: neither.
+        transfer: where its K/V is, as the encode lane's connector reports to the decode lane's; None: nothing.
     """
 
     request: Generation
@@ -52,14 +52,14 @@ class _Inside:
 
 @dataclass(slots=True)
 class _Batch:
-    """An encode step under way, and those of its prompts that have not ended."""
+    """An unfinished encode step, and its unfinished prompts."""
 
     step: Step
     missing: set[int]
 
 
 def check_waa(plan: Plan) -> None:
-    """Refuse what two vLLMs cannot run.
+    """Refuse plans that two vLLMs cannot run.
 
     Raises:
         InputError: says why.
@@ -76,7 +76,7 @@ def check_waa(plan: Plan) -> None:
 
 
 def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
-    """What K/V goes by: from GPU to GPU, and on CPUs, to try it, through files."""
+    """Return the connector that moves K/V: from GPU to GPU; on CPUs, for trials, through files."""
     if plan.cluster.device.type == "gpu":
         return NIXL
     at = {"shared_storage_path": str(directory / FILES)}
@@ -84,7 +84,7 @@ def connector_of(plan: Plan, directory: Path) -> dict[str, Any]:
 
 
 def waa_launches(plan: Plan, directory: Path) -> list[Launch]:
-    """How to start both lanes."""
+    """Return how to start both lanes."""
     commands = []
     for lane in LANES:
         config = {"front": str(directory), "lane": lane}
@@ -101,7 +101,7 @@ def _free_port() -> int:
 
 
 class WaaLanes(Lanes):
-    """The front's end of the channel to two vLLMs, over which requests move from lane to lane.
+    """The front's end of the channels to two vLLMs, between which requests move.
 
     Args:
         directory, has_ended: as of `Lanes`.
@@ -113,12 +113,12 @@ class WaaLanes(Lanes):
         self._inside: dict[int, _Inside] = {}
         self._batches: list[_Batch] = []
         self._untold: deque[Up] = deque()
-        """Messages of our own for the front."""
+        """Our own messages to the front."""
         self._files = Path(directory) / FILES
         self._pruned_s = 0.0
 
     def send(self, message: Down, lane: LaneName = "both") -> None:
-        """Take a request in or out; no other plan is taken."""
+        """Submit or cancel a request; another plan is refused."""
         if lane != "both":
             super().send(message, lane)
             return
@@ -138,7 +138,7 @@ class WaaLanes(Lanes):
         return Room(pool.reserved_blocks, 0, pool.num_preemptions)
 
     def receive(self) -> Up | None:
-        """Return the next message for the front; None: there is none."""
+        """Return the next message to the front; None if there is none."""
         return self._untold.popleft() if self._untold else super().receive()
 
     def _submit(self, request: Generation) -> None:
@@ -153,7 +153,7 @@ class WaaLanes(Lanes):
         self._schedule.submit(known)
 
     def stepped(self, lane: LaneName, message: Stepped) -> Stepped:
-        """Return what a lane's step tells the front: tokens of the decode lane, and ends of requests."""
+        """Return the front's message for a lane's step: tokens of the decode lane, and ends of requests."""
         tokens: list[Token] = []
         for token in message.tokens:
             if (inside := self._inside.get(token.id)) is None:
@@ -182,7 +182,7 @@ class WaaLanes(Lanes):
                 self._schedule.settle(batch.step, ())
 
     def _take_out(self, id_: int) -> None:
-        """A request has ended, or is taken out."""
+        """Forget a request that has ended or was removed."""
         inside = self._inside.pop(id_, None)
         if inside is None:
             return
@@ -192,7 +192,7 @@ class WaaLanes(Lanes):
         self._has_been_encoded(id_)
 
     def _advance(self) -> None:
-        """Begin every step that can begin; requests whose K/V has arrived continue without it."""
+        """Begin every step that can begin; requests whose K/V has arrived continue meanwhile."""
         schedule = self._schedule
         for id_ in schedule.expire(time.perf_counter_ns()):
             del self._inside[id_]
@@ -215,7 +215,7 @@ class WaaLanes(Lanes):
         self._prune()
 
     def _prune(self) -> None:
-        """Remove K/V from the files of which every request has its first token."""
+        """Remove the K/V files whose requests all have their first token."""
         now_s = time.perf_counter()
         if now_s < self._pruned_s + PRUNE_S or not self._files.is_dir():
             return
