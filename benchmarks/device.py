@@ -1,17 +1,20 @@
 """What to run first on a device that is new to this engine, such as a GPU: is it right, how fast, is it ahead?
 
-    python -m benchmarks.device [--part equality] [--part roofline] [--part engines] [--small]
+    python -m benchmarks.device [--part equality] [--part served] [--part roofline] [--part engines] [--small]
 
 equality: logits and greedy tokens of the worker that serves (on a GPU: Triton, captured decodes, run ahead) against the
-reference backend in plain steps, and against transformers. roofline: benchmarks.roofline on Llama 3.1 8B. engines:
-the requests of benchmarks.engines on that model, against transformers' continuous batching in the same process, in
-turns. Random weights, the same for all, on the GPU where there is one; nothing is downloaded. `--small` takes small
-models throughout, to see that the command itself runs. Writes results/device.json after each part.
+reference backend in plain steps, and against transformers. served: Llama 3.1 8B is profiled, planned and served as
+users do, under three policies while requests are always waiting, and at two arrival rates; errors are raw. roofline:
+benchmarks.roofline on the same model. engines: the requests of benchmarks.engines on it, against transformers'
+continuous batching in the same process, in turns. Random weights, the same for all, on the GPU if there is one; nothing
+is downloaded. `--small` takes small models throughout, to see that the command itself runs. Writes results/device.json
+after each part, and the step logs of served plans to results/steps-*.jsonl.gz.
 """
 
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import statistics
 import tempfile
@@ -21,15 +24,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks import engines, roofline
+from xgpt import api
+from xgpt.benchmark import Load, bench_plan
 from xgpt.checkpoints.files import read_spec
-from xgpt.core.io import write_atomic
+from xgpt.core.arrival_process import ArrivalProcess
+from xgpt.core.io import dump_json, sha256, write_atomic
 from xgpt.core.policies import LaneSettings, OneLane, Pool
-from xgpt.core.schema import DType, ModelSpec, RunDType
+from xgpt.core.schema import SERVED, DType, ModelSpec, RunDType
+from xgpt.core.schema.policy import PolicyChoice
+from xgpt.problems import resolve
+from xgpt.reporting.plan_text import settings_text
+from xgpt.requests import plan_request
 from xrunner.attention.backends import BACKENDS, default_backend
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.build import warm_up, whole_worker
@@ -40,6 +51,7 @@ from xrunner.models import Model
 from xrunner.parallel import Part
 from xrunner.weights import DTYPES, seeded, weights_of
 from xrunner.worker import Worker
+from xscheduler.objectives.best_plans import plan_each
 
 LLAMA = (
     "LlamaConfig",
@@ -74,6 +86,12 @@ SMALL = {
 NUM_BLOCKS, BLOCK_SIZE = 2048, 16
 TOKEN_BUDGET = 2048
 ROUNDS = 3
+PARTS = ("equality", "served", "roofline", "engines")
+SERVED_POLICIES: tuple[PolicyChoice, ...] = ("chunked", "orca", "rra")
+SERVED_RATES = (0.6, 0.85)
+"""Arrival rates, as shares of the chunked plan's saturated throughput."""
+SERVED_S, SERVED_BOUND_S = 12.0, 20.0
+"""Seconds of requests in each load, and the latency bound of the plans."""
 EQUAL_REQUESTS, EQUAL_OUTPUT = 16, 32
 
 Requests = list[tuple[tuple[int, ...], int]]
@@ -89,7 +107,7 @@ class Twins(NamedTuple):
 
 
 @click.command()
-@click.option("--part", "parts", type=click.Choice(["equality", "roofline", "engines"]), multiple=True, help="All.")
+@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="All.")
 @click.option("--small", is_flag=True, help="Small models, few seconds.")
 @click.option("--seconds", default=90.0, show_default=True, help="For the roofline.")
 def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
@@ -100,6 +118,7 @@ def main(parts: tuple[str, ...], small: bool, seconds: float) -> None:
         document["device"] = torch.cuda.get_device_name()
     runs: dict[str, Callable[[], Any]] = {
         "equality": lambda: equality(device, small),
+        "served": lambda: served_pace(small),
         "roofline": lambda: near_limits(device, small, seconds),
         "engines": lambda: ahead(device, small),
     }
@@ -146,6 +165,38 @@ def compare(pair: Twins, dtype: DType, device: str) -> dict[str, Any]:
         "equal_to_transformers": equal_share(tokens, other),
         "ahead": getattr(served, "num_hits", None),
     }
+
+
+def served_pace(small: bool) -> list[dict[str, Any]]:
+    """Predicted and measured figures of served plans, with the pace of their steps."""
+    asked: dict[str, Any] = {"model": "opt-125m" if small else "llama-3.1-8b", "workload": "summarization"}
+    started = time.perf_counter()
+    profile = api.profile(model=asked["model"])
+    served = profile.provenance.get(SERVED, "timed one by one")
+    click.echo(f"profile in {time.perf_counter() - started:.0f} s: {served}, spread {100 * profile.spread:.1f}%")
+    write_atomic(Path("results/profile.json"), dump_json(profile))
+    problem = resolve(plan_request(**asked, latency_bound_s=SERVED_BOUND_S, objective="saturated"))
+    plans = {policy: plan_each(problem, policy)[policy] for policy in SERVED_POLICIES}
+    loads = [(policy, 0.0) for policy in plans] + [(SERVED_POLICIES[0], share) for share in SERVED_RATES]
+    click.echo("| policy | load | requests | pace | figures: predicted, measured, error |\n|" + "---|" * 5)
+    rows = []
+    for number, (policy, share) in enumerate(loads):
+        plan = plans[policy]
+        rate = plan.estimate.throughput_rps * (share or 1.0)
+        load = Load(max(24, round(SERVED_S * rate)), arrivals=ArrivalProcess.at(rate) if share else None)
+        report, log = bench_plan(plan, load, np.random.default_rng(0), profile=profile)
+        with gzip.open(f"results/steps-{number}.jsonl.gz", "wb") as file:
+            file.writelines(msgspec.json.encode(record) + b"\n" for record in log)
+        write_atomic(Path(f"results/plan-{policy}.json"), dump_json(plan))
+        rows.append({"plan": sha256(plan), "report": report.model_dump(mode="json")})
+        figures = ", ".join(
+            f"{each.metric} {each.predicted:.3f} {each.measured:.3f} {100 * each.error:+.1f}%"
+            for each in report.figures
+        )
+        pace = "-" if report.pace is None else f"{report.pace:.3f}"
+        settings = f"{policy} {settings_text(plan)}"
+        click.echo(f"| {settings} | {share or 'saturated'} | {report.num_requests} | {pace} | {figures} |")
+    return rows
 
 
 def near_limits(device: str, small: bool, seconds: float) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,9 +29,19 @@ STAGES = ((0.35, 4.0), (0.7, 4.0), (0.95, 4.0))
 """Arrival rates of the load, as shares of saturation, and the seconds of each."""
 INPUTS, OUTPUTS = (16, 64, 128, 256, 448), (8, 32, 64)
 """Lengths of its prompts and outputs, all equally frequent."""
-TOKEN_BUDGET, MAX_BATCH = 64, 32
-LEAST_REQUESTS, MOST_REQUESTS = 12, 400
+LEAST_REQUESTS = 12
 LEAST_STEPS = 100
+
+
+class _Load(NamedTuple):
+    """Sizes of the load's steps, and the largest number of its requests: steps as a plan for such a device has them."""
+
+    token_budget: int
+    max_batch: int
+    most_requests: int
+
+
+LOADS = {"cpu": _Load(64, 32, 400), "gpu": _Load(1024, 128, 2000)}
 QUANTILES = 100
 STALL = 4.0
 """Multiple of its prediction from which a step is ignored as a stall."""
@@ -63,7 +74,7 @@ def as_served(
 def _steps_of_load(plan: Plan) -> list[StepRecord]:
     """Return the steps of the load; the caller's thread may run an event loop, as in a notebook."""
     rng, rate = np.random.default_rng(0), plan.estimate.throughput_rps
-    most = MOST_REQUESTS / (rate * sum(share * seconds for share, seconds in STAGES))
+    most = LOADS[plan.cluster.device.type].most_requests / (rate * sum(share * seconds for share, seconds in STAGES))
     stages = [(share * rate, seconds * min(1.0, most)) for share, seconds in STAGES]
     arrivals = ArrivalProcess.at([*stages[:-1], (stages[-1][0], None)])
     count = max(LEAST_REQUESTS, round(sum(each * seconds for each, seconds in stages)))
@@ -84,6 +95,7 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
         some = sorted({min(length, spec.max_context // 4) for length in lengths})
         return Histogram(lengths=tuple(some), probabilities=(1 / len(some),) * len(some))
 
+    load = LOADS[cluster.device.type]
     problem = Problem(
         model=spec,
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -91,7 +103,7 @@ def _plan(profile: Profile, spec: ModelSpec, checkpoint: Path | None, cluster: C
         workload=Workload(name="served", input=equally_often(INPUTS), output=equally_often(OUTPUTS)),
         profile=profile,
         constraint=Constraint(latency_bound_s=None),
-        fixed={"token_budget": TOKEN_BUDGET, "max_batch": MAX_BATCH},
+        fixed={"token_budget": load.token_budget, "max_batch": load.max_batch},
     )
     (plan,) = plan_each(problem, "chunked").values()
     return plan
