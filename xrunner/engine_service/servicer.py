@@ -100,9 +100,9 @@ class Servicer(pb_grpc.VllmEngineServicer):
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         rule = self._limits.output_rule(None if engine.watch is None else engine.watch.plan)
         call = read(request, metadata, self._model, engine.capacity, rule)
-        if call.choices[0].prompt_logprobs is not None and not engine.scores_prompts:
+        if call.choices[0].prompt_logprobs is not None and not engine.remote.scores_prompts:
             raise Invalid("prompt_logprobs: this engine gives no log probabilities of prompts")
-        if request.sampling_params.HasField("seed") and not engine.takes_seeds:
+        if request.sampling_params.HasField("seed") and not engine.remote.takes_seeds:
             raise Invalid("seed: this engine does not support seeds; leave it out")
         engine.check_fits(len(call.prompt), call.allowance)
         if (grammar := call.choices[0].grammar) is not None:
@@ -126,12 +126,9 @@ class Servicer(pb_grpc.VllmEngineServicer):
         """Hand every output to the engine, or none. Raises ApiError."""
         engine = self._engine
         key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
-        if engine.failure is not None:
-            raise ApiError(503, engine.failure)
-        if engine.is_draining:
-            raise ApiError(503, "the engine is shutting down")
-        if not engine.has_room(key.account, len(call.choices), self._limits.max_waiting):
-            raise ApiError(429, f"{engine.num_waiting} requests wait already, {self._limits.max_waiting} may")
+        engine.check_open()
+        if not engine.backlog.has_room(key.account, len(call.choices), self._limits.max_waiting):
+            raise ApiError(429, f"{len(engine.backlog)} requests wait already, {self._limits.max_waiting} may")
         submission = Submission(
             inbox=inbox,
             account=key.account,
@@ -192,9 +189,9 @@ class Servicer(pb_grpc.VllmEngineServicer):
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
         """Return the state of this process."""
-        pool = self._engine.pool
+        pool = self._engine.remote.pool
         return pb.GetServerInfoResponse(
-            active_requests=pool.num_running + self._engine.num_waiting,
+            active_requests=pool.num_running + len(self._engine.backlog),
             last_receive_timestamp=self._last_receive_s,
             uptime_seconds=time.monotonic() - self._since_s,
             server_type="vllm-grpc",
@@ -205,7 +202,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         """Return the load of the engine, of all of its replicas together."""
-        pool, waiting = self._engine.pool, self._engine.num_waiting
+        pool, waiting = self._engine.remote.pool, len(self._engine.backlog)
         used, total = pool.reserved_blocks * pool.block_size, pool.kv_blocks * pool.block_size
         load = pb.SchedulerLoad(
             num_running_reqs=pool.num_running,

@@ -14,16 +14,16 @@ from typing import NamedTuple
 from xgpt.core.errors import MachineError, XgptError
 from xgpt.core.policies import Request
 from xgpt.core.schema import Plan
-from xgpt.core.schema.step_log import ANYONE, Account, StepRecord
+from xgpt.core.schema.step_log import Account, StepRecord
 from xgpt.observation.windows import Seen
-from xrunner.channel.remote import Inside, RemoteEngine
+from xrunner.channel.remote import RemoteEngine
 from xrunner.generation import NO_TOKEN, Generation, SamplingParams, Token
 from xrunner.server.api.allowance import Allowance
 from xrunner.server.api.errors import ApiError
 from xrunner.server.lasting_engine import LastingEngine
 from xrunner.server.observe.backlog import Backlog
 from xrunner.server.observe.live import Live
-from xrunner.server.observe.metrics import NO_BOUNDS, Metrics, RequestBounds
+from xrunner.server.observe.metrics import Metrics, RequestBounds
 from xrunner.server.observe.recent import Ended
 from xrunner.server.observe.watch import Watch
 
@@ -85,24 +85,20 @@ class TokenStream:
     """
 
     id: int
-    inbox: Inbox
+    submission: Submission
     submitted_s: float
-    held: list[Token] | None = None
-    """Tokens so far of a request whose caller waits for the whole output; None: each token is delivered at once."""
-    account: Account = ANYONE
-    prompt_tokens: int = 0
+    prompt_tokens: int
+    held: list[Token]
+    """Tokens so far of a request whose caller waits for the whole output."""
     cached_tokens: int = 0
     """Number of prompt tokens whose K/V was already cached when the request began."""
     output_tokens: int = 0
-    deadline_s: float | None = None
     started_s: float = 0.0
     """Start of the step that first encoded a part of the prompt."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     unwritten_s: float = 0.0
     """End of the step that sampled its oldest token that has not been written to a client."""
-    promise: Promise | None = None
-    bounds: RequestBounds = NO_BOUNDS
     seen: Seen | None = None
     """What the watch has observed of it."""
 
@@ -114,6 +110,10 @@ class EngineClient:
 
     Args:
         watch: observes the requests, and re-plans; None: nothing does, and a lost engine is not restarted.
+
+    Attributes:
+        remote: the engine.
+        backlog: requests whose first step has not begun, as far as is known.
     """
 
     def __init__(self, engine: RemoteEngine, watch: Watch | None = None) -> None:
@@ -126,13 +126,12 @@ class EngineClient:
         self.on_fatal: Callable[[], None] = lambda: None
         self.is_draining = False
         """Whether the server is draining: running requests finish, and no new one starts."""
-        self._engine = engine
+        self.remote = engine
         self._ids = itertools.count()
         self._streams: dict[int, TokenStream] = {}
         latency_s = 0.0 if watch is None else watch.plan.estimate.latency_s
-        self._backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
-        """Streams whose first step has not begun, as far as is known."""
-        self.live = None if watch is None else Live(engine, self._backlog, watch, self.metrics)
+        self.backlog = Backlog(max(LEAST_MEMORY_S, MEMORY_LATENCIES * latency_s))
+        self.live = None if watch is None else Live(engine, self.backlog, watch, self.metrics)
         self._lasting = LastingEngine(
             engine,
             running=None if watch is None else lambda: watch.plan,
@@ -145,7 +144,7 @@ class EngineClient:
         """Begin to deliver tokens, on the running event loop."""
         if self.watch is not None:
             self.watch.start(self._lasting.go_over_to)
-            self._engine.on_refused = self.watch.go_back
+            self.remote.on_refused = self.watch.go_back
         self._lasting.start()
 
     async def stop(self) -> None:
@@ -160,19 +159,16 @@ class EngineClient:
             self.watch.go_over_to(plan)
 
     @property
-    def takes_seeds(self) -> bool:
-        """Return whether a request's seed decides its tokens."""
-        return self._engine.takes_seeds
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Return whether log probabilities of prompts are available."""
-        return self._engine.scores_prompts
-
-    @property
     def capacity(self) -> int:
         """Tokens that the K/V pool holds: the most that one request's prompt and output can have together."""
-        return self._engine.pool.kv_blocks * self._engine.pool.block_size
+        return self.remote.pool.kv_blocks * self.remote.pool.block_size
+
+    def check_open(self) -> None:
+        """Raise ApiError if no request may begin: 500, the engine has failed; 503, the server shuts down."""
+        if self.failure is not None:
+            raise ApiError(500, self.failure)
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
 
     def check_fits(self, num_tokens: int, allowance: Allowance) -> None:
         """Check that the running plan can execute a request with `num_tokens` prompt tokens.
@@ -180,7 +176,7 @@ class EngineClient:
         Raises:
             ApiError: 400, it would wait for ever, and block all others.
         """
-        pool = self._engine.pool
+        pool = self.remote.pool
         request = Request(-1, num_tokens, allowance.max_output, promised_output=allowance.promised_output)
         if not pool.can_ever_fit(request):
             most = pool.prompt_blocks * pool.block_size
@@ -192,20 +188,11 @@ class EngineClient:
                 code="context_length_exceeded",
             )
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that no step has started yet."""
-        return len(self._backlog)
-
     def retry_after_s(self) -> int:
         """Seconds after which a client should retry a refused request: by then half of the waiting ones will have
         started."""
         rate = None if self.watch is None else self.watch.recent.rate_per_s()
-        return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self._backlog) / (2 * rate))))
-
-    def has_room(self, account: Account, num_outputs: int, most: int) -> bool:
-        """Return whether `num_outputs` more of this account may wait, if `most` may wait in all."""
-        return self._backlog.has_room(account, num_outputs, most)
+        return 1 if not rate else min(MAX_RETRY_AFTER_S, max(1, round(len(self.backlog) / (2 * rate))))
 
     def answer_s(self, account: Account, num_outputs: int) -> float | None:
         """Return the seconds until `num_outputs` more of this account should be complete.
@@ -215,37 +202,17 @@ class EngineClient:
         if self.watch is None or not self._streams:
             return None
         now_s, slowness = time.perf_counter(), self.watch.step_ratio or 1.0
-        return self._backlog.answer_s(now_s, account, num_outputs, self.watch.plan, slowness, self._engine.pool.running)
-
-    @property
-    def caution(self) -> float:
-        """Factor on that time before it is promised."""
-        return self._backlog.caution
-
-    @property
-    def is_redeploying(self) -> bool:
-        """Return whether another placement is being deployed."""
-        return self._engine.is_emptying
+        return self.backlog.answer_s(now_s, account, num_outputs, self.watch.plan, slowness, self.remote.pool.running)
 
     @property
     def is_restarting(self) -> bool:
         """Return whether the engine was lost and is being restarted; requests wait until then."""
         return self._lasting.is_restarting
 
-    @property
-    def pool(self) -> Inside:
-        return self._engine.pool
-
     def submit(
         self, prompt: tuple[int, ...], allowance: Allowance, sampling: SamplingParams, submission: Submission
     ) -> TokenStream:
-        """Submit a request (see `Generation`).
-
-        Raises:
-            ApiError: 500, the engine has failed.
-        """
-        if self.failure is not None:
-            raise ApiError(500, self.failure)
+        """Submit a request (see `Generation`)."""
         generation = Generation(
             next(self._ids),
             prompt,
@@ -258,22 +225,12 @@ class EngineClient:
             account=submission.account,
             arrival_ns=round(submission.read_s * 1e9),
         )
-        stream = TokenStream(
-            generation.id,
-            submission.inbox,
-            time.perf_counter(),
-            held=[] if submission.hold else None,
-            account=submission.account,
-            prompt_tokens=len(prompt),
-            deadline_s=submission.end_s if submission.has_deadline else None,
-            promise=submission.promise,
-            bounds=submission.bounds,
-        )
+        stream = TokenStream(generation.id, submission, time.perf_counter(), len(prompt), [])
         self.metrics.handover_s.observe(stream.submitted_s - submission.read_s)
         if self.watch is not None:
             stream.seen = self.watch.arrive(len(prompt), allowance.max_output)
         self._streams[stream.id] = stream
-        self._backlog.join(stream.id, len(prompt), stream.submitted_s, submission.account)
+        self.backlog.join(stream.id, len(prompt), stream.submitted_s, submission.account)
         self.metrics.prompt_tokens.inc(len(prompt))
         self._lasting.submit(generation)
         return stream
@@ -281,9 +238,9 @@ class EngineClient:
     def cancel(self, stream: TokenStream, *, finish_reason: str = "cancelled") -> None:
         """Remove a request; one that has already ended is ignored."""
         if self._streams.pop(stream.id, None) is not None:
-            self._backlog.leave(stream.id)
+            self.backlog.leave(stream.id)
             self._lasting.cancel(stream.id)
-            self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
+            self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
             if finish_reason == "stop":
                 self._end(stream)
             self.metrics.requests.labels(finish_reason).inc()
@@ -292,29 +249,30 @@ class EngineClient:
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
         """Count a request that had a deadline, after its last token or as many tokens as it could have."""
-        if stream.deadline_s is not None:
-            self.metrics.note_deadline(met=end_s <= stream.deadline_s, prompt_tokens=stream.prompt_tokens)
+        if stream.submission.has_deadline:
+            self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 
     def _give_up(self, stream: TokenStream, token: Token) -> None:
         """End a request that the engine has lost without the others."""
         del self._streams[stream.id]
-        self._backlog.leave(stream.id)
-        self.metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
+        self.backlog.leave(stream.id)
+        self.metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
         self.metrics.requests.labels("failed").inc()
         if token.token == NO_TOKEN and not token.error:
             error = ApiError(500, NOT_FINITE, code="not_finite")
         else:
             why = token.error and f": {token.error}"
             error = ApiError(500, f"the engine could not go on with this request{why}", code="engine_error")
-        stream.inbox.put_nowait(error)
+        stream.submission.inbox.put_nowait(error)
 
     def _end(self, stream: TokenStream) -> None:
         """Note a request whose output was not cut off."""
         first_s, whole_s = stream.first_token_s - stream.submitted_s, stream.last_token_s - stream.submitted_s
         gap_s = (whole_s - first_s) / max(stream.output_tokens - 1, 1)
-        is_kept = self.metrics.note_bounds(stream.account, RequestBounds(first_s, gap_s, whole_s), stream.bounds)
-        if stream.promise is not None:
-            self._backlog.note_answer(*stream.promise, took_s=whole_s)
+        took, submission = RequestBounds(first_s, gap_s, whole_s), stream.submission
+        is_kept = self.metrics.note_bounds(submission.account, took, submission.bounds)
+        if submission.promise is not None:
+            self.backlog.note_answer(*submission.promise, took_s=whole_s)
         if self.watch is not None and stream.seen is not None:
             latency_s = time.perf_counter() - stream.started_s
             self.watch.end(stream.seen, Ended(stream.seen.generated, latency_s, first_s, whole_s, is_kept))
@@ -362,17 +320,17 @@ class EngineClient:
                 del self._streams[token.id]
                 metrics.e2e_s.observe(end_s - stream.submitted_s)
                 metrics.requests.labels(token.finish).inc()
-                metrics.note_account(stream.account, stream.prompt_tokens, stream.output_tokens)
+                metrics.note_account(stream.submission.account, stream.prompt_tokens, stream.output_tokens)
                 self._note_deadline(stream, end_s)
                 self._end(stream)
-            if stream.held is None:
-                stream.inbox.put_nowait((token,))
+            if not stream.submission.hold:
+                stream.submission.inbox.put_nowait((token,))
                 continue
             stream.held.append(token)
             if token.finish is not None:
-                stream.inbox.put_nowait(stream.held)
+                stream.submission.inbox.put_nowait(stream.held)
         encoded = (chunk[0] for record in records for chunk in record.encode)
-        self._backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
+        self.backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 
     def _seen(self, record: StepRecord) -> dict[int, Seen]:
         """Return the requests of a step."""
@@ -387,7 +345,7 @@ class EngineClient:
         logger.error(self.failure)
         for stream in self._streams.values():
             self.metrics.requests.labels("failed").inc()
-            stream.inbox.put_nowait(ApiError(500, self.failure))
+            stream.submission.inbox.put_nowait(ApiError(500, self.failure))
         self._streams.clear()
-        self._backlog.clear()
+        self.backlog.clear()
         self.on_fatal()

@@ -171,29 +171,21 @@ def _parse(text: str, source: str, classes: Collection[str]) -> dict[bytes, Key]
 
 
 def _key(name: str, settings: list[str], where: str, classes: Collection[str], *, is_admin: bool) -> Key:
-    numbers: dict[str, float] = {}
-    of_class = ""
+    given: dict[str, str] = {}
     for setting in settings:
         match = SETTING.fullmatch(setting)
-        known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
         if match is None:
+            known = ", ".join(f"{name}=NUMBER" for name in NUMBERS)
             raise InputError(FIELD, where, f"a setting is not known; there are {known}, class=NAME and admin")
-        if match[1] is None:
-            is_admin = True
-            continue
-        if match[1] in numbers or (match[1] == "class" and of_class):
-            raise InputError(FIELD, where, f"{match[1]} is given twice: leave one out")
-        if match[1] == "class":
-            of_class = match[2]
-            if of_class not in classes:
-                has = (
-                    f"the plan's are {', '.join(classes)}{nearest(of_class, classes)}"
-                    if classes
-                    else "the plan has none"
-                )
-                raise InputError(FIELD, f"{where}, class={of_class}", f"{has}: name one of the plan's classes")
-            continue
-        numbers[match[1]] = _number(match[1], match[2], where)
+        if (known := match[1] or match[0]) in given:
+            raise InputError(FIELD, where, f"{known} is given twice: leave one out")
+        given[known] = match[2]
+    is_admin = "admin" in given or is_admin
+    numbers = {known: _number(known, given[known], where) for known in NUMBERS if known in given}
+    of_class = given.get("class", "")
+    if "class" in given and of_class not in classes:
+        has = f"the plan's are {', '.join(classes)}{nearest(of_class, classes)}" if classes else "the plan has none"
+        raise InputError(FIELD, f"{where}, class={of_class}", f"{has}: name one of the plan's classes")
     if of_class and (both := next((name for name in OF_CLASS if name in numbers), None)):
         raise InputError(FIELD, where, f"{both}= is a setting of its class: leave it or class= out")
     ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))

@@ -175,7 +175,7 @@ def _state_routes(engine: EngineClient) -> Iterator[Route]:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if engine.is_restarting:
             raise ApiError(503, "the engine is being restarted; requests wait until then", code="restarting")
-        if engine.is_redeploying:
+        if engine.remote.is_emptying:
             raise ApiError(503, "another plan is being deployed; requests wait until then", code="redeploying")
         return health(http)
 

@@ -88,10 +88,7 @@ class Outputs:
             ApiError: 429, too many are waiting, or the key has used up its tokens of this minute; 500, the engine has
                 failed; 503, the server shuts down; 504, the deadline has passed.
         """
-        if self._engine.failure is not None:
-            raise ApiError(500, self._engine.failure)
-        if self._engine.is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        self._engine.check_open()
         if self.end_s <= time.perf_counter():
             raise self.late("it was not the request's turn")
         num_choices = self._request.num_choices
@@ -141,11 +138,11 @@ class Outputs:
         engine, limits = self._engine, self._limits
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
         promise = reason = None
-        if not engine.has_room(account, num_outputs, limits.max_waiting):
-            reason = f"{engine.num_waiting} requests wait already, {limits.max_waiting} may"
+        if not engine.backlog.has_room(account, num_outputs, limits.max_waiting):
+            reason = f"{len(engine.backlog)} requests wait already, {limits.max_waiting} may"
         elif within_s is not None and (expected_s := engine.answer_s(account, num_outputs)) is not None:
             promise = Promise(expected_s, within_s)
-            if (answer_s := engine.caution * expected_s) > within_s:
+            if (answer_s := engine.backlog.caution * expected_s) > within_s:
                 reason = f"the answer would take {answer_s:.2g} s, {within_s:g} s are promised"
         if reason is not None:
             retry_after_s = engine.retry_after_s()

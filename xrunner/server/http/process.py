@@ -30,8 +30,8 @@ from xrunner.server.http.connections import (
 DRAIN_S = 30.0
 """Time for which running requests may continue after the first SIGTERM or SIGINT."""
 TICK_S = 0.1
-LOOK_EVERY = 5
-"""Number of uvicorn's ticks between checks for overdue connections."""
+LOOK_S = 0.5
+"""Seconds between two checks for overdue connections."""
 
 
 def serve(
@@ -116,6 +116,7 @@ class Server(uvicorn.Server):
             await loop.create_server(protocol, sock=self._listener, ssl=self._tls, backlog=ACCEPT_AT_ONCE, **timeouts)
         ]
         self.started = True
+        self._looking = asyncio.create_task(self._end_overdue())
         # Loaded modules stay. If the garbage collector went through them, every stream would pause for 100 ms.
         gc.collect()
         gc.freeze()
@@ -123,17 +124,11 @@ class Server(uvicorn.Server):
         shown = f"[{host}]" if ":" in host else host
         print(f"listening on http{'s' if self._tls else ''}://{shown}:{port}", file=sys.stderr, flush=True)
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % LOOK_EVERY == 0:
-            self._end_overdue()
-        return await super().on_tick(counter)
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        looking = asyncio.create_task(self._look_on())
         await self._leave()
         self._engine.is_draining = True
         await super().shutdown(sockets)
-        looking.cancel()
+        self._looking.cancel()
         if self.force_exit:
             # A second Ctrl-C does not wait for answers; the engine must still stop before its loop is closed.
             for task in self.server_state.tasks:
@@ -151,13 +146,10 @@ class Server(uvicorn.Server):
         while not self.force_exit and self._engine.failure is None and (left_s := end_s - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, TICK_S))
 
-    async def _look_on(self) -> None:
-        """Check for overdue connections until the server has shut down."""
+    async def _end_overdue(self) -> None:
+        """Close overdue connections until the server has shut down."""
         while True:
-            self._end_overdue()
-            await asyncio.sleep(LOOK_EVERY * TICK_S)
-
-    def _end_overdue(self) -> None:
-        for connection in tuple(self.server_state.connections):
-            assert isinstance(connection, Protocol)
-            connection.end_if_overdue()
+            for connection in tuple(self.server_state.connections):
+                assert isinstance(connection, Protocol)
+                connection.end_if_overdue()
+            await asyncio.sleep(LOOK_S)

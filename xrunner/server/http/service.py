@@ -227,12 +227,12 @@ class Service:
             )
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
-        if request.seed is not None and not self._engine.takes_seeds:
+        if request.seed is not None and not self._engine.remote.takes_seeds:
             refuse("seed", "vLLM keeps to no seed on CPUs; leave it out")
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
-        if request.num_prompt_logprobs is not None and not self._engine.scores_prompts:
+        if request.num_prompt_logprobs is not None and not self._engine.remote.scores_prompts:
             refuse("echo", "log probabilities of prompts are not given by vLLM, in rows or by an encoder; leave it out")
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:

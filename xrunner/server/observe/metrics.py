@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import accumulate
-from math import inf
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from xgpt.core.schema import Account, Decision
 from xrunner.channel.remote import RemoteEngine
@@ -103,10 +98,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
 
-    def _buckets(self, name: str, text: str, edges: tuple[float, ...]) -> BucketCounts:
-        found = BucketCounts(name, text, edges)
-        self._registry.register(found)
-        return found
+    def _buckets(self, name: str, text: str, edges: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, registry=self._registry, buckets=edges)
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         Gauge(name, text, registry=self._registry).set_function(read)
@@ -176,31 +169,6 @@ def _goodput(counter: Counter) -> dict[str, dict[str, int]]:
             counts = found.setdefault(name, {"kept": 0, "broken": 0})
             counts["kept" if kept == "yes" else "broken"] = int(sample.value)
     return dict(sorted(found.items()))
-
-
-class BucketCounts(Collector):
-    """A histogram for one thread, exported like prometheus_client's own.
-
-    That one checks each bucket and takes two locks, five times the work, and every token is observed.
-    """
-
-    def __init__(self, name: str, text: str, buckets: tuple[float, ...]) -> None:
-        self._name, self._text = name, text
-        self._edges = (*buckets, inf)
-        self._counts = [0] * len(self._edges)
-        self._sum = 0.0
-        self._created_s = time.time()
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._edges, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[Metric]:
-        below = accumulate(self._counts)
-        buckets = [(floatToGoString(edge), count) for edge, count in zip(self._edges, below, strict=True)]
-        family = HistogramMetricFamily(self._name, self._text, buckets, self._sum)
-        family.add_sample(f"{self._name}_created", {}, self._created_s)
-        yield family
 
 
 class _Processes(Collector):

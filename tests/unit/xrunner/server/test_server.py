@@ -5,16 +5,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
 
 import httpx
 import openai
-import prometheus_client
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.fakes import (
     STAGES,
@@ -37,7 +34,6 @@ from xrunner.generation import NO_TOKEN, Generation, SamplingParams
 from xrunner.server import Limits, Watch, serve
 from xrunner.server.api.writers import Delta
 from xrunner.server.http.outputs import Outputs
-from xrunner.server.observe.metrics import BucketCounts
 
 PROMPT = [5, 6, 7]
 BODY = {"model": "fake", "prompt": PROMPT}
@@ -220,18 +216,6 @@ def test_models_plan_health_metrics(url: str) -> None:
     before = [metric(url, name) for name in names]
     post(url, max_tokens=4)
     assert [metric(url, name) - b for name, b in zip(names, before, strict=True)] == [4, 1, 4]
-
-
-def test_histograms_read_as_prometheus_own() -> None:
-    def shown(kind: Callable[..., Any], **options: Any) -> list[str]:
-        registry = CollectorRegistry()
-        histogram = kind("seconds", "Of something.", buckets=(0.001, 0.5, 1.0, 25.0), **options)
-        registry.register(histogram)
-        for value in (0.0, 0.001, 0.0011, 1 / 3, 0.5, 25.0, 1e9):
-            histogram.observe(value)
-        return [line for line in generate_latest(registry).decode().splitlines() if "_created " not in line]
-
-    assert shown(BucketCounts) == shown(prometheus_client.Histogram, registry=None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
