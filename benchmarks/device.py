@@ -171,7 +171,14 @@ def served_pace(small: bool) -> list[dict[str, Any]]:
     """Predicted and measured figures of served plans, with the pace of their steps."""
     asked: dict[str, Any] = {"model": "opt-125m" if small else "llama-3.1-8b", "workload": "summarization"}
     started = time.perf_counter()
-    profile = api.profile(model=asked["model"])
+    seen: set[str] = set()
+
+    def progress(done: int, total: int, what: str) -> None:
+        if (stage := what.partition(": ")[0]) not in seen:
+            seen.add(stage)
+            click.echo(f"{time.perf_counter() - started:.0f} s: {what}")
+
+    profile = api.profile(model=asked["model"], progress=progress)
     served = profile.provenance.get(SERVED, "timed one by one")
     click.echo(f"profile in {time.perf_counter() - started:.0f} s: {served}, spread {100 * profile.spread:.1f}%")
     write_atomic(Path("results/profile.json"), dump_json(profile))

@@ -59,12 +59,13 @@ def as_served(
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile
-    if progress is not None:
-        progress(0, 1, "serving a short load")
+    progress = progress or (lambda done, total, what: None)
+    progress(0, 1, "serving a short load")
     try:
         plan = _plan(profile, spec, checkpoint, cluster)
         steps = steps_of(plan, profile, _steps_of_load(plan))
-    except XgptError:
+    except XgptError as error:
+        progress(1, 1, f"the short load could not be served: {error}")
         return profile
     if len(steps.seconds) < LEAST_STEPS:
         return profile

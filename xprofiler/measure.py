@@ -7,6 +7,7 @@ Source: ExeGPT sec. 3 (XProfiler).
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import time
@@ -86,6 +87,9 @@ def profile(
     rate, others = gflops() if device == "cpu" else None, Others()
     measure = _together if cluster.num_devices > 1 else _one_device
     found = measure(_Asked(spec, cluster, dtype, kv_dtype, checkpoint, device, progress, wait, is_brief))
+    if device == "cuda":  # a server that starts while this process goes on needs the memory
+        gc.collect()
+        torch.cuda.empty_cache()
     return found.model_copy(update={"others": others.cores(), "is_brief": is_brief, "gflops": rate})
 
 
