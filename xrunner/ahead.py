@@ -86,7 +86,7 @@ class AheadWorker(Worker):
         if not has_room.all() or int(context.max()) >= self.model.spec.max_context:
             return
         batch = self._decodes(step, rows)
-        self._rows.context[rows] -= 1  # until it is asked for
+        self._rows.context[rows] -= 1  # until the engine asks for it
         self._ahead = _Launched(
             index={id_: index for index, id_ in enumerate(step.decode)},
             tokens=self._launch(replace(batch, token_ids=tokens.clamp(min=0))),

@@ -117,7 +117,7 @@ def build_row_worker(settings: WorkerSettings, batching: Batching, row_tokens: i
     place, _ = _place(settings)
     kept = kept_dtype(settings.dtype, settings.device, settings.kv_dtype)
     if (field := settings.spec.special_attention) is not None:
-        accepted = "rows have a plain softmax over all tokens: take flat"
+        accepted = "batches in rows support only a plain softmax over all tokens; take flat"
         raise InputError(f"model.{field}", getattr(settings.spec, field), accepted)
     try:
         grammars = grammars_of(settings.checkpoint, settings.spec)
@@ -144,7 +144,7 @@ def _load(settings: WorkerSettings, part: Part | None) -> Model:
     if place.type == "cpu":
         memory.keep_freed_memory()
         if settings.dtype != "float16" and not layouts_of(settings.dtype):
-            raise MachineError(f"this processor, or this torch, has no products in {settings.dtype}")
+            raise MachineError(f"this processor or this version of torch cannot multiply in {settings.dtype}")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     source = SeededWeights(settings.seed) if settings.checkpoint is None else Checkpoint(settings.checkpoint)

@@ -46,7 +46,7 @@ def waited_ns() -> dict[int, int]:
             if path not in _files:
                 _files[path] = os.open(path, os.O_RDONLY)
             found[int(path.parent.name)] = int(os.pread(_files[path], 64, 0).split()[1])
-        except (OSError, IndexError):  # it has ended, or the kernel does not count
+        except (OSError, IndexError):  # the thread has ended, or the kernel does not count
             continue
     return found
 

@@ -216,14 +216,14 @@ class Engine:
         self._redeployment.want(schedule)
         for request in list(self._schedule.pool.waiting):
             if self._progress.has_begun(request.id):
-                continue  # preempted; it ends here
+                continue  # it was preempted and ends here
             self._redeployment.park(self._progress.generations[request.id])
             self._recorder.cancel(request.id)
             self._forget(self._schedule.cancel(request.id))
 
     def _redeploy(self) -> None:
         """Give the workers up, deploy the other plan, and admit the requests that were parked."""
-        self.executor = Vacant()  # what was there frees its memory before the next takes its own
+        self.executor = Vacant()  # the old executor's memory is freed before the next one allocates
         self._schedule, self.executor, refused = self._redeployment.run(self._schedule)
         if refused is not None:
             self.on_refused(refused)
@@ -298,7 +298,7 @@ class Engine:
 
     def _recover(self, why: str) -> None:
         """Restart with all requests that were waiting or running, in the order of their arrival."""
-        logger.warning("%s; starting anew with %d requests", why, len(self._progress.generations))
+        logger.warning("%s; restarting with %d requests", why, len(self._progress.generations))
         self.executor.restart()
         old = self._schedule.pool
         requests = [*self._suspects.recall(), *old.running.values(), *old.waiting]

@@ -76,7 +76,7 @@ def whole_grammar(answer: str, begin: str = "", end: str = "", *, is_open: bool 
     """
     if not end:
         return f"start: answer\n{answer}"
-    # A mark that is text ends the thought where it is written first, one that is a token where the token is.
+    # A mark that is text ends the reasoning at its first occurrence; one that is a token, at the token.
     ended = "ended: THOUGHT " if end.startswith("<[") else "ended[lazy]: THOUGHT "
     thought = f"thought: {'' if is_open else f'SPACE? {begin} '}ended SPACE?"
     return (
@@ -170,7 +170,7 @@ class Grammars:
         if matcher.is_error():
             return matcher.get_error()
         if GrammarState(matcher, self._vocab_size, self._eos).allowed() is None:
-            return "no output keeps to it, or what does is too much to follow"
+            return "no output matches it, or it is too large to follow"
         return None
 
     def state(self, grammar: str, output: Sequence[int] = ()) -> GrammarState:

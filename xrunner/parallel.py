@@ -345,7 +345,7 @@ class Vocabulary:
     def argmax(self, logits: Tensor) -> Tensor:
         """Return `sampling.highest` over the logits of all ranks. # [rows, share] -> int64 [rows]"""
         best, index = logits.max(dim=-1)
-        # In float64 both fit exactly, so that one exchange carries them.
+        # Both fit exactly into float64, so one exchange carries them.
         pairs = self._group.gather(torch.stack((best.double(), (index + self._first).double())))
         values, tokens = torch.stack(pairs).unbind(1)  # each [ranks, rows]
         best, rank = values.max(dim=0, keepdim=True)

@@ -36,7 +36,7 @@ class Redeployment:
             MachineError: no other placement can be deployed.
         """
         if self._deploy is None:
-            raise MachineError("this engine cannot go over to another placement; start the server with that plan")
+            raise MachineError("this engine cannot change to another placement; start the server with that plan")
         self._next = schedule
 
     def park(self, generation: Generation) -> None:
@@ -59,7 +59,7 @@ class Redeployment:
             schedule, executor = self._next, self._deploy(self._next)
         except Exception as error:
             refused = f"{type(error).__name__}: {error}"
-        if refused is not None:  # not above: the error would keep what it has met in memory
+        if refused is not None:  # not above: the error would keep referenced objects in memory
             logger.error("another plan could not be deployed", extra={"fields": {"reason": refused}})
             schedule = before.fresh()
             executor = self._deploy(schedule)

@@ -180,7 +180,7 @@ class Sampler:
             return np.zeros(0, dtype=np.int64), {}
         try:
             return self._choose(logits, rows, positions)
-        except Exception:  # one of them is at fault, whatever it is
+        except Exception:  # one of them is at fault, for whatever reason
             return self._one_by_one(logits, rows, positions)
 
     def _one_by_one(
@@ -248,7 +248,7 @@ class Sampler:
                 scores[index, tokens] += values
             if row in self._states:
                 if (allowed := self._states[row].allowed()) is None:
-                    self.failed[index] = "its output can no longer be kept to its schema; send a smaller schema"
+                    self.failed[index] = "its output can no longer follow its schema; send a smaller schema"
                 else:
                     scores[index].masked_fill_(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
 

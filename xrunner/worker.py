@@ -249,7 +249,7 @@ class Worker(OneAtATime):
         """
         with torch.inference_mode():
             logits = self.logits(batch)
-            assert logits is not None, "only the last stage knows sampling parameters"
+            assert logits is not None, "only the last stage has sampling parameters"
             if self._vocabulary is not None:
                 logits = self._vocabulary.gather(logits)
             if scored is not None:

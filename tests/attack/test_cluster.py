@@ -163,7 +163,7 @@ def test_a_prompt_that_the_encode_lane_never_holds(
         with target.felt() as felt:
             status, answer = target.complete(prompt=[5] * 129, max_tokens=4)
             assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-            assert "128 where prompts are encoded" in answer["error"]["message"]
+            assert "128 in the encode lane" in answer["error"]["message"]
             assert target.complete(prompt=[5] * 128, max_tokens=200)[0] == 200
             assert target.probe() == before
         assert felt.failures == []

@@ -233,7 +233,7 @@ def test_keys_change_while_the_server_runs(checkpoint: Path, tmp_path: Path) -> 
         assert target.ask("GET", "/metrics", headers=headers(ALICE))[0] == 403
         reload(f"bob {BOB} admin\n", "reloaded")
         assert [ask(ALICE), ask(BOB), target.ask("GET", "/metrics", headers=headers(BOB))[0]] == [401, 200, 200]
-        reload(f"bob {BOB} adnim\n", "stay as they were")
+        reload(f"bob {BOB} adnim\n", "are unchanged")
         assert [ask(ALICE), ask(BOB)] == [401, 200]
         log_text = "\n".join(target.served.lines)
         assert '"key":"alice"' in log_text and '"key":"bob"' in log_text

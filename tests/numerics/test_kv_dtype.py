@@ -129,7 +129,7 @@ def test_what_cannot_be_kept_is_refused(checkpoint):
         model=directory, cluster=cpus(1), profile=given, kv_dtype="int8", workload=SHORT, latency_bound_s=None
     )
     assert planned_again.kv_dtype == "int8"
-    with pytest.raises(InputError, match="vLLM keeps keys and values in the dtype, or in float8"):
+    with pytest.raises(InputError, match="vLLM stores keys and values only in the weights' dtype or in float8"):
         launch(planned_again, plan_path="plan.json")
 
 

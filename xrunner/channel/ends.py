@@ -129,7 +129,7 @@ class FrontEnd(Generic[T]):
     def fileno(self) -> int:
         """Return a file descriptor that is readable when `receive` has work: messages to read or unsent bytes to
         write."""
-        # One of the selector, not of the socket: it is readable when the socket can be written, too, if that is needed.
+        # The selector's descriptor, not the socket's: it is also readable when unsent bytes can be written.
         descriptor: int = self._selector.fileno()
         return descriptor
 
@@ -179,7 +179,7 @@ class FrontEnd(Generic[T]):
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
             except (BrokenPipeError, ConnectionError):
-                self._unsent.clear()  # `receive` tells
+                self._unsent.clear()  # `receive` reports it
         if bool(self._unsent) != self._is_blocked:
             self._is_blocked = not self._is_blocked
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._is_blocked else 0)
@@ -195,5 +195,5 @@ def pair() -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets: the front's and the engine's."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in ends:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # many steps, if the front is busy
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # if the front was busy, many steps
     return ends

@@ -120,7 +120,7 @@ class EngineHost:
             finally:
                 engine.close()
         except Exception as error:
-            # Whatever it was, the front must learn that it is over.
+            # Whatever the error is, the front must learn that the engine has ended.
             logger.debug("the engine has failed", exc_info=True)
             self._end.send(Failed.of(error))
         finally:

@@ -397,7 +397,7 @@ class RemoteEngine:
     def _check_alive(self) -> None:
         """Raise EngineLost if the process hangs."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > SILENCE_S / 4:  # this process did not run itself
+        if now_s - self._looked_s > SILENCE_S / 4:  # this process itself did not run
             self._heard_s = self._stepped_s = now_s
         if not self.pool.running or self.is_emptying or self._uses:
             self._stepped_s = now_s

@@ -225,7 +225,7 @@ class RemoteExecutor:
         for id_ in step.transfer:
             generation = self._generations[id_]
             cached = len(generation.prompt)
-            if self._decoder_start is None:  # the sampler must know of the token that encoding has made
+            if self._decoder_start is None:  # the sampler must know the token that encoding has generated
                 prompt = (*generation.prompt, self._last[id_])
                 generation = replace(generation, prompt=prompt, num_resumed=generation.num_resumed + 1)
             source, target = self._tables[id_]

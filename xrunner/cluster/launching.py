@@ -128,9 +128,7 @@ class LauncherProcess:
             raise MachineError(f"no network interface of this machine has the address {settings.host}")
         environment = os.environ | {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         if not os.environ.get("XGPT_DEBUG"):
-            environment.setdefault(
-                "TORCH_CPP_LOG_LEVEL", "ERROR"
-            )  # it would tell of every peer that has gone, at length
+            environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would print a long message for every lost peer
         # A group of its own: Ctrl-C in a terminal is for the server, which lets its requests end first.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "xrunner.cluster.launcher"],

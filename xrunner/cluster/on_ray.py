@@ -75,7 +75,7 @@ def _connect(address: str) -> None:
     with _connecting:
         if ray.is_initialized():
             return
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of a thread that takes no signals
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that this thread receives no signals
         try:
             if address != "auto":
                 _await_head(address)
@@ -105,7 +105,7 @@ class _Machine:
     """The launcher of one machine, as a Ray actor. Its calls are carried out one after the other."""
 
     def __init__(self, settings: LauncherSettings, threads: str | None) -> None:
-        # Ray sets it to the actor's CPUs, of which the launcher itself takes none.
+        # Ray sets it to the actor's CPUs, but the launcher itself computes nothing.
         os.environ.pop("OMP_NUM_THREADS", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = threads

@@ -190,7 +190,7 @@ class Executing:
             RuntimeError,
             MemoryError,
             OSError,
-        ) as error:  # memory or a peer is not there
+        ) as error:  # memory or a peer is missing
             reason = f"{type(error).__name__}: {error}"
             self._engine.send(m.encode(m.Loaded(self._number, 0.0, reason, MachineError.exit_code)))
             return

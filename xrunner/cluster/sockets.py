@@ -70,7 +70,7 @@ class Sockets:
         opened.maxmsgsize = max_bytes
         opened.handshake_ivl = 1000 * HANDSHAKE_S
         if sys.platform == "linux" and ipaddress.ip_address(self._host).is_loopback:
-            # An abstract name is no file: nothing of it is left when a process is killed.
+            # An abstract name is not a file, so nothing remains when a process is killed.
             opened.set(zmq.IPC_FILTER_UID, os.getuid())
             endpoint = f"ipc://@xgpt-{secrets.token_hex(16)}"
             opened.bind(endpoint)

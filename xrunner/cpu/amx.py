@@ -32,7 +32,7 @@ SHAPES[0] = 1
 SHAPES[16:32:2] = 64
 SHAPES[48:56] = 16
 
-# Sums of two halves of rows by two halves of lanes, the rows, the lanes.
+# Registers: sums of two halves of rows by two halves of lanes; the rows; the lanes.
 SUMS, ROWS, LANES = ((0, 1), (2, 3)), (4, 5), (6, 7)
 
 
@@ -320,7 +320,7 @@ def _turned(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     pairs = []
     for a, b in zip(rows[::2], rows[1::2], strict=True):
         pairs += [exchange(a, b, _quarters(0, 4, 1, 5)), exchange(a, b, _quarters(2, 6, 3, 7))]
-    fours = []  # of four rows, in each quarter one column
+    fours = []  # one column of four rows in each quarter
     for first in range(0, SQUARE, 4):
         for a, b in zip(pairs[first : first + 2], pairs[first + 2 : first + 4], strict=True):
             fours += [exchange(a, b, _quarters(0, 1, 4, 5)), exchange(a, b, _quarters(2, 3, 6, 7))]

@@ -227,7 +227,7 @@ def _write(k, v, cache, scales, slots, head_dim):
             new_values = at(v.values, i * v.token_stride + h * v.head_stride)
             _keep(new_values, cache, scales, place + to_values, scale_place + to_values, head_dim)
             _keep(new_keys, cache, scales, place, scale_place, head_dim)
-            if not _all_finite(new_keys, head_dim):  # softmax would lose that, a sum of values does not
+            if not _all_finite(new_keys, head_dim):  # softmax would drop the NaN, but a sum of values keeps it
                 _lose(cache, scales, place + to_values, scale_place + to_values, head_dim)
 
 
@@ -241,7 +241,7 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
 
     is_alone = group < LEAST_GROUP and head_dim % LINE == 0 and block_size % LINE == 0
     num_alone = num_decodes if is_alone else 0
-    parts = 1  # of a decode's heads
+    parts = 1  # of one decode's heads
     if num_threads > 1:
         parts = min(num_kv_heads, -(-TASKS_A_THREAD * num_threads // max(num_alone, 1)))
     room = max(1, min(way.tiles, SPAN_FLOATS // tile_floats(head_dim)))
@@ -305,7 +305,7 @@ def _attend(q, cache, scales, places, scored, way, of_decodes, num_threads, head
             )
             task = take_next(counter) - num_alone * parts
         end_products(way)
-        memory[0] = np.float32(0.0)  # it is needed up to here
+        memory[0] = np.float32(0.0)  # kept alive up to here
 
 
 @njit(nogil=True, **INNER)

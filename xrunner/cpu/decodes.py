@@ -84,12 +84,12 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
     size = block_size * cache.shape[4]
     stride = cache.shape[2] * size
     per_line = LINE_BYTES // cache.itemsize
-    # Of a line of keys, and of values, what is asked for at a time: more at once would wait until memory has answered.
+    # Lines of keys and of values to prefetch at a time: more at once would wait for memory.
     share = (LINE * head_dim // (2 * group) + per_line - 1) // per_line * per_line
     to_values = (cache.shape[0] - 1) * cache.shape[1] * stride
     to_scales = block_size * head_dim
     together = _heads_at_once(cache, num_kv_heads)
-    passes = 1 if together == 1 else 3  # scores, softmax, values: each of all these heads
+    passes = 1 if together == 1 else 3  # scores, softmax and values, each for all these heads
     for b in range(earliest // block_size, (context + block_size - 1) // block_size):
         start = table[b] * stride + first_head * size
         following = table[min(b + 1, (context - 1) // block_size)] * stride + first_head * size
@@ -125,7 +125,7 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
         total = np.sum(totals[g * LINE : (g + 1) * LINE])
         if len(scored.sinks):
             further = scored.sinks[first_head * group + g] * LOG2_E
-            total += np.float32(2.0) ** (further - highest[g])  # infinite where it takes all
+            total += np.float32(2.0) ** (further - highest[g])  # infinite if it has all the weight
         for d in range(head_dim):
             acc[g, d] /= total
 

@@ -127,7 +127,7 @@ def _rescore(
         added: numbers that were added to the sums; empty: none.
     """
     if not np.isfinite(norm * norm):
-        return False  # the bound would be none, and fastmath reckons without what is not finite
+        return False  # there would be no bound, and fastmath assumes finite numbers
     certain, count = _highest(sums, -norm, -lost, errors, norms), 0
     for first in range(0, len(sums), _BLOCK):
         block = slice(first, min(first + _BLOCK, len(sums)))

@@ -76,7 +76,7 @@ def pack(weight: Tensor, scales: Tensor, *, relu: bool = False) -> Product:
         scales: scale of each output. # float32 [out]
     """
     num_outputs, depth = weight.shape
-    assert is_available(), "without the system's leave the process would be ended"
+    assert is_available(), "without the system's permission the process would be killed"
     assembly.enable()
     missing = -num_outputs % WIDTH
     inputs = -(-depth // STEP) * STEP
@@ -127,7 +127,7 @@ _ROUND = compiled(_round, fastmath={"contract"})
 def _run(rows: np.ndarray, panels: np.ndarray, packed: Any, y: np.ndarray, relu: bool) -> None:
     """# of: scales of rows and of outputs, bias"""
     count = num_threads()
-    # Not of the compiled code's own: it would free an array when it has taken its address.
+    # Allocated here: compiled code would free an array once it has taken its address.
     scratch = np.empty((count, SCRATCH), dtype=np.uint8)
     if count == 1:
         _multiply_all(rows, panels, packed, y, relu, scratch)

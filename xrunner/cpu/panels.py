@@ -116,7 +116,7 @@ def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -
         weight: the weight. # int8 [out, in]
         scales: scale of each output. # float32 [out]
     """
-    # Rows have 128 added, and sums begin with what makes up for it.
+    # Rows have 128 added; the initial sums make up for it.
     begin = weight.sum(dim=1, dtype=torch.int32) * -128
     return _packed(lay_out(weight, finish), scales, begin.view(torch.float32), INT8)
 
@@ -248,7 +248,7 @@ def _multiply_all(inputs: Any, packed: Any, y: Any, block: Any, how: Any) -> Non
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def _multiply_shared(inputs: Any, packed: Any, y: Any, block: Any, how: Any, num_threads: Any) -> None:
-    count = y.shape[1] // WIDTH  # of panels of results: gates stay with what they gate
+    count = y.shape[1] // WIDTH  # panels of results: gates stay with the outputs that they gate
     for thread in prange(num_threads):
         together = len(packed[2]) // y.shape[1]
         first, last = count * thread // num_threads, count * (thread + 1) // num_threads
@@ -265,7 +265,7 @@ def _round_and_multiply(rows: Any, rounded: Any, packed: Any, y: Any, block: Any
 def _round_and_multiply_shared(
     rows: Any, rounded: Any, packed: Any, y: Any, block: Any, how: Any, num_threads: Any
 ) -> None:
-    # Each a function of its own: of two loops in one numba makes one, in which no thread waits for the others' rows.
+    # Separate functions: numba would fuse two loops in one function, and no thread would wait for the others' rows.
     _round_shared(rows, rounded, how, num_threads)
     _multiply_shared(rounded, packed, y, block, how, num_threads)
 
@@ -426,7 +426,7 @@ def _assembly(num_rows: int, instruction: str) -> str:
     sums = [(f"%zmm{8 + 2 * row}", f"%zmm{9 + 2 * row}") for row in range(num_rows)]
 
     def multiplication(value: str, weight: str, total: str) -> str:
-        # In eight bits the first factor, which is named last, has no signs: the inputs.
+        # In eight bits the first factor, which is named last, is unsigned: the inputs.
         factors = (weight, value) if instruction == INSTRUCTIONS[INT8] else (value, weight)
         return f"{instruction} {', '.join(factors)}, {total}"
 

@@ -235,7 +235,7 @@ def attend(way, span, context, rules, space):
         num_soon = place_keys(context, before + way.piece, visible, way.piece, space.soon)
         _prepare(way, context, space, before, num_held, max(earliest - before, 0), visible - before)
         for tile in range(num_tiles):
-            asks_for = num_soon if tile == num_tiles - 1 else 0  # the last sees as much as any
+            asks_for = num_soon if tile == num_tiles - 1 else 0  # the last row sees as many keys as any
             if num_rows - tile * WIDE > NARROW:
                 _pass(way, context, rules, space, span, (tile, before, num_held, asks_for), WIDE)
             else:
@@ -316,7 +316,7 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
     for r in range(lanes):
         if rules.has_sinks:
             head = (span.first + min(tile * WIDE + r, span.num_rows - 1)) % span.group
-            total[r] += np.float32(2.0) ** (rules.sinks[head] * LOG2_E - highest[r])  # infinite where it takes all
+            total[r] += np.float32(2.0) ** (rules.sinks[head] * LOG2_E - highest[r])  # inf if it has all the weight
         total[r] = np.float32(1.0) / total[r]
     for r in range(lanes):
         row = at(rows, places[r])
@@ -350,7 +350,7 @@ def _pass(way, context, rules, space, span, piece, lanes):
         for t in range(begin, end):
             for r in range(lanes):
                 scores[t * lanes + r] += rules.bias[place - t + min(r, last)] * LOG2_E
-    # A row of which nothing has been seen yet counts what is hidden, until its first key shrinks that to none.
+    # A row that has seen no key yet counts hidden keys, until its first key shrinks them to nothing.
     if window:
         hide(scores, limits, before, begin, end, window, lanes)
     elif before + end > limits[0]:

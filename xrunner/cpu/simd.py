@@ -46,7 +46,8 @@ def _lanes(*firsts: int, run: int) -> tuple[int, ...]:
     return tuple(first + i for first in firsts for i in range(run))
 
 
-# Of two vectors side by side, halves whose sum has each vector's own sums in as many lanes less; in the end, one each.
+# Shuffles of two vectors into halves whose sum holds each vector's partial sums in half as many lanes; at the end, in
+# one.
 _PAIRS = (
     (
         tuple(lane + other for group in range(0, 16, 4) for lane in (group, group + 1) for other in (0, 16)),

@@ -81,7 +81,7 @@ def read(
     if is_fixed := given.min_tokens > 1 and given.min_tokens == allowance.max_output:
         ends = frozenset()
     elif given.min_tokens > 1 and (ends or not given.ignore_eos):
-        raise Invalid("min_tokens: it is implemented for as many as max_tokens, or with ignore_eos; leave it out")
+        raise Invalid("min_tokens: it is supported only if it equals max_tokens, or with ignore_eos; leave it out")
     runs_on = is_fixed or given.ignore_eos or output_length is not None
     return GenerationCall(
         prompt,

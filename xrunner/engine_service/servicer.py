@@ -87,7 +87,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
             await _abort(context, STATUS.get(error.status, grpc.StatusCode.INTERNAL), str(error))
         except TimeoutError:
             left = "deadline"
-            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the answer was not complete in its time")
+            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the answer was not complete in time")
         finally:
             if self._calls.get(id_) is task:
                 del self._calls[id_]
@@ -128,7 +128,8 @@ class Servicer(pb_grpc.VllmEngineServicer):
         key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
         engine.check_open()
         if not engine.backlog.has_room(key.account, len(call.choices), self._limits.max_waiting):
-            raise ApiError(429, f"{len(engine.backlog)} requests wait already, {self._limits.max_waiting} may")
+            most = self._limits.max_waiting
+            raise ApiError(429, f"{len(engine.backlog)} requests are waiting already, of at most {most}")
         submission = Submission(
             inbox=inbox,
             account=key.account,

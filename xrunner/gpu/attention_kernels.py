@@ -45,7 +45,7 @@ def write_kernel(
     tl.store(cache + value_start + place, value, mask=inside)
 
 
-# Not specialised: these change from step to step, and each divisibility by 16 would be compiled anew.
+# Not specialised: these change from step to step, and each divisibility by 16 would need another compilation.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences", "splits", "table_stride"])
 def attend_kernel(
     q,
@@ -241,7 +241,7 @@ def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_D
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
     else:
-        # Late tiles see most keys: they go first, so that none of them runs alone at the end.
+        # Later tiles see more keys: they run first, so that none runs alone at the end.
         tile = tl.num_programs(0) - 1 - tl.program_id(0)
         query_starts = query_start + first_sequence
         index = _sequence_of(tile, query_starts, num_sequences, TOKENS)

@@ -128,7 +128,7 @@ class _Captured:
 
     def capture(self, capture: Capture, run: Callable[[Batch], None]) -> None:
         """Capture a step of each size."""
-        for size in reversed(self._sizes):  # the largest first: the others find room in its memory
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             self._replays[size] = capture(partial(run, self._first(size)))
 
     def replay(self, batch: Batch) -> None:
@@ -176,7 +176,7 @@ class _Captured:
         rest = slice(num_tokens, size)
         if num_tokens < size:
             whole.cache_slots[rest] = self._slot
-        if whole.num_unsorted is not None:  # of tokens of no sequence, any will do
+        if whole.num_unsorted is not None:  # padding tokens may have any sequence
             whole.num_unsorted.fill_(count)
             whole.query_start[: count + 1] = batch.query_start
             whole.query_start[count + 1 :] = num_tokens
@@ -197,7 +197,7 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], object]) -> Callable[[], None]:
         with _side_stream():
-            run()  # what is compiled or allocated at the first call must not be captured
+            run()  # compilation and allocation at the first call must not be captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()

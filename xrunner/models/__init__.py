@@ -45,7 +45,7 @@ def family_of(spec: ModelSpec) -> type[Model]:
         InputError: this version does not run that family, or does not run it with weights of so few bits.
     """
     if spec.family not in FAMILIES:
-        raise InputError("model.family", spec.family, f"families that run: {', '.join(sorted(FAMILIES))}")
+        raise InputError("model.family", spec.family, f"supported families: {', '.join(sorted(FAMILIES))}")
     if spec.quantization is not None and not spec.quantization.computes_in_eight_bits:
         accepted = "xgpt's own engine runs checkpoints in float32, float16, bfloat16 or eight bits: take one, or "
         accepted += "--engine vllm"

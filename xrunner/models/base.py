@@ -157,7 +157,7 @@ class Model(nn.Module):
     def checkpoint_parameters(self, name: str) -> tuple[str, ...]:
         """Return the names in checkpoints of the parameter `name`: several if ours fuses several parameters."""
         if name == "lm_head.weight" and self.spec.tie_embeddings:
-            name = "token_embedding.weight"  # a last stage has the head alone
+            name = "token_embedding.weight"  # a last stage may have only the head
         module, _, leaf = name.rpartition(".")
         place, prefix = module, ""
         for ours, theirs in self.checkpoint_layers.items():

@@ -31,7 +31,7 @@ class Router(nn.Module):
         self.of = spec.experts
         self.weight = parameter(empty(spec.experts.number, spec.hidden_size))
         self.bias = parameter(empty(spec.experts.number)) if bias else None
-        # As checkpoints call it. It counts in choosing, not in weighing.
+        # The checkpoints' name. It affects the choice of experts, not their weights.
         is_sigmoid = spec.experts.scoring == "sigmoid"
         self.e_score_correction_bias = parameter(empty(spec.experts.number)) if is_sigmoid else None
 
@@ -95,7 +95,7 @@ class MixtureOfExperts(nn.Module):
             if end > begin:
                 found[begin:end] = self.experts[str(number)](hidden[tokens[begin:end]])
                 begin = end
-        # By token again, in the order of its scores: what a token gets does not depend on the others in the step.
+        # Back to the order of tokens and scores, so that a token's result does not depend on the others in the step.
         by_token = torch.empty_like(found)
         by_token[order] = found
         by_token = by_token.unflatten(0, chosen.shape)  # [tokens, chosen, hidden]

@@ -166,7 +166,7 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, self.magnitude = _frequencies(spec)
         device = empty(0).device
-        # Without memory yet: the values stay here until they can be moved.
+        # The model has no memory yet: the values stay here until they can be moved.
         self.register_buffer(
             "frequencies", frequencies.to("cpu" if device.type == "meta" else device), persistent=False
         )
@@ -223,7 +223,7 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
             kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
             return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0)), 1.0
         case YarnRope() as scaling:
-            # The number of the wave that turns so often within the original context.
+            # The index of the wave that turns this often within the original context.
             per_wave = 2 * math.log(spec.rope_theta) / dim
             low, high = (
                 math.log(scaling.original_max_position / (turns * 2 * math.pi)) / per_wave
@@ -235,7 +235,7 @@ def _frequencies(spec: ModelSpec) -> tuple[Tensor, float]:
             waves = torch.arange(len(frequencies), dtype=torch.float32)
             stretched = ((waves - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
             return torch.lerp(frequencies, frequencies / scaling.factor, stretched), scaling.attention_factor
-    raise InputError("model.rope_scaling", spec.rope_scaling.kind, "kinds that run: llama3, linear, yarn")
+    raise InputError("model.rope_scaling", spec.rope_scaling.kind, "supported kinds: llama3, linear, yarn")
 
 
 class RelativeBias(nn.Module):
@@ -276,7 +276,7 @@ class RelativeBias(nn.Module):
         else:
             distance = (-distance).clamp(min=0)
         num_exact = num_buckets // 2
-        # Term by term as transformers has it: distances at the edge of a bucket are a matter of rounding.
+        # The same terms as in transformers: distances at the edge of a bucket depend on rounding.
         ratio = torch.log(distance.clamp(min=num_exact).float() / num_exact) / math.log(self.max_distance / num_exact)
         shared = num_exact + (ratio * (num_buckets - num_exact)).long()
         return first + torch.where(distance < num_exact, distance, shared.clamp(max=num_buckets - 1))

@@ -22,7 +22,7 @@ ZERO = 128
 """The number that stands for zero in rows of unsigned eight bits; signed rows take hundreds of times as long on Zen
 4."""
 
-# Our activation, as oneDNN fuses it: name and algorithm.
+# oneDNN's name and algorithm for each of our activations that it fuses.
 _ONEDNN = {
     "none": ("none", ""),
     "relu": ("relu", ""),
@@ -34,7 +34,7 @@ _ONEDNN = {
 
 def _with_mkl(weight: Tensor, activation: str) -> PackedLinear:
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, _MKL_ROWS)
-    # Torch asks for the weight as it was, and reads no more of it than its shape.
+    # Torch requires the original weight, but reads only its shape.
     shape = torch.empty(1).expand(weight.shape)
     activate = IN_PLACE[activation]
     return lambda x, bias: activate(torch.ops.mkl._mkl_linear(x, packed, shape, bias, len(x)))

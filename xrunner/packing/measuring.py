@@ -86,6 +86,6 @@ def _timed(products: Mapping[str, Callable[..., Tensor]], x: Tensor, others: Ten
             others.sum()
             started = time.perf_counter()
             product(x, None)
-            if repeat:  # the first makes what the others find
+            if repeat:  # the first call allocates what the others use
                 best[name] = min(best[name], time.perf_counter() - started)
     return best

@@ -183,7 +183,7 @@ class EngineClient:
             raise ApiError(
                 400,
                 f"prompt: {num_tokens} tokens and max_tokens {allowance.max_output} are more than the plan's stages "
-                f"hold of one request, {most} where prompts are encoded; send fewer",
+                f"hold for one request, {most} in the encode lane; send fewer",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -262,7 +262,7 @@ class EngineClient:
             error = ApiError(500, NOT_FINITE, code="not_finite")
         else:
             why = token.error and f": {token.error}"
-            error = ApiError(500, f"the engine could not go on with this request{why}", code="engine_error")
+            error = ApiError(500, f"the engine could not continue this request{why}", code="engine_error")
         stream.submission.inbox.put_nowait(error)
 
     def _end(self, stream: TokenStream) -> None:

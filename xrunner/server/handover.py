@@ -94,7 +94,7 @@ class Handover:
                 f"the engine was lost {times} times within {minutes:.0f} minutes, the last time: {error}"
             )
         self._lost_s.append(now_s)
-        ended = [] if self._tried is None else [self._end(self._tried, f"the engine ends with this request: {error}")]
+        ended = [] if self._tried is None else [self._end(self._tried, f"the engine fails with this request: {error}")]
         return ended + self._take_back(engine, 1)
 
     def take_back(self, engine: RemoteEngine) -> list[Token]:
@@ -108,7 +108,7 @@ class Handover:
         self._suspects.clear()
         for id_, generation in list(self._ledger.generations.items()):
             if not self._prepare(generation, engine):
-                ended.append(self._end(id_, "the engine was started anew, and samples other tokens"))
+                ended.append(self._end(id_, "the engine was restarted, and would sample other tokens"))
                 continue
             self._losses[id_] += losses * (id_ not in requests)
             (self._suspects if self._losses[id_] > 1 else self._waiting).append(id_)

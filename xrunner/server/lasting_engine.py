@@ -94,7 +94,7 @@ class LastingEngine:
             MachineError: the engine is being restarted.
         """
         if self.is_restarting:
-            raise MachineError("the engine is being started anew")
+            raise MachineError("the engine is being restarted")
         if self._good_plan is None or plan.replicas == self._good_plan.replicas:
             self.engine.go_over_to(plan)
             return
@@ -141,7 +141,7 @@ class LastingEngine:
         except EngineLost as error:
             self._lose(error)
         except Exception as error:
-            # Whatever it was, the requests must learn that it is over.
+            # Whatever the error is, the requests must be ended.
             logger.debug("traceback", exc_info=True)
             self._fail(error)
 
@@ -155,7 +155,7 @@ class LastingEngine:
         except MachineError as too_often:
             self._fail(too_often)
             return
-        logger.error("%s; starting the engine anew with %d requests", error, len(self._handover))
+        logger.error("%s; restarting the engine with %d requests", error, len(self._handover))
         self._start_anew(self._good_plan, ended)
 
     def _start_anew(self, plan: Plan, ended: list[Token]) -> None:
@@ -192,7 +192,7 @@ class LastingEngine:
     def _fail(self, error: Exception) -> None:
         if self._is_over:
             return
-        with suppress(ValueError, OSError):  # its descriptor may have gone with it
+        with suppress(ValueError, OSError):  # its descriptor may be closed with it
             self._end()
         self._is_over = True
         self._on_failed(error if isinstance(error, XgptError) else XgptError(f"{type(error).__name__}: {error}"))

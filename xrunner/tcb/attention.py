@@ -52,7 +52,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | Non
     attended = _masked(q, k, v, allowed, bias, scale)
     if not attended.isnan().any():
         return attended
-    # A key that is not finite makes NaN of its whole slot, masked or not: only its own request may have it.
+    # A key that is not finite would make its whole slot NaN, masked or not; only its own request may become NaN.
     is_finite = (k.isfinite() & v.isfinite()).all(3).all(1)
     k, v = (x.where(is_finite[:, None, :, None], 0) for x in (k, v))
     is_lost = (allowed & ~is_finite[:, None]).any(2)

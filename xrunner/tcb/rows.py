@@ -222,7 +222,7 @@ class _CausalRows(Rows):
         return torch.cat(ends)
 
     def next(self, tokens: Tensor) -> Tensor:
-        # A request that has ended is computed with its slot, even beyond the model's context.
+        # An ended request is still computed with its slot, even beyond the model's context.
         batch = _batch(tokens, (self._length + self._num_steps).clamp(max=self._model.spec.max_context - 1))
         self._num_steps += 1
         mask = self._sees_own[..., : self._num_steps * self._most].expand(len(self._owner), -1, -1)
@@ -265,7 +265,7 @@ class _EncoderDecoderRows(Rows):
     def _encode(self) -> Tensor:
         """# [slots * tokens, hidden]"""
         place = torch.arange(self._owner.shape[1], device=self._device)
-        # A request's tokens lie side by side: their distance in the slot is that in the request.
+        # A request's tokens are adjacent: their distance in the slot is that in the request.
         bias = self._model.encoder.position_bias(place - place[:, None]).permute(2, 0, 1)
         return torch.cat([self._read(self._token_ids[slots], self._owner[slots], bias) for slots in self._groups()])
 

@@ -161,7 +161,7 @@ class Lanes:
             hello = self._hello[end]
             if hello is not None and (told := self._told(end, hello.lane, message)) is not None:
                 return told
-        # While it imports and loads, it reports nothing itself.
+        # It reports nothing itself while it imports and loads.
         return None if self._is_ready or self.has_gone else Alive([])
 
     def _told(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:

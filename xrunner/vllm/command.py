@@ -160,7 +160,7 @@ def launch_lane(
     transfer = json.dumps({**connector, "kv_role": role})
     extra = ("--kv-transfer-config", transfer, "--disable-hybrid-kv-cache-manager", "--no-enable-prefix-caching")
     environment = {}
-    if plan.cluster.device.type == "gpu":  # by itself each lane would take the first ones
+    if plan.cluster.device.type == "gpu":  # by default each lane would take the first devices
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices_of(plan, stages)))}
     return replace(started, arguments=started.arguments + extra, variables=started.variables | environment)
 
@@ -177,7 +177,9 @@ def _launch(
     if plan.model.is_encoder_decoder:
         raise InputError("plan.model", plan.model.name, "plans for vLLM have no place for its encoder")
     if plan.kv_dtype not in (None, plan.dtype, "float8"):
-        raise InputError("plan.kv_dtype", plan.kv_dtype, "vLLM keeps keys and values in the dtype, or in float8")
+        raise InputError(
+            "plan.kv_dtype", plan.kv_dtype, "vLLM stores keys and values only in the weights' dtype or in float8"
+        )
     degrees = {stage.tp for stage in stages}
     if len(degrees) > 1:
         raise InputError("plan.stages.tp", sorted(degrees), "vLLM has one tensor-parallel degree for all stages")
@@ -213,12 +215,12 @@ def _launch(
     if cluster.device.type == "gpu":
         sizes += ["--gpu-memory-utilization", f"{cluster.device.usable_memory:g}"]
     else:
-        # vLLM asks whether this much memory is free, and by itself would take nine tenths of the machine's.
-        room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM keeps a block for itself
+        # vLLM checks that this much memory is free; by default it would take nine tenths of the machine's.
+        room = cache_bytes(plan, stages, (blocks + 1) * block_size)  # vLLM reserves one block
         sizes += ["--enforce-eager", "--kv-cache-memory-bytes", str(room)]
         sizes += ["--worker-cls", CPU_PIPELINE] if len(stages) > 1 else []
     words = [
-        "--skip-tokenizer-init",  # text is the endpoint's
+        "--skip-tokenizer-init",  # the endpoint decodes text
         "--disable-log-stats",
         *("--generation-config", "vllm"),
         *("--scheduler-cls", scheduler),

@@ -69,7 +69,7 @@ class VllmHost:
                 alive_s = time.monotonic()
                 self._front.send(Alive([]))
             self._has_come.clear()
-            for message in self._front.received():  # all: the descriptor tells of new ones alone
+            for message in self._front.received():  # all of them: the descriptor signals only new ones
                 self._take(message)
             try:
                 await asyncio.wait_for(self._has_come.wait(), ALIVE_S)
@@ -88,12 +88,12 @@ class VllmHost:
     async def _generate(self, message: Submit) -> None:
         request = message.generation
         try:
-            # So no account finds, or learns from the time to its first token, what another one has asked.
+            # So no account can reuse another's K/V, or learn from its times to first token what another one has sent.
             prompt = tokens_input(list(request.prompt), cache_salt=request.account.key or None)
             async for _ in self._engine.generate(prompt, sampling_params(message), str(request.id)):
                 pass
         except EngineDeadError:
-            return  # `run` tells
+            return  # `run` reports it
         except Exception as error:
             reason = cut(f"{type(error).__name__}: {error}")
             self._front.send(Stepped([Token(request.id, 0, "error", error=reason)], [], None))
@@ -119,7 +119,7 @@ def sampling_params(message: Submit) -> SamplingParams:
         "kv_transfer_params": message.transfer,
     }
     sampling = request.sampling
-    # Greedy is as greedy whatever else is said, so no generator is kept for it.
+    # Greedy sampling ignores the seed, so no generator is kept for it.
     chosen: dict[str, Any] = {}
     if sampling.temperature:
         chosen = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}

@@ -40,7 +40,7 @@ def remove_left_over() -> None:
             if directory.lstat().st_uid != os.geteuid():
                 continue
             with (directory / LOCK).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the run goes on
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the run is still going on
                 shutil.rmtree(directory)
 
 
@@ -85,7 +85,7 @@ class Instances:
         packages = self._at_end.enter_context(package_path(directory))
         self.front: FrontConnection = connect(str(directory), lambda: self.why_ended() is not None)
         vllm_python = python()
-        # What vLLM's processes tell each other is not for others on this machine, either.
+        # Other users of this machine must not read what vLLM's processes exchange, either.
         environment = {"VLLM_RPC_BASE_PATH": str(directory), "VLLM_HOST_IP": "127.0.0.1"}
         for launch in launches(directory):
             variables = environment | launch.variables | preload(vllm_python)

@@ -25,7 +25,9 @@ def settings_of(plan: Plan) -> LaneSettings:
     """
     policy = plan.policy
     if isinstance(policy, WaaSettings):
-        raise InputError("plan.policy", policy.kind, "each of its lanes is a vLLM of its own, by vLLM's own scheduler")
+        raise InputError(
+            "plan.policy", policy.kind, "each of its lanes runs in a vLLM of its own, with vLLM's own scheduler"
+        )
     if policy.holds_finished:
         raise InputError(
             "plan.policy", policy.kind, "vLLM frees a slot as soon as its request ends; take another policy"
@@ -60,7 +62,9 @@ def build_lane(plan: Plan, room: VllmRoom, blocks: int | None = None) -> OneLane
         blocks = min(stage.kv_blocks for stage in plan.stages) * plan.block_size // room.block_size
         blocks = min(blocks, max(room.num_blocks, int(LEAST_KV * blocks)))
     if room.num_blocks < blocks:
-        raise InputError("plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} of {room.block_size} tokens")
+        raise InputError(
+            "plan.stages.kv_blocks", blocks, f"vLLM has {room.num_blocks} K/V blocks of {room.block_size} tokens"
+        )
     most = min(room.max_running, plan.admission.max_running or room.max_running)
     admission = plan.admission
     pool = Pool(

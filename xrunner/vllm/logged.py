@@ -88,7 +88,7 @@ class LoggedScheduler(Scheduler):
     ) -> dict[int, Any]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         tokens, transfers = ([], {}) if self._front is None else self._told(outputs)
-        # A request aborted meanwhile has no number any more, and is on record as cancelled.
+        # A request aborted meanwhile has lost its number, and is recorded as cancelled.
         gone = [i for i in scheduler_output.num_scheduled_tokens if i in self._number and self._has_ended(i)]
         finished = tuple(self._number[id_] for id_ in gone)
         for id_ in gone:
@@ -179,7 +179,7 @@ class LoggedScheduler(Scheduler):
                 self._settled.append(step._replace(lane=self.config["lane"]))
             if self._log is not None:
                 self._log(step)
-                # At each step, which takes a thousand times as long: vLLM may be killed before it shuts us down.
+                # Flush at each step, which takes a thousand times as long: vLLM may be killed before it shuts us down.
                 self._log.flush()
 
     def _cancel(self, number: int) -> None:
@@ -234,7 +234,7 @@ def tokens_of(number: int, output: Any) -> list[Token]:
     tokens = [Token(number, token, None) for token in output.new_token_ids]
     if output.new_logprobs is not None:
         given = output.new_logprobs
-        # A row for each token, the token itself before the most probable ones.
+        # One row for each token: the token itself, then the most probable ones.
         rows = zip(given.logprob_token_ids.tolist(), given.logprobs.tolist(), strict=True)
         scores = [Logprobs(row[0], tuple(zip(ids[1:], row[1:], strict=True))) for ids, row in rows]
         tokens = [token._replace(logprobs=score) for token, score in zip(tokens, scores, strict=True)]

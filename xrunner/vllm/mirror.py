@@ -36,7 +36,7 @@ class Mirror:
     def __init__(self, manager: KVCacheManager, table_of: Callable[[Request], BlockTable]) -> None:
         groups = manager.coordinator.single_type_managers
         if len(groups) > 1:
-            accepted = "vLLM keeps blocks of several kinds for this model; leave it off"
+            accepted = "vLLM has several kinds of K/V blocks for this model; leave it off"
             raise InputError("--enable-prefix-caching", "on", accepted)
         self._group = groups[0]
         self._manager = manager

@@ -87,13 +87,13 @@ def started(command: Sequence[str], packages: Path, variables: dict[str, str]) -
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # a Ctrl-C reaches us, and we end it
+        start_new_session=True,  # Ctrl-C reaches us, and we end the process
     )
     assert process.stdin is not None
     try:
         yield process
     finally:
-        process.send_signal(signal.SIGCONT)  # it may have been stopped, and would not see that its input has ended
+        process.send_signal(signal.SIGCONT)  # a suspended process would not see that its input has ended
         process.stdin.close()
         process.wait()
 
@@ -143,7 +143,7 @@ class Reader:
         with self.process.stdout:
             for line in self.process.stdout:
                 self._tail.append(line)
-                # What it says once it is to end, its engine gone under it, is no news.
+                # Errors after the order to end are expected, since its engine is gone.
                 is_to_end = self.process.stdin is None or self.process.stdin.closed
                 if not is_to_end and any(level in line for level in ("ERROR", "CRITICAL")):
                     print(line.rstrip(), file=sys.stderr, flush=True)

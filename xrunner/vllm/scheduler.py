@@ -69,7 +69,7 @@ class XgptScheduler(LoggedScheduler):
         super().__init__(*args, **kwargs)
         self._refuse_what_breaks_the_rule()
         plan = load_json(Path(self.config["plan"]), Plan, "plan")
-        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # vLLM keeps one for itself
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # vLLM reserves one block
         room = VllmRoom(num_blocks, self.block_size, self.max_num_running_reqs)
         self._planned = PlannedLane(plan, room, self._tell_front)
         capacity = self._lane.pool.kv_blocks * self.block_size
@@ -112,7 +112,7 @@ class XgptScheduler(LoggedScheduler):
             self._planned.go_over_to(plan)
         self._tell_the_rule()
         self._expired = set(self._lane.expire(self._now_ns))
-        if self._expired:  # `xgpt serve` answers them at their deadline, and takes them back from vLLM
+        if self._expired:  # `xgpt serve` answers them at their deadline, and cancels them in vLLM
             self.finish_requests([self._name[number] for number in self._expired], RequestStatus.FINISHED_ABORTED)
         if self._pause_state == PauseState.UNPAUSED and self._open is None:
             step = self._lane.next_step("both")
@@ -153,7 +153,7 @@ class XgptScheduler(LoggedScheduler):
         seen = [request for request in running if request.request_id in wanted]
         self.running = list(seen)
         self.waiting = FCFSRequestQueue(request for request in waiting if request.request_id in wanted)
-        # Of a request that enters vLLM has computed nothing yet, and finds what the rule has found.
+        # vLLM has computed nothing yet of a request that enters, and finds the cached blocks that the rule has found.
         cached = {self._name[number]: self._lane.pool.running[number].cached for number in missing}
         computed = {id_: self.requests[id_].num_computed_tokens or cached[id_] for id_ in wanted}
         tokens = sum(until - computed[self._name[number]] for number, until in missing.items())
@@ -237,7 +237,7 @@ class XgptScheduler(LoggedScheduler):
 
     def _cancel(self, number: int) -> None:
         del self._name[number]
-        if number in self._expired:  # the schedule has let it go, as a replay of the log will
+        if number in self._expired:  # the schedule has released it, as a replay of the log will
             return
         super()._cancel(number)
         self._lane.cancel(number)
@@ -250,7 +250,7 @@ class XgptScheduler(LoggedScheduler):
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         ended = super().finish_requests(request_ids, finished_status)
         self._planned.go_on_if_empty()
-        self._tell_front(Rested(self._planned.taken))  # no step may follow that would tell
+        self._tell_front(Rested(self._planned.taken))  # no later step may report it
         return ended
 
     def _tell_front(self, message: Began | Followed | Refused | Rested) -> None:
@@ -275,7 +275,7 @@ class XgptScheduler(LoggedScheduler):
             ("--watermark", config.scheduler_config.watermark > 0),
         ):
             if is_on:
-                raise InputError(flag, "on", "the plan's schedule holds without it; leave it off")
+                raise InputError(flag, "on", "the plan's schedule assumes that it is off; leave it off")
         if not config.scheduler_config.enable_chunked_prefill:
             raise InputError("--enable-chunked-prefill", "off", "leave it on: the plan decides where prompts are cut")
         logger.info("scheduling by %s", self.config["plan"])

@@ -37,7 +37,7 @@ def _end_with_input(process: subprocess.Popen[bytes]) -> None:
     while os.read(0, 4096):
         pass
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGCONT)  # a process that was stopped would not end
+        os.killpg(process.pid, signal.SIGCONT)  # a suspended process would not end
     process.terminate()
     try:
         process.wait(STOP_S)

@@ -67,7 +67,7 @@ def check_waa(plan: Plan) -> None:
     if len(plan.policy.lanes) == 1:
         raise InputError("plan.policy", plan.policy.kind, "only waa has two lanes")
     if plan.admission.kv != "reserve":
-        raise InputError("plan.admission.kv", plan.admission.kv, "on two vLLMs memory is promised by reserve")
+        raise InputError("plan.admission.kv", plan.admission.kv, "waa on two vLLMs needs admission.kv=reserve")
     if plan.replicas > 1:
         says = f"two vLLMs are one replica of waa; plan for {plan.devices_per_replica} devices, and start one for each"
         raise InputError("plan.replicas", plan.replicas, says)
@@ -127,7 +127,7 @@ class WaaLanes(Lanes):
                 self._submit(message.generation)
             case Cancel():
                 self._take_out(message.id)
-                self._untold.append(Rested(self._room_taken))  # no step may follow that would tell
+                self._untold.append(Rested(self._room_taken))  # no later step may report it
             case Follow():
                 self._untold.append(Refused("vLLM keeps a plan for several devices as it is"))
         self._advance()
@@ -143,7 +143,7 @@ class WaaLanes(Lanes):
 
     def _submit(self, request: Generation) -> None:
         now_ns = time.perf_counter_ns()
-        # Memory is set aside for all that may come: what the decode lane does with it this rule does not see.
+        # Memory is reserved for the longest output: this rule does not see how the decode lane uses it.
         size = len(request.prompt), request.max_output
         known = Request(request.id, *size, now_ns, request.deadline_ns, account=request.account)
         if not self._schedule.pool.can_ever_fit(known):  # the encode lane's memory is too small for the prompt
@@ -159,7 +159,7 @@ class WaaLanes(Lanes):
             if (inside := self._inside.get(token.id)) is None:
                 continue
             if lane == "encode" and token.finish == "length":
-                # Its token is not used: the decode lane makes it once more.
+                # Its token is not used: the decode lane generates it again.
                 inside.lane, inside.transfer = None, message.transfers.get(token.id)
                 self._has_been_encoded(token.id)
                 continue
@@ -168,7 +168,7 @@ class WaaLanes(Lanes):
                 inside.lane = None
                 self._take_out(token.id)
             tokens.append(token if lane == "decode" else Token(token.id, 0, "error", error=token.error))
-        # A request arrives and ends once, though both lanes see it come and go.
+        # A request arrives and ends only once, although both lanes see it.
         once: dict[str, Any] = {"finished": ()} if lane == "encode" else {"arrivals": ()}
         records = [record._replace(**once) for record in message.records]
         self._advance()
@@ -201,7 +201,7 @@ class WaaLanes(Lanes):
             for id_ in step.transfer:
                 if (inside := self._inside.get(id_)) is not None:
                     inside.lane = "decode"
-                    # Where its K/V is, is not the client's to say.
+                    # Clients must not say where K/V is.
                     self.send(Submit(inside.request, inside.transfer), "decode")
         while (step := schedule.next_step("encode")) is not None:
             ids = [chunk.id for chunk in step.encode]
@@ -210,7 +210,7 @@ class WaaLanes(Lanes):
             for id_ in ids:
                 inside = self._inside[id_]
                 inside.lane = "encode"
-                # NixlConnector keeps no other K/V.
+                # NixlConnector stores no other K/V.
                 self.send(Submit(Generation(id_, inside.request.prompt, 1), {"do_remote_decode": True}), "encode")
         self._prune()
 

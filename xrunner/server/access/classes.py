@@ -60,5 +60,5 @@ class Classes:
 
     def _missing(self, name: str) -> str:
         if not self._of:
-            return "the plan has no classes of requests; they are in the workload's file that it is made from"
+            return "the plan has no classes of requests; they come from the workload file that it was made from"
         return f"the plan's classes are {', '.join(self._of)}{nearest(name[:64], self._of)}"

@@ -102,7 +102,7 @@ class ApiKeys:
         try:
             self._keys = _read(self.path, self._classes)
         except InputError as error:
-            logger.error("the API keys stay as they were", extra={"fields": {"reason": str(error)}})
+            logger.error("the API keys are unchanged", extra={"fields": {"reason": str(error)}})
         else:
             names = [key.name for key in self._keys.values()]
             logger.info("API keys reloaded", extra={"fields": {"keys": names}})

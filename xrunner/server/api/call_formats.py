@@ -142,7 +142,7 @@ class ObjectCalls(CallFormat):
 
     def only(self, schemas: Schemas) -> str:
         opening, closing = (self.terms(mark) if mark else "" for mark in (self.mark, self.closing))
-        # In the pieces of JSON: longer ones could not be told from the beginning of an answer that is an object, too.
+        # In JSON's tokens: longer pieces could not be told from the beginning of an answer that is also an object.
         opened = ((re.findall(r'"[^"]*"|[^"]', self.begin(name)), schema) for name, schema in schemas.items())
         called = " | ".join(f'{" ".join(map(json.dumps, words))} {json_rule(schema)} "}}"' for words, schema in opened)
         return (

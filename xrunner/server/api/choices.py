@@ -128,7 +128,7 @@ class Choice:
         self.num_reasoning += is_thinking
         if self.finish is not None:
             self.calls = self._reader.calls()
-        # A function that the client has named is no choice of the model's: it ends with "stop", as OpenAI's do.
+        # If the client has named the function, the model did not choose it: the output ends with "stop", as at OpenAI.
         if self.calls and self.finish == "stop" and not self._is_named:
             self.finish = "tool_calls"
         pieces = self._reader.pieces()

@@ -102,12 +102,10 @@ class CountRequest(Sampled, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         """Raises ApiError (400)."""
         if self.mcp_servers:
-            refuse("mcp_servers", "no tools are run here; leave it out, and send tools")
+            refuse("mcp_servers", "this server runs no tools; leave it out, and send tools for the client to run")
         for tool in self.tools or ():
             if tool.type not in (None, "custom") or tool.input_schema is None:
-                refuse(
-                    "tools", f"{tool.name} is no function with an input_schema; Anthropic's own tools are not run here"
-                )
+                refuse("tools", f"{tool.name} has no input_schema; this server does not run Anthropic's own tools")
 
     def chat(self, **fields: Any) -> ChatRequest:
         """Return the chat that the request stands for. Raises ApiError (400)."""
@@ -152,7 +150,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
         """Raises ApiError (400)."""
         super().check()
         if self.container is not None:
-            refuse("container", "no code is run here; leave it out")
+            refuse("container", "this server runs no code; leave it out")
 
     def chat(self, **fields: Any) -> ChatRequest:
         """Return the chat that the request stands for. Raises ApiError (400)."""
@@ -168,7 +166,7 @@ def _texts(content: str | list[ContentBlock], field: str) -> str | list[TextPart
 
 def _text(block: ContentBlock, field: str) -> str:
     if block.type != "text" or block.text is None:
-        refuse(field, f"a content block of type {block.type!r} is not read here, text is")
+        refuse(field, f"content blocks of type {block.type!r} are not supported; send text")
     return block.text
 
 
@@ -192,7 +190,7 @@ def _messages(message: Message) -> list[ChatMessage]:
             case "thinking", "assistant":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking", "assistant":
-                pass  # nobody can read it
+                pass  # only its author can read it
             case _:
                 texts.append(_text(block, "messages"))
     if results and not texts:
@@ -209,7 +207,7 @@ def _tool(tool: ClientTool) -> Tool:
 def _choice(choice: Choosing) -> ToolChoice:
     """Return the chat's `tool_choice`. Raises ApiError (400)."""
     if choice.type == "tool":
-        return NamedTool(NamedFunction(choice.name or refuse("tool_choice", "a tool has a name")))
+        return NamedTool(NamedFunction(choice.name or refuse("tool_choice", "a tool needs a name")))
     return "required" if choice.type == "any" else choice.type
 
 
@@ -264,7 +262,7 @@ class MessagesWriter(BlockWriter):
         return self._message | {"content": content, **stopped, "usage": _usage(prompt, choice.num_tokens)}
 
     def logprobs(self, report: TokenReport) -> dict[str, Any]:
-        return {}  # messages have none
+        return {}  # messages have no such field
 
 
 def _object(arguments: str) -> bytes:

@@ -33,17 +33,17 @@ _WITH_BODY = ("400", "408", "413", "429", "503")
 _GENERATION = ("400", "401", "403", "404", "408", "413", "421", "429", "500", "503", "504")
 
 _SAMPLING = (
-    "temperature, top_p, top_k, min_p and repetition_penalty that are left out are those of the checkpoint's "
-    "generation_config.json, or else OpenAI's defaults. "
+    "temperature, top_p, top_k, min_p and repetition_penalty default to the checkpoint's "
+    "generation_config.json, or else to OpenAI's defaults. "
 )
 _COMPLETION = "Without max_tokens an output has at most 16 tokens, or --default-max-tokens."
 _CHAT = (
-    "Without max_tokens an output may fill the context, or have --default-max-tokens. K/V memory is promised for the "
+    "Without max_tokens an output may fill the context, or have --default-max-tokens. K/V memory is reserved for the "
     "plan's quantile of outputs (admission.promise_quantile): a longer output waits while other requests need the "
-    "memory, and then goes on; with static batches and models with an encoder it ends there."
+    "memory, and then continues; with static batches or an encoder it ends there."
 )
 
-_NOT_KEPT = " Answers are not kept: send the items before in input."
+_NOT_KEPT = " Answers are not stored: send earlier items in input."
 _COUNTING = ("400", "401", "403", "404", "408", "413", "421", "429", "503")
 _ANTHROPIC = "AnthropicError"
 
@@ -201,7 +201,7 @@ def _say_what_types_do_not(components: Json, names: Sequence[str], spec: ModelSp
         for name, (neutral, reason) in request.WITHOUT_EFFECT.items():
             accepted = [None] if neutral is None else [None, neutral]
             properties[name] = {"enum": accepted, "default": None, "description": reason}
-    # A type that is in no union needs no tag.
+    # A type outside of any union needs no tag.
     told_apart = set(_mapped(components))
     for name, schema in components.items():
         if name not in told_apart and "enum" in schema.get("properties", {}).get("type", {}):

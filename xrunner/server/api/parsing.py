@@ -62,7 +62,7 @@ def _parser(kind: type[P]) -> Callable[[Body], P]:
 
 
 def _parse(decoder: msgspec.json.Decoder[P], body: Body) -> P:
-    # Counting commas takes a hundredth of the time of decoding; text has some, too, but hardly one in 16 characters.
+    # Counting commas takes a hundredth of the time of decoding; text also has some, but hardly one in 16 characters.
     if body.count(b",") > MAX_ITEMS + len(body) // 16 or _has_many_strings(body):
         raise ApiError(413, f"the body holds more than {MAX_ITEMS} items; send fewer prompts at once")
     try:
@@ -121,7 +121,7 @@ def parse_deadline(header: str | None, field_s: float | None) -> float | None:
 def _has_many_strings(body: Body) -> bool:
     """Return whether a body has more than MAX_ITEMS strings, names of fields among them."""
     num_quotes = body.count(b'"')
-    # Quotes within a string are escaped. To count those takes three times as long, and few bodies need it.
+    # Quotes within a string are escaped. Counting those takes three times as long, and few bodies need it.
     return num_quotes > 2 * MAX_ITEMS and num_quotes - body.count(b'\\"') > 2 * MAX_ITEMS
 
 
@@ -148,7 +148,7 @@ def _check_sizes(looked: Any, size: int) -> None:
             refuse(name, f"{size} bytes are more than {MAX_FREE_BYTES}")
     prompt = bytes(looked.prompt)
     if prompt.startswith(b"["):
-        # In a list of texts, brackets may be theirs.
+        # In a list of texts, brackets may belong to the texts.
         most = MAX_ITEMS if b'"' in prompt else MAX_PROMPTS
         if prompt.count(b"[") > most:
             refuse("prompt", f"more than {most} lists; send fewer prompts at once")

@@ -161,7 +161,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
         if most is None:
             return tokens
         if most == 0:
-            refuse("truncate_prompt_tokens", "0 tokens are no prompt; send -1 or a positive number")
+            refuse("truncate_prompt_tokens", "a prompt needs tokens; send -1 or a positive number")
         return tokens[-(max_context - 1 if most < 0 else most) :]
 
     @property
@@ -258,7 +258,7 @@ class GenerationRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
                 setattr(self, field, None)
         if (self.min_tokens or 0) > 1 and not (self.ignore_eos and not self.stops and not self.stop_token_ids):
             if self.min_tokens != self.named_output:
-                refuse("min_tokens", "it is implemented for as many as max_tokens, or with ignore_eos; leave it out")
+                refuse("min_tokens", "it is supported only if it equals max_tokens, or with ignore_eos; leave it out")
             self.ignore_eos, self.stop, self.stop_token_ids = True, None, None
         if self.stream_options is not None and not self.stream:
             refuse("stream_options", "it applies only with stream: true; leave it out")
@@ -428,7 +428,7 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True, d
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Any, str]]] = {
         "modalities": (["text"], "answers are text only; leave it out"),
         "audio": (None, "answers are text only; leave it out"),
-        "web_search_options": (None, "nothing is searched here; leave it out"),
+        "web_search_options": (None, "this server does not search; leave it out"),
         "functions": (None, "send tools in its place"),
         "function_call": (None, "send tool_choice in its place"),
     }

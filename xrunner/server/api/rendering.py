@@ -31,7 +31,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for the server, which lets its requests end first
+            start_new_session=True,  # Ctrl-C must reach only the server, which lets its requests end first
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -70,7 +70,7 @@ class _Process:
             head = self._output.read(8)
             if (size := int.from_bytes(head, "little")) > MAX_ANSWER_BYTES:
                 self._process.kill()
-                raise ValueError(f"it makes {size} bytes of the chat: more than {MAX_ANSWER_BYTES}")
+                raise ValueError(f"it makes {size} bytes of the chat, more than {MAX_ANSWER_BYTES}")
             answer = self._output.read(size)
         finally:
             timer.cancel()

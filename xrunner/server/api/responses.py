@@ -115,11 +115,11 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/responses."""
 
     WITHOUT_EFFECT: ClassVar[dict[str, str]] = {
-        "previous_response_id": "answers are not kept here; send the items before in input",
-        "conversation": "conversations are not kept here; send their items in input",
-        "background": "answers are not kept here; leave it out",
-        "prompt": "prompts are not kept here; send instructions and input",
-        "moderation": "nothing is moderated here; leave it out",
+        "previous_response_id": "answers are not stored; send earlier items in input",
+        "conversation": "conversations are not stored; send their items in input",
+        "background": "answers are not stored; leave it out",
+        "prompt": "prompts are not stored; send instructions and input",
+        "moderation": "this server does not moderate; leave it out",
     }
 
     input: str | list[Item]
@@ -150,7 +150,7 @@ class ResponsesRequest(OpenAiFields, forbid_unknown_fields=True, kw_only=True):
                 refuse(field, reason)
         for tool in self.tools or ():
             if tool.type != "function" or tool.name is None:
-                refuse("tools", f"a tool of type {tool.type!r} is not run here; send functions, with their names")
+                refuse("tools", f"tools of type {tool.type!r} are not supported; send functions with names")
 
     def translated(self) -> Translated:
         """Return the request as a chat, and the writer of its answer. Raises ApiError (400)."""
@@ -196,7 +196,7 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
         elif item.type == "message" and item.role is not None:
             message = ChatMessage(item.role, _content(item.content))
         else:
-            refuse("input", f"an item of type {item.type!r} is not read here; messages, calls and their outputs are")
+            refuse("input", f"items of type {item.type!r} are not supported; send messages, calls and their outputs")
         is_open = message.role == "assistant"
         if thought and is_open:
             message.reasoning_content, thought = thought, ""
@@ -218,7 +218,7 @@ def _texts(parts: str | list[ContentPart]) -> list[str]:
         return [parts]
     for part in parts:
         if part.type not in TEXTS:
-            refuse("input", f"a part of type {part.type!r} is not read here, text is")
+            refuse("input", f"parts of type {part.type!r} are not supported; send text")
     return [part.text or part.refusal or "" for part in parts]
 
 
@@ -236,7 +236,7 @@ def _choice(choice: str | Chosen | None) -> ToolChoice | None:
     if choice.type == "allowed_tools" and all(tool.name is not None for tool in choice.tools):
         named = [NamedTool(NamedFunction(tool.name or "")) for tool in choice.tools]
         return AllowedTools(Allowed(named, choice.mode))
-    refuse("tool_choice", f"{choice.type!r} is not known here; name a function, or send none, auto or required")
+    refuse("tool_choice", f"{choice.type!r} is not supported; name a function, or send none, auto or required")
 
 
 def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSchemaFormat | None:
@@ -270,7 +270,7 @@ class ResponsesWriter(BlockWriter):
             "truncation": "disabled",
         }
         self._id = new_id("resp")
-        # As it will be written, so that the request need not be kept.
+        # Encoded already, so that the request need not be kept.
         self._said = msgspec.json.encode(said)
         self.num_kept_bytes = len(self._said)
         self._items: list[dict[str, Any]] = []

@@ -80,7 +80,7 @@ def main() -> None:
             content = json.dumps(answer(json.loads(read.read(int.from_bytes(head, "little"))))).encode()
         except (MemoryError, RecursionError) as error:
             is_full = isinstance(error, MemoryError)
-            says = f"it takes more memory than the {MAX_BYTES >> 20} MiB it may" if is_full else "it nests too deeply"
+            says = f"it needs more than {MAX_BYTES >> 20} MiB of memory" if is_full else "it nests too deeply"
             content = json.dumps({"refused": says}).encode()
         write.write(len(content).to_bytes(8, "little") + content)
         write.flush()

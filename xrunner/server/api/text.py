@@ -54,7 +54,7 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text; a rendered chat already has its special tokens. Other threads run meanwhile."""
-        # What encodes a single text keeps Python's lock all the while.
+        # Encoding a single text would hold Python's lock throughout.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def has_text(self, token: int) -> bool:
@@ -73,7 +73,7 @@ def load_tokenizer(checkpoint: Path) -> TextCodec | None:
         return None
     tokenizer, settings = found
     _check_encodes(tokenizer, checkpoint)
-    # In threads of its own it would bypass `tokenising`, which decides which text has its turn, at which priority.
+    # With threads of its own it would bypass `tokenising`, which decides which text is next, and at which priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return TextCodec(tokenizer, load_chat_template(checkpoint), special_tokens(settings).get("eos_token"))
 
@@ -88,11 +88,11 @@ def _check_encodes(tokenizer: Tokenizer, checkpoint: Path) -> None:
     try:
         for add_special_tokens in (False, True):
             tokenizer.decode(tokenizer.encode("Hello, world", add_special_tokens=add_special_tokens).ids)
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # the library's panics are not Exceptions
         if isinstance(error, KeyboardInterrupt):
             raise
         path, reason = checkpoint / "tokenizer.json", cut(str(error))
-        raise InputError("tokenizer", str(path), f"it must encode a text, and fails at one: {reason}") from None
+        raise InputError("tokenizer", str(path), f"it cannot encode a text: {reason}") from None
 
 
 @lru_cache(maxsize=1 << 16)
@@ -149,7 +149,7 @@ class Detokenizer:
             self._ids = [token for token in context if codec.has_text(token)][-CONTEXT:]
         before = "" if codec is None or not self._ids else self._decoded(codec)
         if before.endswith(REPLACEMENT):
-            self._ids, before = [], ""  # a piece of a character, which the output may complete
+            self._ids, before = [], ""  # a part of a character, which the output may complete
         self._num_given = len(before)
         """Number of characters of the window's text that were returned."""
         self._num_pending = 0
@@ -157,7 +157,7 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Return the text that `token` completes."""
-        # Skipped before anything is decoded: a window of nothing else would read as the beginning of the text.
+        # Skipped before decoding: a window of only such tokens would decode as the beginning of a text.
         if self._codec is None or not (token in self._shown or self._codec.has_text(token)):
             return ""
         self._ids.append(token)
@@ -167,7 +167,7 @@ class Detokenizer:
             return self._give(self._codec, text, 0)
         if self._num_pending <= MAX_UNFINISHED:
             return ""
-        # No character has as many tokens: only the last ones can still become one.
+        # No character has this many tokens: only the last ones can still become one.
         num_held = len(text) - len(text.rstrip(REPLACEMENT))
         return self._give(self._codec, text, min(num_held, MAX_UNFINISHED))
 
@@ -182,7 +182,7 @@ class Detokenizer:
     def _give(self, codec: TextCodec, text: str, num_held: int) -> str:
         """Return the new part of the window's text, except its last `num_held` characters."""
         given = text[self._num_given : len(text) - num_held]
-        # A token before what is held, or pending, is context enough: decoders look one back.
+        # One token before the held or pending ones is enough context: decoders look one token back.
         del self._ids[: -max(self._num_pending, 1)]
         self._num_pending = 0
         self._num_given = max(0, len(self._decoded(codec)) - num_held)

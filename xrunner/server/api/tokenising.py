@@ -72,7 +72,7 @@ class Tokenising:
         """Encode in a thread. A text that is much too long is recognised by its beginning, however long the rest is."""
         length = FIRST_LOOK * self._max_context
         while length < len(text):
-            # Where the beginning is cut some tokens may differ, but not as many as the context holds.
+            # Cutting may change some tokens at the cut, but far fewer than the context holds.
             found = len(self._codec.encode(text[:length], add_special_tokens=add_special_tokens))
             if found > 2 * self._max_context:
                 raise TooLong(found - self._max_context)
@@ -121,5 +121,5 @@ class Tokenising:
 
 
 def _step_back() -> None:
-    if sys.platform == "linux":  # elsewhere it would be the whole process that steps back
+    if sys.platform == "linux":  # on other systems the whole process would get this niceness
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)

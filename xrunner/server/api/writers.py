@@ -147,7 +147,7 @@ class Writer(AnswerWriter):
             self._silent.setdefault(delta.index, []).extend(_tokens(delta))
             return b""
         if delta.calls and delta.finish:
-            # Clients take a call for complete when the finish comes, and look no further into that chunk.
+            # Clients take a call as complete when the finish reason comes, and read no more of that chunk.
             last = replace(delta, text="", reasoning="", calls=(), logprobs=None, is_first=False)
             before = self._chunk(replace(delta, finish=None), None, prompt, num_tokens)
             return before + self._chunk(last, timings, prompt, num_tokens, tokens=())
@@ -239,7 +239,7 @@ class CompletionWriter(Writer):
         return {
             "tokens": report.text,
             "token_logprobs": report.logprob,
-            # Tokens that read the same (pieces of characters) share an entry: the most probable one's.
+            # Tokens with the same text (parts of characters) share an entry: that of the most probable one.
             "top_logprobs": _with_chosen(report) if report.top else None,
             "text_offset": report.offset,
         }

@@ -70,7 +70,7 @@ class Answer(Response):
             if answer.done():
                 answer.result()
         except asyncio.CancelledError:
-            # The server's time for shutting down is over: end the answer rather than break it off.
+            # The time for shutting down is over: end the answer instead of breaking the connection.
             left = "shutdown"
             ended = ApiError(503, "the server is shutting down", code="shutting_down")
             await self._break_off(left, ended, answer, gone)
@@ -130,7 +130,7 @@ class Answer(Response):
         num_tokens = 0
         failure: ApiError | None = None
         while outputs.num_running and failure is None:
-            # What has arrived meanwhile goes into one write, even if a failure follows it.
+            # Tokens that have arrived meanwhile are written together, even if a failure follows.
             chunks: list[bytes] = []
             while not chunks or (outputs.num_running and not outputs.inbox.empty() and len(chunks) < TOKENS_AT_ONCE):
                 try:

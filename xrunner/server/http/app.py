@@ -115,14 +115,14 @@ async def _refuse(http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         says = str(error.detail)
         if error.status_code in (404, 405):
-            says = f"there is no {http.method} {http.url.path[:MAX_PATH_SHOWN]} here; /openapi.json has what there is"
+            says = f"there is no {http.method} {http.url.path[:MAX_PATH_SHOWN]}; /openapi.json lists what there is"
         error = ApiError(error.status_code, says, headers=error.headers)
     assert isinstance(error, ApiError)
     return ErrorResponse(error)
 
 
 async def _say_nothing(_: Request, __: Exception) -> Response:
-    return Response()  # the client has left in the middle of its request
+    return Response()  # the client disconnected in the middle of its request
 
 
 def _route(path: str, value_of: Callable[[Request], Any], media_type: str = "application/json") -> Route:

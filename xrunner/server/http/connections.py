@@ -51,7 +51,7 @@ PROBE_S = 0.05, 1.0
 
 logger = logging.getLogger(__name__)
 _uvicorn = logging.getLogger(f"{__name__}.uvicorn")
-_uvicorn.setLevel(logging.ERROR)  # below that it logs clients' mistakes, which their answers report
+_uvicorn.setLevel(logging.ERROR)  # lower levels log clients' mistakes, which the answers report already
 
 
 class Phase(IntEnum):
@@ -149,7 +149,7 @@ class Listener(socket.socket):
     def accept(self) -> tuple[AcceptedSocket, Any]:
         """Accept a connection; raise BlockingIOError if there is none, or no room for one."""
         if self._failed:
-            # After any other error asyncio would try again and again, and log each.
+            # After any other error asyncio would retry for ever, and log each attempt.
             self._failed = False
             raise BlockingIOError
         try:

@@ -90,7 +90,7 @@ class Outputs:
         """
         self._engine.check_open()
         if self.end_s <= time.perf_counter():
-            raise self.late("it was not the request's turn")
+            raise self.late("the request had not started")
         num_choices = self._request.num_choices
         promise = self._check_room(len(self._prompts) * num_choices)
         outputs = sum(prompt.allowance.promised_output or prompt.allowance.max_output for prompt in self._prompts)
@@ -107,7 +107,7 @@ class Outputs:
             has_deadline=self._seconds is not None,
             read_s=self._info.read_s,
             promise=promise,
-            # Log probabilities take far less memory as they are written than as they come.
+            # Log probabilities take far less memory as JSON text.
             hold=not (self._request.stream or self._request.stops or self._request.num_logprobs is not None),
         )
         sampling = self._request.sampling(seed)  # once: a grammar is written for it
@@ -139,11 +139,11 @@ class Outputs:
         account, within_s = self._info.key.account, self._info.key.answer_within_s or limits.answer_within_s
         promise = reason = None
         if not engine.backlog.has_room(account, num_outputs, limits.max_waiting):
-            reason = f"{len(engine.backlog)} requests wait already, {limits.max_waiting} may"
+            reason = f"{len(engine.backlog)} requests are waiting already, of at most {limits.max_waiting}"
         elif within_s is not None and (expected_s := engine.answer_s(account, num_outputs)) is not None:
             promise = Promise(expected_s, within_s)
             if (answer_s := engine.backlog.caution * expected_s) > within_s:
-                reason = f"the answer would take {answer_s:.2g} s, {within_s:g} s are promised"
+                reason = f"the answer would take {answer_s:.2g} s; this server promises {within_s:g} s"
         if reason is not None:
             retry_after_s = engine.retry_after_s()
             raise ApiError(429, f"{reason}; try again later", code="queue_full", retry_after_s=retry_after_s)
@@ -152,7 +152,8 @@ class Outputs:
     def late(self, what: str) -> ApiError:
         """Return the error for an answer that comes too late; `what` names what has not happened in time."""
         if self.is_timeout:
-            return ApiError(504, f"{what} within the {self._limits.request_timeout_s:g} s given here", code="timeout")
+            within_s = self._limits.request_timeout_s
+            return ApiError(504, f"{what} within this server's limit of {within_s:g} s", code="timeout")
         return ApiError(504, f"{what} by its deadline", code="deadline_exceeded")
 
     @property

@@ -55,7 +55,7 @@ def serve(
     Raises:
         MachineError: the address is not available, or the engine's workers cannot be restarted.
     """
-    # uvicorn raises a signal again when it has shut down; SIGTERM must not end us before our caller cleans up.
+    # uvicorn raises the signal again after its shutdown; SIGTERM must not end us before our caller cleans up.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with Listener.at(host, port) as listener:

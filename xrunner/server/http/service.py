@@ -93,7 +93,7 @@ class Service:
         self._begin(http)
         memory = self._bodies.memory(http)
         try:
-            # The body itself is not kept: what has been made from it waits for its turn to be tokenised.
+            # The body itself is not kept: only the parsed request waits for its turn to be tokenised.
             request = parse(await self._bodies.read(http, memory))
             memory.set(request.num_text_bytes)
             return await begin(http, request, memory)
@@ -213,7 +213,10 @@ class Service:
         if self._codec is None:
             refuse("tokens", "this model has no tokenizer")
         if len(tokens) > self._spec.max_context or any(token >= self._spec.vocab_size for token in tokens):
-            refuse("tokens", f"they must be below {self._spec.vocab_size}, and at most {self._spec.max_context}")
+            refuse(
+                "tokens",
+                f"at most {self._spec.max_context} token ids, each below {self._spec.vocab_size}, are accepted",
+            )
         return _json({"prompt": self._codec.tokenizer.decode(tokens, skip_special_tokens=False)})
 
     def _check(self, request: GenerationRequest) -> None:
@@ -228,12 +231,12 @@ class Service:
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
         if request.seed is not None and not self._engine.remote.takes_seeds:
-            refuse("seed", "vLLM keeps to no seed on CPUs; leave it out")
+            refuse("seed", "vLLM does not support seeds on CPUs; leave it out")
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
         if request.num_prompt_logprobs is not None and not self._engine.remote.scores_prompts:
-            refuse("echo", "log probabilities of prompts are not given by vLLM, in rows or by an encoder; leave it out")
+            refuse("echo", "vLLM, batches in rows and encoders give no log probabilities of prompts; leave it out")
 
     async def _check_grammar(self, info: RequestInfo, request: ChatRequest) -> None:
         """Refuse grammars that outputs cannot follow; leave optional calls without a grammar in that case."""
@@ -258,7 +261,7 @@ class Service:
     async def _why_not(self, info: RequestInfo, grammar: str) -> str | None:
         """Return why outputs cannot follow a grammar; None if they can."""
         if self._model.grammars is None or self._prompts.tokenising is None:
-            return "no output keeps to a grammar here: the model has no tokenizer, or vLLM runs it; leave it out"
+            return "this server has no grammars, because the model has no tokenizer or runs in vLLM; leave it out"
         why_not = partial(self._model.grammars.why_not, grammar)
         try:
             return await self._prompts.tokenising.by_turns(info.key.name, len(grammar), why_not)

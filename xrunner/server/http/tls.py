@@ -28,7 +28,9 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
             raise InputError(field, str(path), f"it cannot be read: {error.strerror}") from None
 
     def password() -> str:
-        raise InputError(KEY, str(key or certificate), "it is encrypted: a server asks for no passphrase; decrypt it")
+        raise InputError(
+            KEY, str(key or certificate), "it is encrypted, and a server cannot ask for a passphrase; decrypt it"
+        )
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -37,6 +39,10 @@ def server_context(certificate: Path, key: Path | None = None) -> ssl.SSLContext
         context.load_cert_chain(certificate, key, password)
     except ssl.SSLError as error:
         shown = f"{certificate} with {key}" if key else str(certificate)
-        what = "the key is another certificate's" if error.reason == "KEY_VALUES_MISMATCH" else "no certificate and key"
+        what = (
+            "the key belongs to another certificate"
+            if error.reason == "KEY_VALUES_MISMATCH"
+            else "no certificate and key"
+        )
         raise InputError(CERTIFICATE, shown, f"{what} in PEM ({error.reason or error})") from None
     return context

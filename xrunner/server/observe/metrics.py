@@ -39,7 +39,9 @@ class Metrics:
         counter, buckets = self._counter, self._buckets
         self.requests = counter("xgpt_requests", "Requests that ended, by finish reason.", "finish_reason")
         self.prompt_tokens = counter("xgpt_prompt_tokens", "Prompt tokens accepted.")
-        self.cached_tokens = counter("xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request left.")
+        self.cached_tokens = counter(
+            "xgpt_prompt_tokens_cached", "Prompt tokens whose K/V an earlier request had cached."
+        )
         self.output_tokens = counter("xgpt_output_tokens", "Tokens generated.")
         self._accounts = counter("xgpt_key_tokens", "Tokens of each API key's ended requests.", "key", "kind")
         text = "Requests with all their tokens, by API key and by whether they kept its bounds: the goodput."
@@ -60,12 +62,14 @@ class Metrics:
         self.handover_s = buckets("xgpt_handover_seconds", text, OVERHEAD_BUCKETS_S)
         text = "Own overhead: from the end of the step that sampled a token to the writing of its bytes."
         self.delivery_s = buckets("xgpt_delivery_seconds", text, OVERHEAD_BUCKETS_S)
-        self._gauge("xgpt_requests_running", "Requests that hold a slot.", lambda: engine.pool.num_running)
-        self._gauge("xgpt_requests_waiting", "Requests that wait for a slot.", lambda: engine.pool.num_waiting)
-        self._gauge("xgpt_kv_blocks_used", "Blocks of K/V memory set aside.", lambda: engine.pool.reserved_blocks)
-        self._gauge("xgpt_kv_blocks_kept", "Blocks kept for later requests.", lambda: engine.pool.kept_blocks)
+        self._gauge("xgpt_requests_running", "Requests that are running.", lambda: engine.pool.num_running)
+        self._gauge("xgpt_requests_waiting", "Requests that wait to start.", lambda: engine.pool.num_waiting)
+        self._gauge("xgpt_kv_blocks_used", "K/V blocks reserved for requests.", lambda: engine.pool.reserved_blocks)
+        self._gauge("xgpt_kv_blocks_kept", "K/V blocks cached for later requests.", lambda: engine.pool.kept_blocks)
         self._gauge("xgpt_kv_blocks", "Blocks of K/V memory.", lambda: engine.pool.kv_blocks)
-        self._gauge("xgpt_preemptions", "Requests that lost their K/V.", lambda: engine.pool.num_preemptions)
+        self._gauge(
+            "xgpt_preemptions", "Preemptions: requests that lost their K/V.", lambda: engine.pool.num_preemptions
+        )
         self._registry.register(_Processes(engine))
         self._watch = watch
         if watch is not None:
@@ -86,10 +90,17 @@ class Metrics:
         if bound is not None:
             self._gauge("xgpt_latency_bound_seconds", f"From {begin} to the last token.", lambda: bound)
         self._gauge("xgpt_recent_throughput", "Recent requests/s.", lambda: watch.recent.rate_per_s() or 0.0)
-        self._gauge("xgpt_step_time_ratio", "Recent steps, measured over predicted.", lambda: watch.step_ratio or NAN)
-        self._gauge("xgpt_look_seconds_max", "Longest look at the lengths.", lambda: watch.loop_s)
+        self._gauge(
+            "xgpt_step_time_ratio", "Measured over predicted time of recent steps.", lambda: watch.step_ratio or NAN
+        )
+        self._gauge("xgpt_look_seconds_max", "Longest check of the lengths in the event loop.", lambda: watch.loop_s)
         names = ("observed_input_tokens", "observed_output_tokens", "input_distance_tokens", "output_distance_tokens")
-        texts = ("Recent mean.", "Recent mean, those in flight included.", "Wasserstein, to the plan.", "The same.")
+        texts = (
+            "Recent mean.",
+            "Recent mean, those in flight included.",
+            "Wasserstein distance from the plan's lengths.",
+            "The same.",
+        )
         self._lengths = [
             Gauge(f"xgpt_{name}", text, registry=self._registry) for name, text in zip(names, texts, strict=True)
         ]

@@ -100,7 +100,7 @@ class Watch:
         assert self._planner is not None
         if any(id_ not in running for id_ in (*record.decode, *(chunk[0] for chunk in record.encode))):
             return  # some requests are cancelled, or their tokens are held back
-        has_encoder = self.plan.model.is_encoder_decoder  # its encoder reads the prompt alone, whatever was generated
+        has_encoder = self.plan.model.is_encoder_decoder  # its encoder reads only the prompt, whatever was generated
         ends = {id_: seen.input_length + (0 if has_encoder else seen.generated) for id_, seen in running.items()}
         encode = [(start, start + length, int(start + length == ends[id_])) for id_, start, length in record.encode]
         decodes = [(running[id_].input_length, running[id_].generated) for id_ in record.decode]
@@ -154,8 +154,8 @@ class Watch:
         self._before = None
         self._refused.append((refused.policy, refused.stages))
         self._observer.go_over_to(before)
-        self._apply(before)  # replicas that did change go back, too
-        logger.error("the plan before runs on", extra={"fields": {"reason": reason}})
+        self._apply(before)  # replicas that have changed go back, too
+        logger.error("the previous plan continues", extra={"fields": {"reason": reason}})
 
     def _look(self) -> None:
         if self._planner is None or self._apply is None or (self._judging is not None and not self._judging.done()):

@@ -122,7 +122,7 @@ def test_sighup_reads_the_file_again_and_a_broken_one_changes_nothing(tmp_path: 
         try:
             for text, says, expected in (
                 (f"bob {BOB}\n", "API keys reloaded", [401, 200]),
-                (f"bob {BOB} nonsense\n", "the API keys stay as they were", [401, 200]),
+                (f"bob {BOB} nonsense\n", "the API keys are unchanged", [401, 200]),
                 (f"alice {ALICE}\nbob {BOB}\n", "API keys reloaded", [200, 200]),
             ):
                 path.write_text(text)

@@ -183,7 +183,7 @@ def test_certificates_that_cannot_be_shown(certificate: tuple[Path, Path], tmp_p
         (cert, tmp_path / "none", "No such file"),
         (cert, None, "no certificate and key"),
         (key, key, "no certificate and key"),
-        (cert, other, "the key is another certificate's"),
+        (cert, other, "the key belongs to another certificate"),
         (cert, locked, "encrypted"),
     ):
         with pytest.raises(InputError, match=says) as found:

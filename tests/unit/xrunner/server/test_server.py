@@ -389,7 +389,7 @@ def test_who_would_be_answered_too_late_is_a_429() -> None:
         assert eventually(lambda: metric(url, "xgpt_requests_waiting") == 1)
         refused = post(url)
         assert refused.status_code == 429
-        assert "the answer would take 3 s, 2.5 s are promised" in refused.json()["error"]["message"]
+        assert "the answer would take 3 s; this server promises 2.5 s" in refused.json()["error"]["message"]
         assert [answer.result().status_code for answer in (long, waiting)] == [200, 200]
 
 
