@@ -43,11 +43,11 @@ SHAPES = (
     Shape("opt-125m", torch.float32, 12, 12, 64),
 )
 USES = {
-    "prompt": {"IS_DECODE": False, "IS_SPLIT": False, "IS_UNSORTED": False},
-    "decode": {"IS_DECODE": True, "IS_SPLIT": False, "IS_UNSORTED": False},
-    "decode, split": {"IS_DECODE": True, "IS_SPLIT": True, "IS_UNSORTED": False},
-    "prompt, unsorted": {"IS_DECODE": False, "IS_SPLIT": False, "IS_UNSORTED": True},
-    "decode, split, unsorted": {"IS_DECODE": True, "IS_SPLIT": True, "IS_UNSORTED": True},
+    "prompt": {"IS_DECODE": False, "IS_SPLIT": False, "IS_CAPTURED": False},
+    "decode": {"IS_DECODE": True, "IS_SPLIT": False, "IS_CAPTURED": False},
+    "decode, split": {"IS_DECODE": True, "IS_SPLIT": True, "IS_CAPTURED": False},
+    "prompt, captured": {"IS_DECODE": False, "IS_SPLIT": False, "IS_CAPTURED": True},
+    "decode, split, captured": {"IS_DECODE": True, "IS_SPLIT": True, "IS_CAPTURED": True},
 }
 """The kernel's constants for each."""
 
@@ -110,7 +110,7 @@ def arguments(shape: Shape, tile: Tile, use: dict[str, bool]) -> tuple[dict[str,
         "query_start": "*i32",
         "context_len": "*i32",
         "tables": "*i32",
-        "num_unsorted": "*i32",
+        "counts": "*i32",
         "scale": "fp32",
         "value_start": "i64",
     }

@@ -8,6 +8,7 @@ K/V come from memory and not from a cache that is warm only in benchmarks.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -66,8 +67,16 @@ BRIEF_PASSES, BRIEF_TOKENS = 2, 256
 """On a busy machine: number of passes, and tokens of the largest measured step."""
 LEAST_TRIMMED = 3
 """With up to this number of calls, all of a point's calls count."""
+WARM_STEPS, LOOP_STEPS = 4, 12
+"""Steps of the engine's loop on a GPU, before and while it is timed."""
 THREADS_ROUNDS = 3
 """How often each number of threads is tried."""
+SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
+"""A GPU computes a step of so many tokens for so long before the step is timed, so that its clock has fallen to where
+its power limit keeps it in service."""
+MIXED_DECODES, MIXED_CONTEXT, MIXED_PROMPTS, MIXED_LENGTH = 32, 56, 4, 120
+"""A step with prompts that is measured in the engine's loop on a GPU: its decodes and their context, its prompts and
+their length. Together they have 512 tokens, and each part is a point of its table."""
 MAX_STEP_TOKENS = 2048
 """Most prompt tokens in a measured attention call: larger calls cost proportionally more."""
 MAX_CACHED_TOKENS = 16384
@@ -285,6 +294,7 @@ class Bench:
                     self.meet()
                     steps.append(self.typical_step())
                     short_steps.extend(self.short_step() for _ in range(SHORT_STEPS))
+                self._sustain(key, jobs[key])
                 times[key].append(jobs[key]())
 
         if self._is_brief:
@@ -310,6 +320,8 @@ class Bench:
             jobs["head", n] = partial(self.head, n)
         for n in BATCHES:
             jobs["overhead", n] = partial(self.overhead, n)
+        if isinstance(self.worker, AheadWorker):
+            jobs["mixed step", 0] = self.mixed_step
         for b, n in points.encode:
             jobs["encode attention", b, n] = partial(self.attention, [(0, n)] * b)
         for b, n in points.decode:
@@ -385,7 +397,12 @@ class Bench:
         return self.seconds(self.as_served(run, "head", num_rows))
 
     def overhead(self, num_requests: int) -> float:
-        """Return the seconds of the engine's step without the model: scheduling, building the batch, and settling."""
+        """Return the seconds of the engine's step without the model: scheduling, building the batch, and settling.
+
+        On a GPU they are what a step's time in the loop exceeds the model's, since the next step runs meanwhile.
+        """
+        if isinstance(self.worker, AheadWorker):
+            return max(0.0, self.decode_step_in_loop(num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))
         worker = ModelFree(self.worker)
         pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
         engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
@@ -400,6 +417,37 @@ class Bench:
             seconds.append(time.perf_counter() - started)
         worker.release(range(num_requests))
         return statistics.mean(seconds)
+
+    def decode_step_in_loop(self, num_requests: int) -> float:
+        """Return the seconds of a step of the engine that only decodes."""
+        engine = self._engine(num_requests, prompt_length=8)
+        for _ in range(WARM_STEPS):  # the first encodes the prompts
+            engine.step()
+        seconds = self.seconds(lambda: [engine.step() for _ in range(LOOP_STEPS)]) / LOOP_STEPS
+        self.worker.release(range(num_requests))
+        return seconds
+
+    def mixed_step(self) -> float:
+        """Return the seconds of a step of the engine that decodes and encodes prompts (see `MIXED_DECODES`)."""
+        engine = self._engine(MIXED_DECODES, MIXED_CONTEXT - LOOP_STEPS - WARM_STEPS)
+        for _ in range(WARM_STEPS):
+            engine.step()
+        seconds, ids = [], itertools.count(MIXED_DECODES)
+        for _ in range(LOOP_STEPS):
+            for _ in range(MIXED_PROMPTS):
+                engine.submit(Generation(next(ids), prompt=(0,) * MIXED_LENGTH, max_output=1))
+            seconds.append(self.seconds(engine.step))
+            engine.step()
+        self.worker.release(range(MIXED_DECODES))
+        return middle_mean(seconds)
+
+    def _engine(self, num_requests: int, prompt_length: int) -> Engine:
+        """Return an engine whose steps encode and decode, with requests that do not end while it is measured."""
+        pool = Pool(self.worker.cache.num_blocks - 1, BLOCK_SIZE)
+        engine = Engine(OneLane(LaneSettings(mix=True), pool), self.worker)
+        for i in range(num_requests):
+            engine.submit(Generation(i, prompt=(0,) * prompt_length, max_output=100))
+        return engine
 
     def run_products(self) -> None:
         """Run a typical step's matrix products without attention, so that their kernels are compiled."""
@@ -416,6 +464,13 @@ class Bench:
         """Return the seconds of a whole step without the loop: embedding, layers with attention, head, sampling."""
         batch = self.batch(sequences)
         return self.seconds(lambda: self.worker.next_tokens(batch))
+
+    def _sustain(self, key: tuple[str | int, ...], job: Callable[[], float]) -> None:
+        """Compute a large step on a GPU for a while (see `SUSTAINED_S`)."""
+        if key[0] == "step" and int(key[1]) >= SUSTAINED_TOKENS and isinstance(self.worker, AheadWorker):
+            end = self._clock() + SUSTAINED_S
+            while self._clock() < end:
+                job()
 
     def as_served(self, run: Callable[[], object], *what: object) -> Callable[[], object]:
         """Return a function that runs a part of a step as in service: captured in a CUDA graph if the worker's steps

@@ -16,11 +16,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from xgpt.core.machine import num_cores
 from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
+    SLICE_TOKENS,
     ClusterSpec,
     Curve,
     DType,
@@ -39,6 +41,10 @@ from xprofiler.bench import (
     BLOCK_SIZE,
     ENCODE_BATCHES,
     JITTER_QUANTILES,
+    MIXED_CONTEXT,
+    MIXED_DECODES,
+    MIXED_LENGTH,
+    MIXED_PROMPTS,
     NUM_BLOCKS,
     TOKENS,
     Points,
@@ -229,6 +235,8 @@ def assembled(
         tokens = points.steps
         layers = tuple(_layer(spec, points, group, measured, alone) for group, measured in by_group.items())
         head = _with_last_layer(head, layers[0])
+        if ("mixed step", 0) in alone:
+            layers = (_with_loop(spec, layers[0], head, alone),)
     return Profile(
         source="measured",
         model=spec.shape,
@@ -242,7 +250,7 @@ def assembled(
         layouts=layouts,
         layers=layers,
         encoder_layers=encoder_layers,
-        embedding=curve(alone, "embedding", tokens),
+        embedding=_sliced(curve(alone, "embedding", tokens)),
         head=head,
         overhead=curve(alone, "overhead", BATCHES),
         spread=alone["spread", 0],
@@ -272,8 +280,8 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     layer = LayerTimes(
         tp_degree=group[0],
         ep_degree=group[1],
-        rest=curve(rest, "rest", points.steps),
-        last=curve(rest, "last", points.steps),
+        rest=_sliced(curve(rest, "rest", points.steps)),
+        last=_sliced(curve(rest, "last", points.steps)),
         encode_attention=Surface.filled(
             {at: measured["encode attention", *at] for at in points.encode}, ENCODE_BATCHES, points.prompts
         ),
@@ -284,6 +292,40 @@ def _layer(spec: ModelSpec, points: Points, group: tuple[int, int], measured: Ti
     if group[0] == 1:
         return layer
     return layer.model_copy(update={"head": _with_last_layer(curve(measured, "head", BATCHES), layer)})
+
+
+def _sliced(of_tokens: Curve) -> Curve:
+    """Return the curve with a point for two slices: steps of more tokens than a slice run slice by slice.
+
+    The last two measured points do not tell how times go on: on a GPU they rise in stairs.
+    """
+    if of_tokens.points[-1] != SLICE_TOKENS:
+        return of_tokens
+    points, seconds = (*of_tokens.points, 2 * SLICE_TOKENS), (*of_tokens.seconds, 2 * of_tokens.seconds[-1])
+    return Curve(points=points, seconds=seconds)
+
+
+def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) -> LayerTimes:
+    """Return a GPU's times of a layer, with what a step with prompts takes beyond its parts counted as attention of
+    prompts.
+
+    The loop is not hidden behind such a step, which is launched when its predecessor has ended. Captured, it also
+    computes the logits of more tokens, and launches programs for more sequences, than it has.
+    """
+    assert layer.last is not None
+
+    def at(of: Curve, size: int) -> float:
+        return float(np.interp(size, of.points, of.seconds))
+
+    tokens, sampled = MIXED_DECODES + MIXED_PROMPTS * MIXED_LENGTH, MIXED_DECODES + MIXED_PROMPTS
+    attention = alone["encode attention", MIXED_PROMPTS, MIXED_LENGTH]
+    attention += alone["decode attention", MIXED_DECODES, MIXED_CONTEXT]
+    layers = (spec.num_layers - 1) * at(layer.rest, tokens) + at(layer.last, tokens) + spec.num_layers * attention
+    others = at(head, sampled) + at(curve(alone, "overhead", BATCHES), sampled) + alone["embedding", tokens]
+    beyond = max(0.0, alone["mixed step", 0] - layers - others) / spec.num_layers
+    surface = layer.encode_attention
+    seconds = tuple(tuple(beyond + each for each in row) for row in surface.seconds)
+    return layer.model_copy(update={"encode_attention": surface.model_copy(update={"seconds": seconds})})
 
 
 def _with_last_layer(head: Curve, layer: LayerTimes) -> Curve:

@@ -69,21 +69,21 @@ def test_sequences_are_told_apart_on_the_device(heads, shape):
     num_tokens = len(batch.token_ids)
     qkv = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 3)) for x in qkv]
     cache = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, 0, 0, 1))
-    unsorted = dataclasses.replace(
+    captured = dataclasses.replace(
         batch,
         cache_slots=torch.cat([batch.cache_slots, torch.full((3,), 16 * cache.shape[1] - 16)]),
         query_start=torch.nn.functional.pad(batch.query_start, (0, 2), value=num_tokens),
         context_len=torch.nn.functional.pad(batch.context_len, (0, 2), value=1),
         block_tables=torch.nn.functional.pad(batch.block_tables, (0, 20, 0, 2)),
         num_decodes=0,
-        num_unsorted=torch.tensor([len(batch.context_len)], dtype=torch.int32),
+        counts=torch.tensor([batch.num_decodes, len(batch.context_len)], dtype=torch.int32),
     )
     expected_cache = cache.clone().to(DEVICE)
-    (q, k, v), cache, unsorted = on_device((qkv, cache, unsorted))
+    (q, k, v), cache, captured = on_device((qkv, cache, captured))
     _, _, batch = on_device((qkv, cache, batch))
     parts = [x[:num_tokens] for x in (q, k, v)]
     expected = BACKENDS["reference"]().forward(*parts, expected_cache, batch)
-    actual = TritonAttention().forward(q, k, v, cache, unsorted)
+    actual = TritonAttention().forward(q, k, v, cache, captured)
     torch.testing.assert_close(actual[:num_tokens], expected, **TOLERANCES[torch.float32])
     torch.testing.assert_close(cache[:, :-1], expected_cache[:, :-1], rtol=0, atol=0)
 

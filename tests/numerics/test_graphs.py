@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.lib.served_plans import SPEC
 from tests.numerics.steps import run_again
 from xgpt.checkpoints.files import read_spec
 from xgpt.core.policies import LaneSettings, OneLane, Pool
 from xgpt.core.schema import SLICE_TOKENS
+from xprofiler.bench import Bench
 from xrunner.ahead import AheadWorker
 from xrunner.attention import Sequences, make_batch
 from xrunner.attention.base import pack, unpack
@@ -197,3 +199,23 @@ def test_a_batch_in_one_piece_of_memory():
         np.testing.assert_array_equal(unpacked[name].numpy(), array)
         assert unpacked[name].numpy().dtype == array.dtype
         assert (unpacked[name].data_ptr() - packed.data_ptr()) % 16 == 0
+
+
+def test_the_loop_of_a_gpu_is_measured_with_the_worker_that_runs_ahead():
+    plain = build_worker(WorkerSettings(spec=SPEC, dtype="float32", num_blocks=400, block_size=16))
+    ahead = AheadWorker(plain.model, plain.cache, plain.backend)
+    bench = Bench(ahead, lambda done, total, what: None)
+    jobs = bench.jobs()
+    assert jobs["overhead", 2]() >= 0.0
+    assert ahead.num_hits > 0
+    assert jobs["mixed step", 0]() > 0.0
+    assert not list(ahead._rows), "requests are left in the worker"
+
+
+def test_steps_with_more_prompts_than_their_kernels_are_launched_for_are_not_captured(worker, monkeypatch):
+    monkeypatch.setattr("xrunner.gpu.graphs.MOST_PROMPTS", 4)
+    run, cache, replays = graphed(worker, (1, 4), mixed_sizes=(16,))
+    with torch.inference_mode():
+        for count in (4, 5):
+            run(step_of([7], [(0, 2)] * count, np.random.default_rng(0)), cache, worker.backend)
+            assert sum(replays.counts) == 1

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+MOST_PROMPTS = 64
+"""Most pieces of prompts in a captured step: its kernels are launched for as many, whatever the batch holds."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -28,8 +31,8 @@ class Batch:
         logit_rows: indices of the tokens whose logits are computed. # int64 [sampled]
         num_decodes: number of sequences with one token; they come first.
         max_query_len: length of the longest piece of a prompt; 1 if there is none.
-        num_unsorted: set in captured steps only, where the number of sequences is known only on the device: that
-            number. The sequences have any number of tokens, in any order, and `num_decodes` is 0. # int32 [1]
+        counts: numbers of decodes and of all sequences; set in captured steps only, where only the device knows them
+            and `num_decodes` is 0. # int32 [2]
         prompt_len: encoder-decoders only: how many of the sequence's first tokens the encoder reads. # int32
             [sequences]
         first_key: index of the first token that each sequence attends to; None: 0 for all. # int32 [sequences]
@@ -47,7 +50,7 @@ class Batch:
     logit_rows: Tensor
     num_decodes: int
     max_query_len: int
-    num_unsorted: Tensor | None = None
+    counts: Tensor | None = None
     prompt_len: Tensor | None = None
     first_key: Tensor | None = None
     both_ways: bool = False

@@ -2,7 +2,7 @@
 
 Nothing is read back from the device, and every launch depends only on shapes, so a step can be captured in a CUDA
 graph. In a captured step that must suit any batch of its shape, the kernels themselves find out what each sequence
-holds (`Batch.num_unsorted`). Position biases, attention in both directions, windows, sinks, soft caps and latent keys
+holds (`Batch.counts`). Position biases, attention in both directions, windows, sinks, soft caps and latent keys
 run in plain torch. Triton is imported where the backend is built, so that no other code needs it.
 """
 
@@ -16,15 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.attention.base import PLAIN, AttentionBackend, Batch, Scoring
+from xrunner.attention.base import MOST_PROMPTS, PLAIN, AttentionBackend, Batch, Scoring
 from xrunner.attention.reference import ReferenceAttention
 from xrunner.gpu.fused import power_of_two
 
 MOST_SPLITS = 64
 PROGRAMS_A_PROCESSOR = 4
 """Programs of a decode for each of the device's processors; contexts are split until there are this many."""
-UNSORTED_SPLITS = 8
-"""Most splits if the number of sequences is known only on the device; with many sequences, these splits are empty."""
+CAPTURED_SPLITS = 8
+"""Most splits in a captured step with prompts, where only the device knows the number of decodes; with many decodes,
+most of these splits are empty."""
 LEAST_DOT = 16
 """Rows and columns of the smallest product that tensor cores compute."""
 
@@ -100,10 +101,10 @@ class TritonAttention(AttentionBackend):
         tile = decode_tile(q.shape[2], q.dtype, num_heads // cache.shape[2])
         most_keys, processors = batch.block_tables.shape[1] * cache.shape[3], _num_processors(q.device)
         count = _most_decodes(batch)
-        if batch.num_unsorted is None:
+        if batch.counts is None:
             splits = num_splits(count * cache.shape[2], most_keys, tile.keys, processors)
         else:
-            splits = min(UNSORTED_SPLITS, num_splits(cache.shape[2], most_keys, tile.keys, processors))
+            splits = min(CAPTURED_SPLITS, num_splits(cache.shape[2], most_keys, tile.keys, processors))
         if splits == 1:
             self._attend(q, cache, batch, out, tile, is_decode=True)
             return
@@ -115,15 +116,15 @@ class TritonAttention(AttentionBackend):
             masses,
             out,
             batch.query_start,
-            q if batch.num_unsorted is None else batch.num_unsorted,
+            q if batch.counts is None else batch.counts,
             splits,
             NUM_KV_HEADS=cache.shape[2],
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             PADDED_DIM=padded_dim(head_dim),
-            MOST_SPLITS=MOST_SPLITS if batch.num_unsorted is None else UNSORTED_SPLITS,
+            MOST_SPLITS=MOST_SPLITS if batch.counts is None else CAPTURED_SPLITS,
             PROGRAMS=PROGRAMS_A_PROCESSOR * processors,
-            IS_UNSORTED=batch.num_unsorted is not None,
+            IS_CAPTURED=batch.counts is not None,
         )
 
     def _attend(
@@ -143,7 +144,8 @@ class TritonAttention(AttentionBackend):
         group = q.shape[1] // num_kv_heads
         first = 0 if is_decode else batch.num_decodes
         num_sequences = len(batch.context_len) - first
-        num_tiles = _most_decodes(batch) if is_decode else (len(q) - first) // (tile.rows // group) + num_sequences
+        most_prompts = num_sequences if batch.counts is None else min(num_sequences, MOST_PROMPTS)
+        num_tiles = _most_decodes(batch) if is_decode else (len(q) - first) // (tile.rows // group) + most_prompts
         parts, masses = split or (out, out)
         splits = masses.shape[2] if split else 1
         self._kernels.attend_kernel[(num_tiles, num_kv_heads, splits)](
@@ -155,7 +157,7 @@ class TritonAttention(AttentionBackend):
             batch.query_start,
             batch.context_len,
             batch.block_tables,
-            q if batch.num_unsorted is None else batch.num_unsorted,
+            q if batch.counts is None else batch.counts,
             first,
             num_sequences,
             splits,
@@ -173,7 +175,7 @@ class TritonAttention(AttentionBackend):
             KEYS=tile.keys,
             IS_SPLIT=splits > 1,
             IS_DECODE=is_decode,
-            IS_UNSORTED=batch.num_unsorted is not None,
+            IS_CAPTURED=batch.counts is not None,
             PROGRAMS=PROGRAMS_A_PROCESSOR * _num_processors(q.device),
             DOT=self._kernels.TYPES[dot_dtype(q.device, q.dtype)],
             num_warps=tile.num_warps,
@@ -217,8 +219,8 @@ def dot_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _most_decodes(batch: Batch) -> int:
-    """Return the most sequences that may decode; in an unsorted batch, all."""
-    return batch.num_decodes if batch.num_unsorted is None else len(batch.context_len)
+    """Return the most sequences that may decode; in a captured step with prompts, all."""
+    return batch.num_decodes if batch.counts is None else len(batch.context_len)
 
 
 @functools.cache

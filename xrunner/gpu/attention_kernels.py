@@ -56,7 +56,7 @@ def attend_kernel(
     query_start,  # int32 [sequences + 1]
     context_len,  # int32 [sequences]
     tables,  # int32 [sequences, table_stride]
-    num_unsorted,  # int32 [1]; where they are
+    counts,  # int32 [2]: decodes, and all sequences; if captured
     first_sequence,
     num_sequences,
     splits,
@@ -74,28 +74,35 @@ def attend_kernel(
     KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_DECODE: tl.constexpr,
-    IS_UNSORTED: tl.constexpr,
+    IS_CAPTURED: tl.constexpr,
     PROGRAMS: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Attend from a tile of queries to one split of its sequence's keys. Grid: tiles, K/V heads, splits.
 
-    It covers the sequences from `first_sequence` on. In an unsorted batch, it covers sequences with one token if it
-    decodes, and all others otherwise.
+    It covers the decodes, or the sequences from `first_sequence` on. The grid of a captured step suits any batch of its
+    size: programs beyond the batch's own end at once.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    sequence, first = _tile(first_sequence, query_start, num_sequences, TOKENS, IS_DECODE)
+    in_use = splits
+    num_tiles = tl.num_programs(0)
+    if IS_CAPTURED:
+        num_decodes = tl.load(counts)
+        if IS_DECODE:
+            num_tiles = num_decodes
+            if IS_SPLIT:
+                in_use = _splits_in_use(num_decodes, splits, NUM_KV_HEADS, PROGRAMS)
+        else:
+            first_sequence = num_decodes
+            num_sequences = tl.load(counts + 1) - num_decodes
+            num_tiles = _first_tile(num_sequences, query_start + first_sequence, TOKENS)
+    if (tl.program_id(0) >= num_tiles) | (split >= in_use):
+        return
+    sequence, first = _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS, IS_DECODE)
     begin_token = tl.load(query_start + sequence)
     num_tokens = tl.load(query_start + sequence + 1) - begin_token
-    is_other = first >= num_tokens
-    in_use = splits
-    if IS_UNSORTED:
-        is_other = is_other | ((num_tokens == 1) != IS_DECODE)
-        if IS_SPLIT:
-            in_use = _splits_in_use(num_unsorted, splits, NUM_KV_HEADS, PROGRAMS)
-            is_other = is_other | (split >= in_use)
-    if is_other:
+    if first >= num_tokens:
         return
     context = tl.load(context_len + sequence)
 
@@ -132,12 +139,12 @@ def attend_kernel(
     total = tl.where(mass == 0.0, 1.0, mass)  # a split without keys adds nothing
     result = acc / total[:, None]
     if IS_SPLIT:
+        is_part = in_use > 1
         place = (sequence.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * splits + split
-        tl.store(parts + place[:, None] * HEAD_DIM + d[None, :], result, mask=is_stored)
-        tl.store(masses + place, tl.where(mass == 0.0, float("-inf"), top + tl.log2(total)), mask=is_real)
-    else:
-        place = (at * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-        tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_stored)
+        tl.store(parts + place[:, None] * HEAD_DIM + d[None, :], result, mask=is_stored & is_part)
+        tl.store(masses + place, tl.where(mass == 0.0, float("-inf"), top + tl.log2(total)), mask=is_real & is_part)
+    place = (at * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+    tl.store(out + place[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=is_stored & (in_use == 1))
 
 
 @triton.jit
@@ -199,7 +206,7 @@ def combine_kernel(
     masses,
     out,
     query_start,
-    num_unsorted,
+    counts,
     splits,
     NUM_KV_HEADS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -207,19 +214,18 @@ def combine_kernel(
     PADDED_DIM: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    IS_UNSORTED: tl.constexpr,
+    IS_CAPTURED: tl.constexpr,
 ):
-    """Combine a decode's splits into its result. Grid: (sequence, head) pairs; sequences with more than one token are
-    skipped.
-    """
+    """Combine a decode's splits into its result. Grid: (decode, head) pairs; in a captured step, of most decodes."""
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
-    token = tl.load(query_start + sequence).to(tl.int64)
-    if tl.load(query_start + sequence + 1) - token != 1:
-        return
     in_use = splits
-    if IS_UNSORTED:
-        in_use = _splits_in_use(num_unsorted, splits, NUM_KV_HEADS, PROGRAMS)
+    if IS_CAPTURED:
+        num_decodes = tl.load(counts)
+        in_use = _splits_in_use(num_decodes, splits, NUM_KV_HEADS, PROGRAMS)
+        if (sequence >= num_decodes) | (in_use == 1):  # a single split has written its result itself
+            return
+    token = tl.load(query_start + sequence).to(tl.int64)
     split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, PADDED_DIM)
     inside = (split < in_use)[:, None] & (d < HEAD_DIM)[None, :]
     mass = tl.load(masses + row * splits + split, mask=split < in_use, other=float("-inf"))
@@ -233,7 +239,7 @@ def combine_kernel(
 
 
 @triton.jit
-def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
+def _tile(num_tiles, first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_DECODE: tl.constexpr):
     """Return a program's sequence and its first token. Each decode has one tile. Pieces of prompts have tiles of TOKENS
     tokens: those of sequence i begin at tile (tokens before it) // TOKENS + i. Some may be empty, so that no count need
     be read from the device.
@@ -241,17 +247,17 @@ def _tile(first_sequence, query_start, num_sequences, TOKENS: tl.constexpr, IS_D
     if IS_DECODE:
         return first_sequence + tl.program_id(0), 0
     else:
-        # Later tiles see more keys: they run first, so that none runs alone at the end.
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        # Late tiles see most keys: they go first, so that none of them runs alone at the end.
+        tile = num_tiles - 1 - tl.program_id(0)
         query_starts = query_start + first_sequence
         index = _sequence_of(tile, query_starts, num_sequences, TOKENS)
         return first_sequence + index, (tile - _first_tile(index, query_starts, TOKENS)) * TOKENS
 
 
 @triton.jit
-def _splits_in_use(num_unsorted, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Return how many of the launched splits keep the device busy if all sequences decode."""
-    tiles = tl.maximum(tl.load(num_unsorted), 1) * NUM_KV_HEADS
+def _splits_in_use(num_decodes, splits, NUM_KV_HEADS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Return how many of the launched splits keep the device busy."""
+    tiles = tl.maximum(num_decodes, 1) * NUM_KV_HEADS
     return tl.minimum(tl.maximum(PROGRAMS // tiles, 1), splits)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xgpt.core.schema import SLICE_TOKENS
 from xrunner.attention import AttentionBackend, Batch
+from xrunner.attention.base import MOST_PROMPTS
 from xrunner.kv_cache import KvCache
 from xrunner.models import DecoderModel
 
@@ -112,7 +113,7 @@ class _Captured:
         self._sizes = sizes
         self._replays: dict[int, Callable[[], None]] = {}
         starts = torch.zeros if is_mixed else torch.arange
-        num_unsorted = torch.zeros(1, dtype=torch.int32, device=device) if is_mixed else None
+        counts = torch.zeros(2, dtype=torch.int32, device=device) if is_mixed else None
         self._batch = Batch(
             token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(tokens, dtype=torch.int64, device=device),
@@ -123,7 +124,7 @@ class _Captured:
             logit_rows=starts(sequences, dtype=torch.int64, device=device),
             num_decodes=0 if is_mixed else sequences,
             max_query_len=tokens if is_mixed else 1,
-            num_unsorted=num_unsorted,
+            counts=counts,
         )
 
     def capture(self, capture: Capture, run: Callable[[Batch], None]) -> None:
@@ -144,6 +145,7 @@ class _Captured:
         return (
             len(batch.token_ids) <= len(whole.token_ids)
             and max(len(batch.context_len), len(batch.logit_rows)) <= rows
+            and (whole.counts is None or len(batch.context_len) - batch.num_decodes <= MOST_PROMPTS)
             and batch.block_tables.shape[1] <= blocks
         )
 
@@ -161,7 +163,7 @@ class _Captured:
             logit_rows=whole.logit_rows[:count],
             num_decodes=min(count, whole.num_decodes),
             max_query_len=min(size, whole.max_query_len),
-            num_unsorted=whole.num_unsorted,
+            counts=whole.counts,
         )
 
     def _fill(self, batch: Batch, size: int) -> None:
@@ -176,8 +178,9 @@ class _Captured:
         rest = slice(num_tokens, size)
         if num_tokens < size:
             whole.cache_slots[rest] = self._slot
-        if whole.num_unsorted is not None:  # padding tokens may have any sequence
-            whole.num_unsorted.fill_(count)
+        if whole.counts is not None:  # padding tokens may have any sequence
+            whole.counts[0].fill_(batch.num_decodes)
+            whole.counts[1].fill_(count)
             whole.query_start[: count + 1] = batch.query_start
             whole.query_start[count + 1 :] = num_tokens
             whole.logit_rows[: len(batch.logit_rows)] = batch.logit_rows
