@@ -328,7 +328,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
             keys_values=curve(lambda n: kernels.matrix(n, cross_kv_params), TOKENS),
             attention=surface(lambda b, length: kernels.decode_attention(b, length, kept_bytes)),
         )
-    products, num_all_reduces = _products(spec, kernels, t, ep, cross_kv_params), _all_reduces(spec)
+    products, num_all_reduces = _products(spec, kernels, t, ep, cross_kv_params), all_reduces(spec)
 
     if ep > t:
         num_all_reduces -= _share_with_experts(spec)
@@ -353,7 +353,7 @@ def _layer(spec: ModelSpec, kernels: Kernels, t: int, ep: int) -> LayerTimes:
     )
 
 
-def _all_reduces(spec: ModelSpec) -> float:
+def all_reduces(spec: ModelSpec) -> float:
     """Return the mean number of all-reduces in a layer: one after attention or recurrence, one after the feed-forward
     block."""
     if spec.is_encoder_decoder:
@@ -432,14 +432,14 @@ def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int
 
 def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surface]:
     """Return the seconds of attention of prompts and of decode: the mean over the kinds of layers."""
-    kinds = [_Mixing(spec, kind, kernels, t) for kind in spec.kinds]
+    kinds = [Mixing(spec, kind, kernels, t) for kind in spec.kinds]
     return (
         surface(lambda b, length: _mean(spec, [kind.prompt(b, length) for kind in kinds])),
         surface(lambda b, length: _mean(spec, [kind.decode(b, length) for kind in kinds])),
     )
 
 
-class _Mixing:
+class Mixing:
     """Computes the seconds of attention and recurrence in one kind of layer, on one device of a group of t."""
 
     def __init__(self, spec: ModelSpec, kind: Block, kernels: Kernels, t: int) -> None:

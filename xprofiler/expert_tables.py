@@ -1,4 +1,4 @@
-"""Read experts and latent attention from other projects' tables, for `xprofiler.imported`."""
+"""Read experts from other projects' tables, for `xprofiler.imported`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.errors import InputError
-from xgpt.core.schema import Experts, ModelSpec, Quantization, Surface
+from xgpt.core.schema import Experts, Quantization
 from xprofiler.experts import Routing
-from xprofiler.tables import Tables, interpolate, surface_of
+from xprofiler.tables import Tables, interpolate
 
 Array = npt.NDArray[np.float64]
 Rows = dict[str, npt.NDArray[Any]]
+Curves = dict[tuple[int, int], tuple[str, Array, Array]]
+"""Routing, tokens and logarithms of seconds of each group."""
 
 STORED = {"fp8": "fp8", "fp8_block": "fp8_block", "mxfp4": "w4a16_mxfp4", "int4": "int4_wo", "int8": "int8_wo"}
 STORED |= {"nvfp4": "nvfp4", "mxfp8": "fp8_block"}
@@ -31,10 +32,6 @@ EXPERT_COLUMNS = (
     *("moe_dtype", "num_tokens", "hidden_size", "inter_size", "topk", "num_experts"),
     *("moe_tp_size", "moe_ep_size", "distribution", "latency"),
 )
-LATENT_COLUMNS = ("num_heads", "kv_cache_dtype", "gemm_type", "batch_size", "isl", "step", "latency")
-TABLE_RANKS = (512, 1536, 64, 128, 192)
-"""Sizes of the only latent attention in the tables, DeepSeek-V3's: ranks of K/V and query, and widths of a head's
-rotated part, value and query."""
 
 
 class ExpertTable:
@@ -42,17 +39,17 @@ class ExpertTable:
 
     Args:
         tables: tables of the kind of device and framework.
+        width_in: width of the experts' input.
         dtype: the tables' name for the type of the products.
         rounds: whether activations are rounded to eight bits if there are kernels for that.
     """
 
-    def __init__(self, tables: Tables, spec: ModelSpec, dtype: str, *, rounds: bool = False) -> None:
-        assert spec.experts is not None
-        self._tables, self._hidden, self._experts, self._dtype = tables, spec.hidden_size, spec.experts, dtype
+    def __init__(self, tables: Tables, width_in: int, experts: Experts, dtype: str, *, rounds: bool = False) -> None:
+        self._tables, self._hidden, self._experts, self._dtype = tables, width_in, experts, dtype
         self._rounds = rounds
 
     @cached_property
-    def _held(self) -> dict[tuple[int, int], tuple[str, Array, Array]]:
+    def _held(self) -> Curves:
         """Routing, tokens and logarithms of seconds of each group, from the nearest version that measured it."""
         faster = FASTER.get(self._dtype, ()) if self._rounds else ()
         found = self._of(self._tables.paths("moe", "moe"), faster) if faster else {}
@@ -60,11 +57,11 @@ class ExpertTable:
             found = self._of(self._tables.paths("moe", "moe", SHARED_FROM), faster)
         return self._of(self._tables.paths("moe", "moe"), (self._dtype,)) | found
 
-    def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> dict[tuple[int, int], tuple[str, Array, Array]]:
+    def _of(self, paths: Sequence[Path], kernels: Sequence[str]) -> Curves:
         """Return routing, tokens and seconds of each group for these kernels, from the first table that measured it."""
         experts = self._experts
         wanted = (("hidden_size", self._hidden), ("inter_size", experts.ffn_size), ("topk", experts.active))
-        found: dict[tuple[int, int], tuple[str, Array, Array]] = {}
+        found: Curves = {}
         for path in paths:
             rows = self._tables.read(path, EXPERT_COLUMNS)
             chosen = np.isin(rows["moe_dtype"].astype(str), kernels) & (rows["num_experts"] == experts.number)
@@ -84,6 +81,10 @@ class ExpertTable:
     def groups(self) -> set[tuple[int, int]]:
         """Pairs of the number of devices of a group and the number of parts into which they divide the experts."""
         return set(self._held)
+
+    def most_tokens(self, t: int, ep: int) -> float:
+        """Return the largest number of tokens that was measured on a group."""
+        return float(np.exp(self._held[t, ep][1][-1]))
 
     def seconds(self, tokens: Array, t: int, ep: int) -> Array:
         """Return the seconds of tokens that choose their experts independently of each other. # [n] -> [n]
@@ -134,57 +135,6 @@ def _distribution(experts: Experts, kinds: set[str]) -> str | None:
     return min(exponents, key=lambda name: abs(exponents[name] - experts.skew), default=None)
 
 
-def latent_attention(
-    tables: Tables, spec: ModelSpec, heads: int, stored: str, slower: float
-) -> tuple[Surface, Surface]:
-    """Return the seconds of latent attention with its projections, of prompts and of decode.
-
-    Raises:
-        InputError: these ranks were not measured, or not with this number of heads.
-    """
-    assert spec.latent is not None
-    latent = spec.latent
-    ranks = (latent.kv_rank, latent.q_rank, latent.rope_head_dim, latent.value_head_dim, spec.head_dim)
-    if ranks != TABLE_RANKS:
-        raise InputError("model.latent", spec.name, "the tables hold only DeepSeek-V3's latent attention")
-    found = []
-    for phase, factor in (("context", slower), ("generation", 1.0)):
-        path = tables.paths("mla", f"mla_{phase}_module")[0]
-        rows = tables.read(path, LATENT_COLUMNS)
-        chosen = (rows["num_heads"] == heads) & (rows["gemm_type"] == stored)
-        chosen &= rows["kv_cache_dtype"] == tables.kv_dtype
-        if not chosen.any():
-            kinds = sorted(set(zip(rows["gemm_type"].tolist(), rows["kv_cache_dtype"].tolist(), strict=True)))
-            known = ", ".join(f"{weights} with K/V in {kv}" for weights, kv in kinds)
-            raise InputError(
-                "dtype", f"{stored} with K/V in {tables.kv_dtype}", f"the tables have latent attention in {known}"
-            )
-        tables.note(f"mla_{phase}_module", path)
-        length = (rows["isl"] + rows["step"])[chosen]
-        found.append(surface_of(rows["batch_size"][chosen], length, rows["latency"][chosen] * factor / 1e3))
-    return found[0], found[1]
-
-
 def stored_as(quantization: Quantization | None, dtype: str) -> str:
     """Return the tables' name for the type of products with these weights."""
     return dtype if quantization is None else STORED[quantization.kind]
-
-
-def within_window(surface: Surface, spec: ModelSpec, *, prompts: bool) -> Surface:
-    """Return the mean over a model's layers, some of which have a sliding window, from times without a window.
-
-    Beyond the window, decoding costs no more, and each token of a prompt costs as much as at the window's end.
-    """
-    if (window := spec.sliding_window) is None:
-        return surface
-    full = len(spec.full_attention_layers) / spec.num_layers
-    lengths = np.asarray(surface.lengths, float)
-
-    def of_batch(row: tuple[float, ...]) -> tuple[float, ...]:
-        seconds = np.asarray(row)
-        at_window = np.interp(window, lengths, seconds)
-        beyond = at_window * (1 + 2 * (lengths - window) / window) if prompts else np.full_like(lengths, at_window)
-        inside = np.where(lengths <= window, seconds, np.minimum(beyond, seconds))
-        return tuple((full * seconds + (1 - full) * inside).tolist())
-
-    return surface.model_copy(update={"seconds": tuple(map(of_batch, surface.seconds))})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from xgpt.core.errors import InputError
 from xgpt.core.schema import DeviceKind, Surface
 
 Array = npt.NDArray[np.float64]
+
+WIDTHS = {"fp8": 1.0, "nvfp4": 0.5625}
+"""Bytes of an element by the tables' names of types; others: two."""
+LEAST_S = 1e-12
+"""Seconds in place of none, whose logarithm is not finite."""
 
 
 class Tables:
@@ -175,8 +181,9 @@ class Tables:
         device = self._device
         if device is None or device.memory_bandwidth_bytes_per_s is None:
             return np.zeros(np.shape(flops))
-        width = 1 if read.startswith("fp8") else 2
+        width = next((width for kind, width in WIDTHS.items() if read.startswith(kind)), 2.0)
         rate = device.flops_per_s.get("float8" if computed.startswith("fp8") else "bfloat16")
+        rate = None if computed == "nvfp4" else rate  # datasheets of devices here state no rate of four bits
         least = np.broadcast_to(width * np.asarray(elements) / device.memory_bandwidth_bytes_per_s, np.shape(flops))
         return least if rate is None else np.maximum(least, flops / rate)
 
@@ -248,6 +255,10 @@ class Tables:
         older = sum(_version_key(path.parts[-2]) < own_version for path in found)
         return [*found[older:], *found[:older][::-1]]
 
+    def has(self, family: str, operator: str) -> bool:
+        """Return whether there is a table of an operator for the framework."""
+        return bool(self._found(family, operator, self.framework))
+
     def _found(self, family: str, operator: str, framework: str) -> list[Path]:
         return list((self.root / family / framework).glob(f"*/{operator}_perf.parquet"))
 
@@ -290,6 +301,8 @@ class Grid3:
     """log(latency) over (log m, log n, log k), linear between points and proportional to size beyond the last."""
 
     def __init__(self, m: Array, n: Array, k: Array, latency: Array) -> None:
+        usual = np.logical_and.reduce([_usual(axis) for axis in (n, k)])
+        m, n, k, latency = (values[usual] for values in (m, n, k, latency))
         axes, places = zip(*(np.unique(axis, return_inverse=True) for axis in (m, n, k)), strict=True)
         self.axes = [np.log(axis) for axis in axes]
         grid = np.full([len(axis) for axis in axes], np.nan)
@@ -317,6 +330,14 @@ class Grid2:
     def __call__(self, m: Array, k: float) -> Array:
         by_m = [np.interp(np.log(k), self.axes[1], row) for row in self.grid]
         return np.interp(np.log(m), self.axes[0], by_m)
+
+
+def _usual(values: Array) -> npt.NDArray[np.bool_]:
+    """Return which points are at a size that was measured about as often as others: some tables hold a few of one
+    model's odd sizes, between which nothing can be interpolated."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    chosen: npt.NDArray[np.bool_] = (counts >= np.median(counts) / 4)[place]
+    return chosen
 
 
 def _filled(grid: Array, axes: Sequence[Array]) -> Array:
@@ -349,6 +370,10 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
     lengths, column = np.unique(length, return_inverse=True)
     grid = np.full((len(batches), len(lengths)), np.nan)
     grid[row, column] = np.log(seconds)
+    for known in grid:  # between two lengths that were measured at this batch
+        inside = np.flatnonzero(np.isfinite(known))
+        between = slice(inside[0], inside[-1] + 1) if len(inside) else slice(0)
+        known[between] = np.interp(np.log(lengths[between]), np.log(lengths[inside]), known[inside])
     grid = _filled(grid, [np.log(batches), np.log(lengths)])
     if times != 1:
         grid = np.stack([interpolate(np.log(batches * times), np.log(batches), column) for column in grid.T], axis=1)
@@ -356,6 +381,29 @@ def surface_of(batch: Array, length: Array, seconds: Array, times: float = 1.0) 
     return Surface(
         batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, grid.tolist()))
     )
+
+
+def mean_surface(surfaces: Sequence[Surface], weights: Sequence[float]) -> Surface:
+    """Return the weighted sum of surfaces, over all their batches and lengths."""
+    if len(surfaces) == 1 and weights[0] == 1:
+        return surfaces[0]
+    batches, lengths = (
+        np.unique(np.concatenate([getattr(surface, axis) for surface in surfaces])) for axis in ("batches", "lengths")
+    )
+    total = np.zeros((len(batches), len(lengths)))
+    for surface, weight in zip(surfaces, weights, strict=True):
+        logs = np.log(np.maximum(np.asarray(surface.seconds), LEAST_S))
+        for axis, points, known in ((0, batches, surface.batches), (1, lengths, surface.lengths)):
+            x, at = np.log(points), np.log(known)
+            logs = np.apply_along_axis(partial(_along, x, at), axis, logs)
+        total += weight * np.exp(logs)
+    return Surface(
+        batches=tuple(batches.tolist()), lengths=tuple(lengths.tolist()), seconds=tuple(map(tuple, total.tolist()))
+    )
+
+
+def _along(x: Array, points: Array, values: Array) -> Array:
+    return interpolate(x, points, values)
 
 
 def _distance(pair: tuple[int, int], wanted: tuple[int, int]) -> tuple[float, float]:

@@ -24,6 +24,8 @@ MODELS = {name: (model, stored) for name, (model, stored) in experts.MODELS.item
     name: (model, None) for name, model in sources.MODELS.items()
 }
 ROUNDS = 4
+DEVICES = {"h100_sxm": 8, "h200_sxm": 8, "b200_sxm": 8, "b300_sxm": 8, "gb200": 4, "gb300": 4}
+"""Of a machine."""
 
 
 def rows(path: Path, most: int | None) -> Iterator[Row]:
@@ -46,27 +48,34 @@ def _why_not(raw: dict[str, str]) -> str | None:
         return f"{raw['model_path']}: no imported times of its blocks"
     if raw["system"] not in sources.CLUSTERS:
         return f"no times of {raw['system']}"
+    if not raw["prefill_num_workers"] and "gpt-oss" not in raw["model_path"]:
+        return "its numbers of workers and how they divide attention are not published"
     if max(count_of(raw[f"{lane}_attention_dp_size"]) for lane in ("prefill", "decode")) > 1:
         return "attention by data parallelism"
-    if raw["gemm_quant_mode"] == "nvfp4" and "gpt-oss" not in raw["model_path"]:
-        return "nvfp4 is no type that is planned for"
+    if max(experts.degrees_of(raw, f"{lane}_")[0] for lane in ("prefill", "decode")) > DEVICES[raw["system"]]:
+        return "several machines"
     return None
 
 
 def _served(raw: dict[str, str], lane: str) -> Served:
-    model, stored = MODELS[raw["model_path"]]
-    if model == "qwen3-32b":
+    model, _ = MODELS[raw["model_path"]]
+    tp, _, ep = experts.degrees_of(raw, f"{lane}_")
+    stored = experts.stored_in(raw) if raw["model_path"] in experts.MODELS else None
+    if raw["gemm_quant_mode"] == "nvfp4" and model == "qwen3-32b":
+        stored = "nvfp4"
+    elif model == "qwen3-32b":
         stored = "fp8_block" if raw["gemm_quant_mode"] == "fp8_block" else "fp8_unscaled"
     return Served(
         model,
         sources.CLUSTERS[raw["system"]],
         "float8" if stored == "fp8_unscaled" else "bfloat16",
-        count_of(raw[f"{lane}_tp_size"]),
+        tp,
         experts.ENGINES[raw["backend"]],
         2048,
         max(8192, count_of(raw["isl"])),
-        ep=max(1, count_of(raw[f"{lane}_moe_ep_size"])),
+        ep=max(1, ep),
         stored=stored,
+        kv_dtype="float8" if raw["gemm_quant_mode"] in ("nvfp4", "fp8") and model != "qwen3-32b" else None,
         skew=skew_of(model),
     )
 

@@ -9,11 +9,12 @@ planned for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.truth.inferencex import Started, started
+from benchmarks.truth.inferencex import BLACKWELL, Started, started
 from benchmarks.truth.loads import Served, Stored
 from benchmarks.truth.sources import (
     CLUSTERS,
@@ -34,9 +35,24 @@ MODELS: dict[str, tuple[str, Stored | None]] = {
     "openai/gpt-oss-120b": ("gpt-oss-120b", None),
     "deepseek-ai/DeepSeek-V3": ("deepseek-v3", None),
     "deepseek-ai/DeepSeek-R1": ("deepseek-v3", None),
+    "moonshotai/Kimi-K2.5": ("kimi-k2.5", None),
+    "Qwen/Qwen3.5-397B-A17B": ("qwen3.5-397b-a17b", None),
+    "zhipuai/GLM-5": ("glm-5", None),
 }
 """Each as it is served, and the format of its weights where it is not the model's own."""
-FOUR_BITS = ("nvfp4", "int4_wo")
+NVFP4: dict[str, Stored] = {
+    "kimi-k2.5": "nvfp4",
+    "minimax-m2": "nvfp4",
+    "deepseek-v3": "nvfp4",
+    "glm-5": "nvfp4",
+    "qwen3.5-397b-a17b": "nvfp4_experts",
+}
+"""What NVIDIA's checkpoints hold in four bits."""
+TRTLLM_SPECULATES, SGLANG_SPECULATES, LAST_DAY = "2026-01-14", "2026-02-05", "9999"
+"""First days of scripts of DeepSeek with multi-token prediction."""
+DEVICES = 8
+"""Of a machine. More of them in a row of whole experts on each device are the same devices, counted once for slices and
+once for parts of the experts."""
 ENGINES = {"vllm": "vllm-0.15", "trtllm": "tensorrt-llm-1.0", "sglang": "sglang-0.5"}
 
 
@@ -44,12 +60,14 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
     """Clients in a closed loop, as for dense models. gpt-oss stands there as nvfp4, and is served in its own mxfp4."""
     raws = [raw for raw in read(path) if raw["model_path"] in MODELS and raw["mode"] == "agg"]
     for raw in thinned(raws, most):
-        name, stored = MODELS[raw["model_path"]]
+        name, _ = MODELS[raw["model_path"]]
+        stored = stored_in(raw)
         backend, clients = raw["backend"], count_of(raw["batch_size"])
-        tp, slices, ep = (count_of(raw[column]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
+        tp, slices, ep = degrees_of(raw)
         measured = {"TPOT": float(raw["silicon_tpot_ms"]) / 1e3, "TTFT": float(raw["silicon_ttft_ms"]) / 1e3}
         source = "silicon, DeepSeek" if name.startswith("deepseek") else "silicon, experts"
-        row = Row(source, f"{name} {raw['system']} {backend}", False, measured, note=raw["id"])
+        group = f"{name} {raw['moe_quant_mode'] or 'bfloat16'} {raw['system']} {backend}"
+        row = Row(source, group, False, measured, note=raw["id"])
         if (why_not := _why_not(raw, name, tp, slices, ep)) is not None:
             yield replace(row, why_not=why_not)
             continue
@@ -72,13 +90,46 @@ def served_rows(path: Path, most: int | None) -> Iterator[Row]:
         yield of_clients(row, served, raw)
 
 
+def stored_in(raw: dict[str, str]) -> Stored | None:
+    """Return the format of a row's weights, where it is not the model's own."""
+    name, stored = MODELS[raw["model_path"]]
+    if raw["moe_quant_mode"] == "nvfp4":
+        return NVFP4.get(name, stored)
+    return "fp8_block" if raw["moe_quant_mode"] == "fp8_block" and stored is None else stored
+
+
+def degrees_of(raw: dict[str, str], lane: str = "") -> tuple[int, int, int]:
+    """Return a row's tensor-parallel degree, and into how many slices and parts its devices divide the experts."""
+    tp, slices, ep = (count_of(raw[f"{lane}{column}"]) for column in ("tp_size", "moe_tp_size", "moe_ep_size"))
+    if tp > DEVICES and slices == ep and tp == slices * ep:
+        return slices, 1, ep
+    return tp, slices, ep
+
+
+def may_speculate(raw: dict[str, str], tp: int, ep: int) -> bool:
+    """Return whether InferenceX ran this configuration with multi-token prediction on that day, be it as well.
+
+    So say its `.github/configs/nvidia-master.yaml` and the first day of each script with `mtp` in its name.
+    """
+    found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
+    day = found[1] if found else LAST_DAY
+    if MODELS[raw["model_path"]][0] == "deepseek-v3":
+        if raw["backend"] == "trtllm":
+            return day >= TRTLLM_SPECULATES and not is_aligned(raw)
+        return raw["moe_quant_mode"] == "fp8_block" and raw["system"] in BLACKWELL and day >= SGLANG_SPECULATES
+    is_qwen = raw["model_path"].startswith("Qwen/Qwen3.5") and raw["moe_quant_mode"] == "fp8_block"
+    return is_qwen and raw["system"] == "b200_sxm" and (tp, ep) == (4, 1)
+
+
 def _why_not(raw: dict[str, str], name: str, tp: int, slices: int, ep: int) -> str | None:
     if raw["system"] not in CLUSTERS:
         return f"no times of {raw['system']}"
     if count_of(raw["attention_dp_size"]) > 1:
         return "attention by data parallelism"
-    if raw["moe_quant_mode"] in FOUR_BITS and name != "gpt-oss-120b":
-        return f"{raw['moe_quant_mode']} is no type that is planned for"
+    if tp > DEVICES:
+        return "several machines"
+    if may_speculate(raw, tp, ep):
+        return "it may speculate, several tokens a step: its script has a twin that does, and the wheel does not tell"
     if tp != slices * ep:
         return "degrees of experts do not make up the devices"
     return None

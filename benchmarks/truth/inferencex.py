@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from xgpt.core.schema import DType
 
@@ -21,6 +21,7 @@ APRIL = "2026-04-01"
 EP_CHOSEN = "2025-11-03"
 """First day on which scripts of TensorRT-LLM took the parts of experts from a row's configuration; before it they gave
 each device whole experts (`--ep_size=$TP`), but those of gpt-oss on B200."""
+BLACKWELL = ("b200_sxm", "b300_sxm")
 FLASHINFER = "0.24"
 """Version of vLLM whose tables on Blackwell are those of FlashInfer's kernels, which MiniMax's scripts of B200 turned
 off until April 2026; earlier tables are Triton's."""
@@ -49,21 +50,57 @@ def started(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
         ep: what the row says. Where a script gave each device whole experts whatever that said, it does here, too.
     """
     found = re.search(r"measured=(\d{4}-\d\d-\d\d)", raw["silicon_data_source"])
-    day, is_blackwell = found[1] if found else "", raw["system"] == "b200_sxm"
+    day, is_blackwell = found[1] if found else "", raw["system"] in BLACKWELL
     if raw["backend"] == "trtllm":
         return _of_trtllm(raw, model, tp, ep, day)
+    if raw["backend"] == "sglang":
+        return _of_sglang(raw, model, tp, ep)
     version = re.match(r"\d+\.\d+\.\d+", raw["backend_version"])
     changes: dict[str, Any] = {"version": version[0]} if version else {}
     if model == "gpt-oss-120b":
         changes |= {"captured_tokens": VLLM_GRAPHS, "rounds_activations": is_blackwell}
         return Started(ep, 8192, "float8" if is_blackwell else None, tuple(changes.items()))
-    if is_blackwell and day >= APRIL:
+    if model == "kimi-k2.5":
+        return _of_kimi(raw, ep, day, changes)
+    if is_blackwell and (day >= APRIL or raw["moe_quant_mode"] == "nvfp4"):
         changes |= {"version": FLASHINFER, "captured_tokens": VLLM_GRAPHS, "block_size": 32}
         return Started(ep, 2 * int(raw["isl"]), "float8", tuple(changes.items()))
     if raw["system"] == "h100_sxm":
         return Started(ep, 8192, None, tuple(changes.items()))
     changes |= {"memory_share": 0.95} | ({"block_size": 32} if is_blackwell else {})
     return Started(tp, 8192, None, tuple(changes.items()))  # --enable-expert-parallel, whatever the row's own EP_SIZE
+
+
+def _of_kimi(raw: dict[str, str], ep: int, day: str, changes: dict[str, Any]) -> Started:
+    if raw["moe_quant_mode"] != "nvfp4":
+        return Started(ep, 8192, None, tuple((changes | {"memory_share": 0.95}).items()))
+    if raw["system"] == "b200_sxm" and day >= APRIL:
+        return Started(ep, 2 * int(raw["isl"]), "float8", tuple((changes | {"captured_tokens": VLLM_GRAPHS}).items()))
+    return Started(ep, 8192, "float8", tuple(changes.items()))  # the checkpoint asks for K/V in eight bits
+
+
+def _of_sglang(raw: dict[str, str], model: str, tp: int, ep: int) -> Started:
+    """Return what scripts of SGLang set since November 2025: on Blackwell nearly all look for new requests only once in
+    ten decode steps, or in thirty from 16 clients up (--scheduler-recv-interval)."""
+    is_hopper, stored = raw["system"] not in BLACKWELL, raw["moe_quant_mode"]
+    seldom = 30 if int(float(raw["batch_size"])) >= 16 else 10
+    budget, receives, kv_dtype = 32768, seldom, cast("DType | None", "float8")
+    if model == "glm-5":
+        budget, receives = 8192 if is_hopper else 32768, 10 if stored == "nvfp4" else 1
+        kv_dtype = None if is_hopper else kv_dtype
+    elif model.startswith("qwen3.5"):
+        if is_hopper or (raw["system"] == "b300_sxm" and stored == "fp8_block"):
+            budget, receives = 16384, 1 if is_hopper else 10
+        kv_dtype = None if not stored else kv_dtype
+    elif is_hopper:
+        receives, kv_dtype = 1, None
+    elif stored == "nvfp4":
+        budget = 16384
+    elif tp == 4:
+        budget, receives = 8192, 10
+    version = re.match(r"\d+\.\d+\.\d+", raw["backend_version"])
+    named = (("version", version[0]),) if version else ()
+    return Started(ep, budget, kv_dtype, (*named, ("receive_steps", receives)))
 
 
 def _of_trtllm(raw: dict[str, str], model: str, tp: int, ep: int, day: str) -> Started:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from xgpt.checkpoints.files import spec_of
 from xgpt.core.errors import InputError
 from xgpt.core.policies import LaneSettings, as_run_by, lane_settings
-from xgpt.core.schema import ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
+from xgpt.core.schema import Block, ChunkedSettings, DType, EngineSpec, ModelSpec, Precision, Profile, Quantization
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xprofiler import analytic, imported
 from xsimulator.costs.step_cost import LaneCost
@@ -23,8 +26,11 @@ from xsimulator.stages import whole
 
 Floats = npt.NDArray[np.float64]
 NEVER_NS = 2**62
-Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8"]
-"""Formats of all weights; fp8_unscaled: the scales of activations are not stored with them."""
+Stored = Literal["fp8", "fp8_unscaled", "fp8_block", "int4", "int8", "nvfp4", "nvfp4_experts"]
+"""Formats of all weights; fp8_unscaled: the scales of activations are not stored with them; nvfp4: all but attention,
+as in NVIDIA's checkpoints; nvfp4_experts: only routed experts."""
+OFFICIAL = json.loads((Path(__file__).parent / "models.json").read_text(encoding="utf-8"))
+"""Fields of the config.json of models that are not shipped."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ class Served:
         precision = Precision.of(self.dtype, cluster.device.type, model.framework, self.kv_dtype)
         memory = LaneMemory(spec, cluster, precision, whole(spec, self.tp), model.block_size, model)
         by_use = model.admits_by_use and model.mixes
-        return Kv(int(memory.blocks_beside(self.token_budget)[0]), model.block_size, by_use)
+        states = self.max_batch * memory.request_blocks  # of recurrent layers
+        return Kv(int(memory.blocks_beside(self.token_budget)[0] - states), model.block_size, by_use)
 
 
 class Made(NamedTuple):
@@ -136,13 +143,24 @@ def _engine(name: str, changes: tuple[tuple[str, Any], ...]) -> EngineSpec:
 
 @cache
 def _model(name: str, stored: Stored | None, skew: float) -> ModelSpec:
-    spec, _ = load_model(name)
-    if stored is not None:
+    spec = spec_of(OFFICIAL[name], name) if name in OFFICIAL else load_model(name)[0]
+    if stored is not None and stored.startswith("nvfp4"):
+        kept = ("attention",) if stored == "nvfp4" else ("attention", "dense", "shared")
+        spec = spec.model_copy(update={"quantization": Quantization(kind="nvfp4", kept=kept)})
+    elif stored is not None:
         quantization = {"kind": stored.removesuffix("_unscaled"), "finds_scales": stored.endswith("_unscaled")}
         spec = spec.model_copy(update={"quantization": Quantization.model_validate(quantization)})
     if spec.experts is not None:
         spec = spec.model_copy(update={"experts": spec.experts.model_copy(update={"skew": skew})})
+    if spec.blocks:
+        spec = spec.model_copy(update={"blocks": tuple(_skewed(block, skew) for block in spec.blocks)})
     return spec
+
+
+def _skewed(block: Block, skew: float) -> Block:
+    if block.experts is None:
+        return block
+    return block.model_copy(update={"experts": block.experts.model_copy(update={"skew": skew})})
 
 
 @cache

@@ -238,7 +238,14 @@ MODELS = {
     "Qwen/Qwen3-32B": "qwen3-32b",
     "nvidia/Qwen3-32B-NVFP4": "qwen3-32b",
 }
-CLUSTERS = {"h100_sxm": "h100x8", "h200_sxm": "h200x8", "b200_sxm": "b200x8", "gb200": "gb200x4"}
+CLUSTERS = {
+    "h100_sxm": "h100x8",
+    "h200_sxm": "h200x8",
+    "b200_sxm": "b200x8",
+    "b300_sxm": "b300x8",
+    "gb200": "gb200x4",
+    "gb300": "gb300x4",
+}
 DTYPES: dict[str, tuple[DType, Stored | None]] = {
     "": ("bfloat16", None),
     "bfloat16": ("bfloat16", None),

@@ -142,9 +142,10 @@ AHEAD = load_engine("vllm-0.15")
     st.booleans(),
     st.sampled_from((0, 0, 1, 3)),
     st.sampled_from((10, 100, 10_000)),
+    st.sampled_from((1, 1, 2, 5)),
 )
 def test_counts_run_ahead_as_the_engine_does(
-    arrivals: Arrivals, whole_prompts: bool, wait_steps: int, wait_tokens: int
+    arrivals: Arrivals, whole_prompts: bool, wait_steps: int, wait_tokens: int, receive_steps: int
 ) -> None:
     plan = arrivals.plan()
     assume(plan is not None and len(plan.stages) == 1)
@@ -155,6 +156,7 @@ def test_counts_run_ahead_as_the_engine_does(
         build = import_module("xgpt.core.policies.build")  # the package has a function of that name
         rule = build.settings_of
         others = {"batch_wait_steps": wait_steps, "batch_wait_tokens": wait_tokens}
+        others["receive_steps"] = receive_steps
         patch.setattr(build, "settings_of", lambda *args: replace(rule(*args), whole_prompts=whole_prompts, **others))
         run = by_counts(plan, profile, requests)
         assert run.run()

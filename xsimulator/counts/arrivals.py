@@ -81,7 +81,7 @@ LANE = np.dtype(
     _fields("head tail num_inside reserved now_ns num_left is_given_up first_counted last_counted num_sent path_ns")
     + _fields("blocks block_size turn encode_turn num_begun num_settled first_step end_step num_pieces is_logged")
     + _fields("has_assumed assumed_ends mix refills ahead prompts_first whole_prompts reuse_is_planned encode_parts")
-    + _fields("max_batch batch_wait_steps batch_wait_tokens by_use preempted")
+    + _fields("max_batch receive_steps batch_wait_steps batch_wait_tokens by_use preempted")
     + _fields(
         "emits encode_blocks most_encode_blocks occupies num_encoded num_moving num_arrived num_joined num_decode"
     )

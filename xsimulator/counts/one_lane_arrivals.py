@@ -44,6 +44,7 @@ class OneLaneRun(Run):
         lane["mix"], lane["refills"], lane["ahead"] = settings.mix, settings.refill_when_empty, settings.ahead
         lane["prompts_first"], lane["reuse_is_planned"] = settings.prompts_first, settings.reuse_is_planned
         lane["whole_prompts"] = settings.whole_prompts
+        lane["receive_steps"] = settings.receive_steps
         lane["batch_wait_steps"], lane["batch_wait_tokens"] = settings.batch_wait_steps, settings.batch_wait_tokens
         lane["encode_parts"], lane["adjustment"] = settings.encode_parts, ADJUSTMENT
         lane["max_batch"] = MANY if settings.max_batch is None else settings.max_batch
@@ -178,7 +179,9 @@ def may_encode(s, lane, number):
 
 @helper
 def waits_for_others(s, lane, batch):
-    """Return whether prompts wait for more prompts in this step, and count the steps for which they have waited."""
+    """Return whether prompts wait in this step: for a look at new requests, or for more prompts. Count the latter."""
+    if batch.since_encode % lane.receive_steps and batch.decoding > 0:
+        return True
     most = batch.max_batch - num_running(batch)
     waits = batch.waited < lane.batch_wait_steps and batch.decoding > 0 and most > 0 and can_admit(s, lane)
     if waits:

@@ -43,6 +43,7 @@ class LaneSettings:
         batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
             `mix`).
         batch_wait_tokens: prompts stop waiting once the step would have this many tokens.
+        receive_steps: number of decode steps from one look for new requests to the next (only with `mix`).
         slack: prompts fill a step as far as running requests have time, instead of `token_budget` (only with `mix`).
         first_tokens: times at which first tokens are due, if prompts that cannot be in time give way; None: they do
             not.
@@ -64,6 +65,7 @@ class LaneSettings:
     whole_prompts: bool = False
     batch_wait_steps: int = 0
     batch_wait_tokens: int = 0
+    receive_steps: int = 1
     slack: Slack | None = None
     first_tokens: FirstTokens | None = None
 
@@ -114,6 +116,7 @@ def as_run_by(engine: EngineSpec | None, settings: LaneSettings, num_stages: int
         whole_prompts=not engine.cuts_prompts,
         batch_wait_steps=engine.batch_wait_steps,
         batch_wait_tokens=engine.batch_wait_tokens,
+        receive_steps=engine.receive_steps,
     )
 
 

@@ -128,8 +128,11 @@ class OneLaneRule:
         return batch.next_to_decode
 
     def _waits_for_others(self, pool: Pool, batch: MicroBatch) -> bool:
-        """Return whether prompts wait for more prompts in this step, and count such steps."""
+        """Return whether prompts wait in this step: for a look at new requests, or for more prompts. Count the
+        latter."""
         settings = self.settings
+        if self._iterations % settings.receive_steps and self._decodable(pool, batch):
+            return True
         if not settings.batch_wait_steps:
             return False
         decodes = len(self._decodable(pool, batch))

@@ -50,6 +50,8 @@ class EngineSpec(Frozen):
     `batch_wait_tokens`."""
     batch_wait_tokens: NonNegativeInt = 0
     """Number of tokens of a step, of decodes and waiting prompts, from which prompts wait no longer."""
+    receive_steps: PositiveInt = 1
+    """Number of decode steps from one look at new requests to the next. The step after one that encodes looks, too."""
     layer_s: NonNegativeFloat | None = None
     """Seconds of a layer outside its operators: gaps between kernels, and the smallest kernels."""
     step_s: NonNegativeFloat | None = None
