@@ -140,8 +140,8 @@ class SimulateKeywords(TypedDict, total=False):
     """Profile from which the plan was made."""
     workload: str | PathLike[str] | Workload | None
     """Lengths of these requests: a shipped name, a YAML file, or a trace as CSV or JSON lines."""
-    num_requests: int | None
-    """Number of measured requests; some more run before and after them."""
+    num_requests: int | Literal["all"] | None
+    """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
     arrival_rate_per_s: float | Sequence[tuple[float, float | None]] | None
     """Poisson arrivals a second, or stages of them: 2:60,8:30,2 is 2 a second for 60 s, 8 for 30 s, then 2."""
     seed: int | None
@@ -150,6 +150,8 @@ class SimulateKeywords(TypedDict, total=False):
     """Number of clients of a closed loop, in place of arrivals: each sends its next request when its last one has ended."""
     own_times: bool | None
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
+    since_s: float | None
+    """With `own_times`: seconds after the trace's first request at which the replay begins."""
 
 class CompareKeywords(TypedDict, total=False):
     ttft_s: float | None

@@ -362,11 +362,18 @@ class SimulateRequest(LoadFields, ArrivalFields):
     """A simulated run of a plan."""
 
     group: ClassVar[str] = "Load"
+    num_requests: Annotated[
+        PositiveInt | Literal["all"] | None,
+        Option("--requests", "all|N", "requests", "2000, or the number in the stages of `arrival_rate_per_s`"),
+    ] = None  # type: ignore[assignment]
+    """Number of measured requests; all: the whole trace, with `own_times`. Some more run before and after them."""
     clients: Annotated[PositiveInt | None, Option(metavar="N")] = None
     """Number of clients of a closed loop, in place of arrivals: each sends its next request when its last one has
     ended."""
     own_times: bool = False
     """Replay a trace as recorded: its pairs of lengths and its arrival times."""
+    since_s: Annotated[NonNegativeFloat, Option("--since", "S", "seconds_or_0")] = 0.0
+    """With `own_times`: seconds after the trace's first request at which the replay begins."""
 
 
 class EngineFields(RequestBase):

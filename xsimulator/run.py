@@ -23,7 +23,7 @@ from xgpt.core.workload import Ints, TraceLengths, quantile, sample
 from xgpt.resolve import load_trace, workload_of
 from xsimulator.clock import LaneClock, OnSpan, Span, TwoLaneClock
 from xsimulator.costs.step_cost import lanes_of
-from xsimulator.counts.arrivals import Run, Stream
+from xsimulator.counts.arrivals import KeptBounds, Run, Stream
 from xsimulator.drafted import decoded
 from xsimulator.events import SimulatedEngine, SimulatedRequest, StepClock
 from xsimulator.forecast import FORECASTS
@@ -38,6 +38,8 @@ GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio; the fractional parts of its multiples are evenly spread."""
 FROM_ADMISSION = ("latency_s", "request_latency_s", "ttft_s")
 """Figures that count from admission."""
+MANY_REQUESTS = 20_000
+"""Replays of more requests are simulated by counts if possible, in seconds, but without their steps."""
 
 
 def warm_up_requests(plan: Plan) -> int:
@@ -102,8 +104,8 @@ class Simulated:
 
     Attributes:
         measured: throughput of all replicas, requests/s and tokens/s, and latencies, s.
-        steps: the executed steps, with their times.
-        spans: the times in which each stage was busy.
+        steps: the executed steps, with their times; empty if the run was simulated by counts.
+        spans: the times in which each stage was busy; empty if the run was simulated by counts.
         times: times of each request from its arrival; None: requests were always waiting.
         kept: for each class of requests, the share that kept its bounds.
     """
@@ -117,14 +119,15 @@ class Simulated:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Every figure by its name.
+        """Every known figure by its name.
 
         If requests arrive at their own times, these count from arrival, and goodput is the share that keeps every
         bound.
         """
         found = {name: value for name, value in asdict(self.measured).items() if name != "latencies_s"}
-        idle = idle_shares(self.spans)
-        found["idle_share"] = sum(idle.values()) / len(idle)
+        found = {name: value for name, value in found.items() if not np.isnan(value)}
+        if idle := idle_shares(self.spans):
+            found["idle_share"] = sum(idle.values()) / len(idle)
         if any(arrival.chain for record in self.steps for arrival in record.arrivals):
             found["reused_share"] = reused_share(self.steps)
         if self.times is not None:
@@ -150,7 +153,9 @@ def run_simulation(
     seed: int = 0,
     *,
     own_times: bool = False,
+    since_s: float = 0.0,
     clients: int | None = None,
+    keep_steps: bool = False,
 ) -> Simulated:
     """Run requests of a workload on the simulated engine.
 
@@ -160,7 +165,9 @@ def run_simulation(
         arrivals: the arrival process; None: requests are always waiting.
         own_times: replay the workload, which must be a trace, as recorded: with its pairs of lengths and its arrival
             times.
+        since_s: seconds after the trace's first request at which the replay begins.
         clients: number of clients of a closed loop, all replicas together; None: no closed loop.
+        keep_steps: return the steps of replays of over `MANY_REQUESTS`, too, which takes 0.6 ms a request.
 
     Raises:
         InputError: there is no such workload, a request of it can never fit into the plan's K/V memory, or `own_times`
@@ -174,7 +181,10 @@ def run_simulation(
     if own_times:
         if not isinstance(workload, str) or not Path(workload).is_file() or arrivals is not None:
             raise InputError("own_times", own_times, "it needs a trace as `workload`, and no `arrival_rate_per_s`")
-        trace = read_lengths(Path(workload))
+        trace = read_lengths(Path(workload)).since(since_s)
+        counted = min(num_requests, len(trace.input)) > MANY_REQUESTS and not keep_steps
+        if counted and (run := replay_by_counts(plan, profile, lengths, trace, num_requests)) is not None:
+            return run
         measured, steps = replay_trace(plan, profile, lengths, trace, num_requests, spans.append)
     else:
         rng = np.random.default_rng(seed)
@@ -382,14 +392,66 @@ def replay_trace(
     Raises:
         InputError: the trace has no times, or a request that can never fit.
     """
+    trace = _replayed(plan, workload, trace, num_requests)
+    return run_replica(plan, profile, workload, trace, num_requests, on_span)
+
+
+def _replayed(plan: Plan, workload: Workload, trace: TraceLengths, num_requests: int) -> TraceLengths:
+    """Return the requests of a trace that one replica gets, as far as they are needed to measure the first ones."""
     check_fits(plan, workload)
     if trace.timestamp_s is None:
         raise InputError("workload", workload.name, "it has no timestamps; give `arrival_rate_per_s`")
     trace = share_of_replica(trace if plan.shares_prompts else trace._replace(prefixes=None), plan)
     total = requests_to_send(plan, num_requests, saturated=False)
-    if total < len(trace.input):
-        trace = trace.take(np.arange(total))
-    return run_replica(plan, profile, workload, trace, num_requests, on_span)
+    return trace.take(np.arange(total)) if total < len(trace.input) else trace
+
+
+def replay_by_counts(
+    plan: Plan, profile: Profile, workload: Workload, trace: TraceLengths, num_requests: int
+) -> Simulated | None:
+    """Return a replay of a trace by counts, with mean step times and without steps; None if the plan cannot be
+    simulated by counts.
+
+    Times of requests are those of `replay_trace`; gaps between single tokens and idle shares are not known.
+
+    Raises:
+        InputError: the trace has no times, or a request that can never fit.
+    """
+    from xsimulator.counts.counted_run import counted_run
+
+    trace = _replayed(plan, workload, trace, num_requests)
+    has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
+    if has_more or trace.prefixes is not None or trace.timestamp_s is None:
+        return None
+    arrivals_ns = (1e9 * trace.timestamp_s).astype(int)
+    stream = Stream(trace.input, trace.output, workload.output.lengths[-1], arrivals_ns)
+    run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=True)
+    if run is None:
+        return None
+    count = min(num_requests, len(trace.input))
+    run.run(KeptBounds((), 0, count))
+    first, end = (np.asarray(values[:count], float) for values in (run.first_ns, run.end_ns))
+    arrived, outputs = arrivals_ns[:count].astype(float), trace.output[:count]
+    gaps = (end - first) / np.maximum(outputs - 1, 1)
+    times = RequestTimes((first - arrived) / 1e9, gaps / 1e9, (end - arrived) / 1e9).later(plan.request_path_s)
+    log, unknown = run.log, float("nan")
+    window_s = float(end.max() - log["start_ns"].min()) / 1e9
+    encodes, decodes = log["encodes"][log["encodes"] > 0], log["decodes"][log["decodes"] > 0]
+    measured = Measured(
+        num_requests=count,
+        window_s=window_s,
+        throughput_rps=plan.replicas * count / window_s,
+        output_tokens_per_s=plan.replicas * float(outputs.sum()) / window_s,
+        latency_s=unknown,
+        request_latency_s=unknown,
+        ttft_s=unknown,
+        itl_p99_s=unknown,
+        preemptions=int(np.count_nonzero(run.state.requests["made"][:count])),
+        encode_batch=float(encodes.mean()) if len(encodes) else 0.0,
+        decode_batch=float(decodes.mean()) if len(decodes) else 0.0,
+        latencies_s=np.zeros(0),
+    )
+    return Simulated(plan, measured, (), (), times)
 
 
 def with_joint_lengths(plan: Plan, profile: Profile, trace: TraceLengths, num_requests: int = 500) -> Plan:

@@ -70,11 +70,40 @@ def test_a_plan_for_a_log_says_what_to_run_and_what_the_log_asks_for(xgpt: Xgpt)
     assert "next: xgpt report plan.json" in text
     ran = xgpt("simulate", "plan.json", "--workload", "day.csv", "--own-times", "--requests", "50")
     assert ran.code == 0, ran.err
-    assert "note: the first 50 of 4000 requests were measured; --requests 4000 replays them all" in ran.err
+    assert "note: the first 50 of 4000 requests were measured; --requests all replays them all" in ran.err
     Path("hour.csv").write_text("time_s,prompt_tokens,completion_tokens\n" + rows[: rows.index("\n30.0,") + 1])
     ran = xgpt("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--requests", "60", "--json")
     assert ran.code == 0, ran.err
     assert json.loads(ran.out)["num_requests"] == 60 // 8 + 1 and "were measured" not in ran.err
+
+
+def test_long_replays_are_counted_with_the_times_of_the_engine(
+    xgpt: Xgpt, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay of 100,000 requests took a minute."""
+    replicas = json.loads(plan.read_text())["replicas"]
+    rows = [f"{0.4 * i + 0.3 * (i % 3)},{100 + i % 50},{20 + i % 30}" for i in range(300)]
+    Path("hour.csv").write_text("\n".join(["time_s,prompt_tokens,completion_tokens", *rows]) + "\n")
+    replay = ("simulate", "plan.json", "--workload", "hour.csv", "--own-times", "--since", "60", "--json")
+    exact, part = (json.loads(xgpt(*replay, "--requests", count).out) for count in ("all", "20"))
+    assert (exact["num_requests"], part["num_requests"]) == (
+        sum(float(row.split(",")[0]) >= 60 for row in rows) // replicas,
+        20,
+    )
+    monkeypatch.setattr("xsimulator.run.MANY_REQUESTS", 10)
+    counted = json.loads(xgpt(*replay, "--requests", "all").out)
+    assert counted.keys() == exact.keys() - {"itl_p99_s", "idle_share"}
+    assert counted == pytest.approx({name: exact[name] for name in counted}, rel=1e-6)
+    with_steps = json.loads(xgpt(*replay, "--requests", "all", "--timeline", "timeline.json").out)
+    assert with_steps == exact and Path("timeline.json").stat().st_size > 1000
+    for arguments, says in (
+        (["--since", "1000", "--own-times", "--workload", "hour.csv"], "the trace ends after"),
+        (["--since", "60"], "it needs --own-times"),
+        (["--requests", "all"], "it needs --own-times"),
+        (["--requests", "many"], "a whole number of at least 1, or all"),
+    ):
+        ran = xgpt("simulate", "plan.json", *arguments)
+        assert ran.code == 2 and says in ran.err, ran.err
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])

@@ -217,7 +217,11 @@ def simulated_tables(run: Simulated) -> list[Table]:
     """Return tables of a simulated run; if requests arrive, their times are in a separate table."""
     figures = run.figures
     of_times = [] if run.times is None else [*run.times.figures]
-    rows = [[name, f"{value:.4g}"] for name, value in figures.items() if name not in of_times]
+    rows = [
+        [name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}"]
+        for name, value in figures.items()
+        if name not in of_times
+    ]
     rows += [[f"goodput of {name}", f"{share:.4g}"] for name, share in run.kept.items()]
     found = [table(f"{run.plan.policy.kind}, simulated", ["figure", "value"], rows)]
     if of_times:

@@ -17,7 +17,7 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
     """Run the command; see `xgpt.cli.commands`."""
     file = None if timeline is None else output_file(timeline, "timeline")
     with render.at_work("simulating"):
-        run = api.simulate(plan_path, **options.given())
+        run = api.simulate(plan_path, keep_steps=file is not None, **options.given())
     if file is not None:
         write(file, run.chrome_trace())
     if asked["own_times"]:
@@ -27,11 +27,18 @@ def run(plan_path: str, timeline: str | None, force: bool, as_json: bool, **aske
         click.echo(found.model_dump_json(indent=1, exclude_none=True))
     else:
         render.show(*render.simulated_tables(run))
+        if not run.steps:
+            click.echo(
+                "note: so many requests are simulated by counts; --timeline keeps steps, gaps and idle shares", err=True
+            )
 
 
 def _tell_share(asked: dict[str, Any]) -> None:
     """Print on standard error how much of the trace was replayed, unless all of it was."""
     trace, num_requests = load_trace(asked["workload"]), asked.get("num_requests") or 2000
-    if trace is not None and len(trace.input) > num_requests:
-        share = f"the first {num_requests} of {len(trace.input)} requests"
-        click.echo(f"note: {share} were measured; --requests {len(trace.input)} replays them all", err=True)
+    if trace is None or num_requests == "all":
+        return
+    count = len(trace.since(asked["since_s"]).input)
+    if count > num_requests:
+        share = f"the first {num_requests} of {count} requests"
+        click.echo(f"note: {share} were measured; --requests all replays them all", err=True)

@@ -124,6 +124,23 @@ class Devices(click.ParamType):
         return int(value) if str(value).isdecimal() else str(value)
 
 
+class RequestsOrAll(click.ParamType):
+    """A number of requests, or all."""
+
+    name = "requests"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "all":
+            return "all"
+        try:
+            found = whole(str(value))
+        except ValueError:
+            found = 0
+        if found < 1:
+            raise InputError("num_requests", value, "give a whole number of at least 1, or all")
+        return found
+
+
 class DevicesOfEach(click.ParamType):
     """A number of devices, for all clusters or for each: N, or CLUSTER=N,CLUSTER=N."""
 
@@ -182,6 +199,7 @@ KINDS: dict[str, click.ParamType] = {
     "of_class": OfClass(),
     "positive": Decimal(0, min_open=True),
     "prices": Prices(),
+    "requests": RequestsOrAll(),
     "rates": Rates(),
     "seconds": Seconds(),
     "seconds_or_0": SecondsOrNone(0),

@@ -57,6 +57,23 @@ class TraceLengths(NamedTuple):
         prefixes = None if self.prefixes is None else self.prefixes.take(places)
         return TraceLengths(self.input[places], self.output[places], times, prefixes)
 
+    def since(self, seconds: float) -> TraceLengths:
+        """Return the requests from this time on, with times that count from the first of them.
+
+        Raises:
+            InputError: the trace has no times, or ends before.
+        """
+        if not seconds:
+            return self
+        if self.timestamp_s is None:
+            raise InputError("since_s", seconds, "it needs a trace with times")
+        first = int(np.searchsorted(self.timestamp_s, seconds))
+        if first == len(self.input):
+            raise InputError("since_s", seconds, f"the trace ends after {self.timestamp_s[-1]:.4g} s")
+        found = self.take(np.arange(first, len(self.input)))
+        assert found.timestamp_s is not None
+        return found._replace(timestamp_s=found.timestamp_s - found.timestamp_s[0])
+
 
 def histogram(distribution: LengthDistribution) -> Histogram:
     """Return the exact probability of every integer length.

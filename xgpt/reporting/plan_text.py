@@ -146,7 +146,7 @@ def arrivals_in_words(plan: Plan) -> list[str]:
         texts.append(
             f"arrivals: up to {found.rate_per_s:.4g} requests/s ({_process(constraint)}), "
             f"{100 * found.share_kept:.1f}% of all requests keep {bounds_in_words(constraint)}, waiting included "
-            f"(p{100 * constraint.quantile:g}: {found.whole_s:.2f} s); "
+            f"(p{100 * constraint.quantile:g} from arrival to the last token: {found.whole_s:.2f} s); "
             f"simulated: {_with_error(found.error)}{found.num_requests} requests after {found.warm_up_requests} to "
             f"warm up, seed {found.seed}"
         )
