@@ -62,6 +62,8 @@ class PlanKeywords(TypedDict, total=False):
     """How memory for keys and values is reserved. reserve: each request's maximum. quantile: as many requests enter as fit 99.9% of the time, and the newest is preempted if they do not fit, as in vLLM."""
     arrival_rate_per_s: float | None
     """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
+    api_servers: int | None
+    """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
     devices: int | Literal["auto"] | None
     """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
     among: Mapping[str | PathLike[str], float] | None

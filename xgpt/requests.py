@@ -245,6 +245,8 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     most_used: ClassVar[tuple[str, ...]] = ("latency_bound_s", "model", "cluster", "workload", "output")
     arrival_rate_per_s: Annotated[PositiveFloat | None, Option("--arrival-rate", "R")] = None
     """Requests a second that the plan must sustain; the latency bound then counts from arrival."""
+    api_servers: Annotated[PositiveInt | None, Option(metavar="N", unset="as many as the plan's rate needs")] = None
+    """API server processes of each vLLM command (`--api-server-count`): each tokenises and streams on one core."""
     devices: Annotated[PositiveInt | Literal["auto"] | None, Option(metavar="auto|N", kind="devices")] = None
     """Use at most N devices of the cluster; auto: the smallest number that sustains `arrival_rate_per_s`."""
     among: Annotated[dict[str, PositiveFloat] | None, Option(metavar="CLUSTER=PRICE,…", kind="prices")] = None

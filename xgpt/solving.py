@@ -23,6 +23,7 @@ from xscheduler.objectives.rates import predicted_rate, with_capacities
 from xscheduler.objectives.reusing import with_reuse
 from xscheduler.objectives.sizing import ClusterChoice, cheapest, fewest_devices
 from xscheduler.problem import Problem
+from xsimulator.front import with_api_servers
 from xsimulator.run import with_joint_lengths
 
 AGAIN = "measure again with `xgpt profile` when the machine is idle, or set --headroom"
@@ -99,6 +100,7 @@ def solve(request: PlanRequest, progress: Progress | None = None) -> Planned:
             error.warnings += (f"{problem.profile.unrest}; {AGAIN}",)
         raise
     plans = _annotate(plans, problem, trace)
+    plans = {name: with_api_servers(plan, request.api_servers) for name, plan in plans.items()}
     _check(plans, problem)
     return Planned(request, problem, plans, choices, time.perf_counter() - started, ahead)
 

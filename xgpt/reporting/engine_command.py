@@ -7,6 +7,7 @@ import shlex
 
 from xgpt.checkpoints import hub
 from xgpt.core.schema import ChunkedSettings, Plan, Speculation
+from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
 
@@ -46,7 +47,7 @@ def engine_command(plan: Plan) -> str | None:
         words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
-        words += vllm_draft(plan.speculation)
+        words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
     elif framework == "sglang":
         words = ["python3", "-m", "sglang.launch_server", "--model-path", model, *_flag("--tp-size", tp * sharing)]
         words += ["--dp-size", str(sharing), "--enable-dp-attention"] if sharing > 1 else []
@@ -99,6 +100,9 @@ def command_in_words(plans: dict[str, Plan]) -> list[str]:
     times = runs.replicas // runs.sharing_replicas
     each = f", {times} times" if times > 1 else ""
     lines = [f"run in {name} itself{each}: {engine_command(runs)}"]
+    if runs.api_servers > 1:
+        rate = most_rate(runs, 1)
+        lines.append(f"{runs.api_servers} API servers a command: one passes about {rate:.0f} such requests/s")
     if runs.engine is None:
         lines.append(f"figures do not include an engine's loop: --engine vllm includes that of {name}")
     if runs is not best:

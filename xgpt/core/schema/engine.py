@@ -70,6 +70,8 @@ class EngineSpec(Frozen):
     """Seconds from a request's arrival at the server until the scheduler sees it, without `tokenise_s`."""
     tokenise_s: NonNegativeFloat = 0.0
     """Further seconds until then for each token of its prompt."""
+    stream_s: NonNegativeFloat = 0.0
+    """Seconds that an API server works on each token that it streams, on one core; 0: not known."""
     layer_path_s: NonNegativeFloat = 0.0
     """Further seconds until then for each of the model's layers: kernels of a prompt that the host launches one by
     one."""

@@ -126,6 +126,8 @@ class Plan(Frozen):
     request gets one token on average; `step_tokens` gives the tokens of a whole step."""
     admission: Admission = Admission()
     """The order in which waiting requests enter, and the reservation of K/V memory."""
+    api_servers: PositiveInt = Field(default=1, exclude_if=lambda number: number == 1)
+    """Number of API server processes of each command of the engine, which share its requests."""
     replicas: PositiveInt = 1
     """Number of copies of the stages, each of which serves different requests."""
     block_size: PositiveInt = 16

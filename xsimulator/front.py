@@ -1,0 +1,47 @@
+"""Compute how many API servers an engine needs: each tokenises prompts and streams tokens on one core."""
+
+from __future__ import annotations
+
+from math import ceil, inf
+
+from xgpt.core.schema import EngineSpec, Plan, Workload
+
+MOST_BUSY = 0.8
+"""Largest share of its time that an API server works; beyond it requests wait long for the server."""
+
+
+def request_s(engine: EngineSpec, workload: Workload) -> float:
+    """Return the seconds that an API server works on a request, in the mean."""
+    return engine.tokenise_s * workload.input.mean + engine.stream_s * workload.output.mean
+
+
+def served_rate(plan: Plan) -> float:
+    """Return the requests a second of one command of the engine: of all replicas that share its API servers."""
+    capacity = plan.estimate.capacity
+    rates = [plan.estimate.throughput_rps if capacity is None else capacity.rate_per_s]
+    return max([*rates, plan.constraint.arrival_rate_per_s or 0.0]) / plan.replicas * plan.sharing_replicas
+
+
+def most_rate(plan: Plan, num_servers: int) -> float:
+    """Return the requests a second that a number of API servers pass; infinite if their work is not known."""
+    each_s = 0.0 if plan.engine is None or not plan.engine.stream_s else request_s(plan.engine, plan.workload)
+    return MOST_BUSY * num_servers / each_s if each_s else inf
+
+
+def with_api_servers(plan: Plan, num_servers: int | None) -> Plan:
+    """Return the plan with its number of API servers, and a warning if they pass fewer requests than it promises.
+
+    Args:
+        num_servers: for each command of the engine; None: as many as the plan's rate needs.
+    """
+    rate, of_one = served_rate(plan), most_rate(plan, 1)
+    needed = max(1, ceil(rate / of_one - 1e-9)) if of_one < inf else 1
+    plan = plan.model_copy(update={"api_servers": num_servers or needed})
+    if num_servers is None or num_servers >= needed:
+        return plan
+    servers = "one API server passes" if num_servers == 1 else f"{num_servers} API servers pass"
+    text = (
+        f"{servers} about {most_rate(plan, num_servers):.0f} requests/s of these lengths, and the devices of one "
+        f"command serve {rate:.0f}: use `api_servers={needed}`"
+    )
+    return plan.with_estimate(warnings=(*plan.estimate.warnings, text))
