@@ -217,7 +217,10 @@ class Target:
                         if last_s is not None:
                             felt.gaps_s.append(now_s - last_s)
                         last_s = now_s
-                        num_tokens += sum(len(choice["token_ids"]) for choice in json.loads(line[6:])["choices"])
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            felt.failures.append(f"stream: {event['error']['message']}")
+                        num_tokens += sum(len(choice["token_ids"]) for choice in event.get("choices", ()))
                 if not stop.is_set() and num_tokens != body["max_tokens"]:
                     felt.failures.append(f"stream: {num_tokens} tokens of {body['max_tokens']}")
             except OSError as error:

@@ -40,11 +40,10 @@ def is_at_work(process: int) -> bool:
 def _states(process: int) -> set[str]:
     """Return the states of a process's threads, as letters of /proc/PID/stat; none if it has ended."""
     states = set()
-    for thread in Path(f"/proc/{process}/task").glob("*/stat"):
-        try:
-            states.add(thread.read_text().rpartition(")")[2].split()[0])
-        except (OSError, IndexError):  # the thread has ended meanwhile
-            continue
+    with suppress(OSError):  # the process has ended
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with suppress(OSError, IndexError):  # the thread has ended meanwhile
+                states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
     return states
 
 

@@ -8,6 +8,7 @@ two steps, so an idle one replies only when its next request has come.
 
 from __future__ import annotations
 
+import errno
 import selectors
 import socket
 from collections import Counter, deque
@@ -24,6 +25,8 @@ from xrunner.channel.messages import Alive, Down, Follow, Followed, Ready, Reste
 
 WARM_UP = -1
 """The number of a host's own warm-up request."""
+_NONE_NOW = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
+"""Errors of an `accept` to try again later: without a free file it fails even if nobody connects."""
 _FRONT = "front"
 """Name of the front's socket in a run's directory."""
 
@@ -208,11 +211,14 @@ class Lanes:
 
     def _take_in(self) -> None:
         """Accept connections, and read the messages of all of them."""
-        with suppress(BlockingIOError):
+        try:
             while True:
                 end = FrontEnd(self._listener.accept()[0], _decode_up)
                 self._hello[end] = None
                 self._selector.register(end, selectors.EVENT_READ)
+        except OSError as error:
+            if error.errno not in _NONE_NOW:
+                raise
         for end in list(self._hello):
             while (message := end.receive()) is not None:
                 if isinstance(message, VllmHello):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from itertools import pairwise
 from pathlib import Path
 
@@ -239,6 +240,25 @@ def test_plans_go_down_the_channel_and_steps_come_up(tmp_path: Path) -> None:
         assert requests == [request, Cancel(7)]
         assert front.receive() is None
     finally:
+        for end in (core, host, front):
+            end.close()
+
+
+def test_a_front_that_may_open_no_more_files_keeps_its_engine(tmp_path: Path) -> None:
+    """`accept` then fails even if nobody connects; idle clients that took all files once ended the server."""
+    front = Lanes(str(tmp_path), ["both"], 1)
+    core, host = VllmEnd(str(tmp_path), "both", plans=True), VllmEnd(str(tmp_path), "both")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        host.send(Ready(takes_seeds=True, scores_prompts=False, resumes=True))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        assert front.receive() == Alive([])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        while isinstance(message := front.receive(), Alive):
+            pass
+        assert isinstance(message, Ready)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for end in (core, host, front):
             end.close()
 
