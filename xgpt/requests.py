@@ -148,8 +148,8 @@ class BoundFields(RequestBase):
         Annotated[float, Field(ge=0, lt=1)] | None,
         Option(
             metavar="SHARE",
-            unset="the known error of the profile's source (0.05 measured, 0.1 imported, 0.12 from a datasheet), or "
-            "its spread if larger",
+            unset="the known error of the profile's source (0.05 measured, 0.1 imported, 0.12 from a datasheet), plus "
+            "the share of the cores that other processes used while it was measured, or its spread if larger",
         ),
     ] = None
     """Share by which steps may take longer than predicted before a bound is broken."""

@@ -209,7 +209,7 @@ def headroom_in_words(plan: Plan) -> list[str]:
     if not headroom or not plan.constraint.bounds_latency:
         return []
     errors = {
-        "measured": "the variation and drift of steps on one machine",
+        "measured": "the variation and drift of steps on one machine, and what other processes used of it",
         "imported": "the error of predictions from imported tables for served models",
         "analytic": "the error of predictions from a datasheet",
     }

@@ -247,3 +247,5 @@ def test_headroom_follows_what_the_times_come_from(source: str, least: float) ->
     assert of_kind.headroom == least
     assert of_kind.model_copy(update={"spread": 0.17}).headroom == 0.17
     assert of_kind.model_copy(update={"spread": 0.46}).headroom == MOST_HEADROOM
+    others = {"others": {"make": 0.05, "steal": 0.05}, "num_threads": 2}
+    assert of_kind.model_copy(update=others).headroom == pytest.approx(least + 0.05)

@@ -39,7 +39,8 @@ drift nor the load of clients on the same machine. A running server re-plans onl
 RESTLESS = 0.15
 """Spread above which a profile counts as measured on a busy machine, with other work in its times."""
 MOST_HEADROOM = 0.20
-"""Largest headroom that a profile's spread causes; a disturbed measurement should not waste more of the machine."""
+"""Largest headroom that a profile's spread or other processes cause; a disturbed measurement should not waste more of
+the machine."""
 
 
 class Curve(Frozen):
@@ -274,12 +275,15 @@ class Profile(Frozen):
 
     @property
     def headroom(self) -> float:
-        """Default headroom of plans: the known error of the profile's source, or its spread, at most `MOST_HEADROOM`,
-        if that is larger.
+        """Default headroom of plans: the known error of the profile's source plus the share of the engine's cores that
+        other processes used meanwhile, or the profile's spread if that is larger; at most `MOST_HEADROOM` of these.
+
+        The times contain what other processes took, and these may take as much again while the plan runs.
         """
         is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
-        return round(max(min(self.spread, MOST_HEADROOM), known), 4)
+        share = sum(self.others.values()) / (self.num_threads or 1) if self.others else 0.0
+        return round(max(min(max(self.spread, known + share), MOST_HEADROOM), known), 4)
 
     @property
     def is_served(self) -> bool:
