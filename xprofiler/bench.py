@@ -454,6 +454,10 @@ class Bench:
         self.last_layer(self.typical_sequences)
         self.head(len(self.typical_sequences))
 
+    def run_attention(self) -> None:
+        """Run a typical step's attention without matrix products, so that its kernels are compiled."""
+        self.attention(self.typical_sequences)
+
     def typical_step(self) -> float:
         return self.step(self.typical_sequences)
 

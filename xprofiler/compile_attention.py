@@ -14,7 +14,9 @@ BLOCKS, BLOCK_SIZE = 128, 16
 
 
 def main() -> None:
-    """Run a step of a model with one layer, with one thread and with all; do nothing if the model's layers differ."""
+    """Run the attention of a model with one layer, with one thread and with all; do nothing if the model's layers
+    differ.
+    """
     dtype, kv_dtype, text = sys.argv[1:]
     spec = ModelSpec.model_validate_json(text)
     if spec.blocks:
@@ -36,7 +38,7 @@ def main() -> None:
         bench = bench_of(worker)(worker, lambda done, total, what: None)
         for threads in sorted({1, torch.get_num_threads()}):
             torch.set_num_threads(threads)
-            bench.typical_step()
+            bench.run_attention()
 
 
 if __name__ == "__main__":

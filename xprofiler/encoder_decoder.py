@@ -95,6 +95,12 @@ class CrossBench(Bench):
     def run_products(self) -> None:
         self.head(len(self.typical_sequences))
 
+    def run_attention(self) -> None:
+        prompt, own = self.short_sequences[0]
+        self.encoder_attention(1, prompt)
+        self.own_attention(1, own)
+        self.cross_attention(1, prompt)
+
     def jobs(self) -> Jobs:
         points = EncoderDecoderPoints.of(self.spec)
         jobs: Jobs = {}

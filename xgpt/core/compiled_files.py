@@ -1,7 +1,7 @@
 """Load compiled code from disk for numba, but never another user's files; replace unreadable files.
 
 numba unpickles the files that it finds, and unpickling runs code. It imports this module, whose name
-`compiled_code.set_directory` sets, when it first searches for code.
+`compiled_code.set_directory` sets, when it first searches for code; from then on it compiles as `compiling` says.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 from typing import Any
 
 from numba.core import caching
+
+from xgpt.core import compiling
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -78,3 +80,4 @@ class Files(caching.IndexDataCacheFile):
 
 
 caching.IndexDataCacheFile = Files  # type: ignore[misc]
+compiling.install()
