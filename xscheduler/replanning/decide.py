@@ -53,7 +53,8 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
     """Compare the running plan with the best one.
 
     A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound. A plan on another
-    placement must also repay the pause. If no plan keeps the bound, one that nearly keeps it takes over.
+    placement must also repay the pause. If no plan keeps the bound, one that nearly keeps it takes over, unless the
+    running plan keeps the bound at some arrival rate: the search may miss plans that simulation finds to keep it.
 
     Raises:
         InputError: the profile is not that of the plan's devices.
@@ -62,6 +63,9 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
         return _decide_feasible(judge, terms)
     except InfeasibleError as error:
         reason, nearest_s = str(error), error.nearest_bound_s if error.binding == "latency_bound_s" else None
+    if nearest_s is not None and judge.running.arrival_rate_per_s:
+        kept = f"the running one keeps it up to {judge.running.arrival_rate_per_s:.3g} requests/s"
+        reason = f"no other plan keeps the bound of {_bound(judge.plan.constraint)}; {kept}"
     found = None
     for bound_s in () if nearest_s is None else [factor * nearest_s for factor in WIDER]:
         near = judge.near(bound_s)

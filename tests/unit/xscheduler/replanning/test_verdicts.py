@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,12 +11,17 @@ import pytest
 from tests.contract.scenarios import problem
 from tests.rings import few
 from xgpt.core import policies
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.rates import rate_of
 from xgpt.core.schema import Constraint, Observation, Pinned, Plan
 from xgpt.core.workload import sample
 from xgpt.observation.windows import observe_lengths
 from xscheduler.objectives.best_plans import plan_each
+from xscheduler.replanning.decide import decide
+from xscheduler.replanning.judge import Terms
 from xscheduler.replanning.replanner import propose
+from xscheduler.replanning.situation import Situation
+from xscheduler.replanning.verdicts import ArrivalsJudge
 from xsimulator.events import replay
 from xsimulator.run import simulate
 
@@ -115,3 +121,22 @@ def test_if_no_plan_keeps_the_bound_one_near_it_takes_over(rate: float | None, l
         assert plan.policy != running().policy and plan.constraint == running().constraint
     else:
         assert (decision.best.arrival_rate_per_s or 0.0) >= rate
+
+
+class Missing(ArrivalsJudge):
+    """Finds no plan that keeps the bound of 8 s, as closed forms of waa may miss one that simulation finds."""
+
+    def best(self, kinds: Sequence[str], *, in_place: bool) -> Plan:
+        if self.plan.constraint.latency_bound_s == 8.0:
+            raise InfeasibleError("no schedule keeps it", nearest_bound_s=11.0, binding="latency_bound_s")
+        return super().best(kinds, in_place=in_place)
+
+
+def test_a_plan_that_keeps_its_bound_is_not_exchanged_for_one_that_breaks_it() -> None:
+    """A waa plan that kept 12 s up to 3.1 requests/s gave way to one that took 16.6 s at every rate."""
+    more = 2 * rate_of(running())
+    situation = Situation.of(running(), OF.profile, observed(1.0, 1.0, more))
+    verdict = decide(Missing(situation, Terms()), Terms())
+    assert not verdict.switch and verdict.breaks_bound and verdict.plan is None
+    assert verdict.running.arrival_rate_per_s == pytest.approx(rate_of(running()), rel=0.1)
+    assert "no other plan keeps the bound of 8 s; the running one keeps it up to" in verdict.reason
