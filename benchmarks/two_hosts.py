@@ -2,11 +2,12 @@
 
     python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0] [--json two_hosts.json]
 
-The hosts are network namespaces of this machine, each with a host name of its own, joined by a pair of virtual
-interfaces; they meet as `xgpt serve --engine vllm --nnodes 2` or `xgpt serve --ray` do on real machines. Each has one
-device. Bytes are counted twice: by xgpt's own processes, which know control messages from tensors, and by the link.
+The hosts are namespaces of this machine, each with a host name, a network and processes of its own, joined by a pair of
+virtual interfaces; they meet as `xgpt serve --engine vllm --nnodes 2` or `xgpt serve --ray` do on real machines. Each
+has one device. Bytes are counted twice: by xgpt's own processes, which know control messages from tensors, and by the
+link.
 `--kill` ends each kind of process of either host while requests run, and starts again what a service manager would.
-Listening sockets are listed. Network namespaces take root; without, this says what is missing and runs nothing.
+Listening sockets are listed. Namespaces take root; without, this says what is missing and runs nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 INTERFACE = "xgpt-link"
 """Its name in both namespaces; each end is made under a name of its own, as both begin in the same namespace."""
 TOKEN = "0123456789abcdef" * 2
+FIRST_PROCESS = """
+import os, time
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        time.sleep(0.1)
+"""
+"""Each host's process 1, which reaps what others leave; when it ends, all processes of the host end."""
 KINDS = ("VLLM::EngineCore", "VLLM::Worker", "xrunner.vllm.supervised", "xrunner.vllm.host", "xrunner.cluster.launcher",
          "ray::_Machine", "xgpt.serving.engine_process", "xgpt serve", "gcs/gcs_server",
          "raylet/raylet ")  # fmt: skip
@@ -119,7 +129,7 @@ def ip(*arguments: str) -> str:
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """Make two namespaces that reach each other and nothing else, until the end of the block."""
+    """Make two hosts that reach each other and nothing else, until the end of the block."""
     with ExitStack() as stack:
         left = ip("netns", "list").split()
         for host in HOSTS:
@@ -135,13 +145,45 @@ def two_hosts() -> Iterator[None]:
             ip("-n", host, "address", "add", f"{address}/24", "dev", INTERFACE)
             ip("-n", host, "link", "set", INTERFACE, "up")
             ip("-n", host, "link", "set", "lo", "up")
+            first_processes[host] = stack.enter_context(_first_process(host))
         yield
 
 
+first_processes: dict[str, int] = {}
+"""The id, outside of the host, of each host's process 1."""
+
+
+@contextmanager
+def _first_process(host: str) -> Iterator[int]:
+    """Start a host's process 1, under the host's own name; return its id outside of the host."""
+    command = ["sh", "-c", 'hostname "$0" && exec "$@"', host, sys.executable, "-c", FIRST_PROCESS]
+    separate = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    with subprocess.Popen(["ip", "netns", "exec", host, *separate, *command]) as process:
+        try:
+            while (first := child(process.pid)) is None:
+                time.sleep(0.05)
+            yield first
+        finally:
+            process.kill()
+
+
+def child(pid: int) -> int | None:
+    """Return the id of a process's only child, such as the command that `nsenter` has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def terminate(server: subprocess.Popen[str]) -> None:
+    """Send SIGTERM to a command on a host; `nsenter` ends with it, and passes no signals on."""
+    with suppress(OSError):
+        if server.poll() is None and (pid := child(server.pid)) is not None:
+            os.kill(pid, signal.SIGTERM)
+
+
 def on_host(number: int, command: list[str]) -> list[str]:
-    """A command on one of the hosts, under the host's own name."""
-    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', HOSTS[number], *command]
-    return ["ip", "netns", "exec", HOSTS[number], *named]
+    """Return the command line that runs a command on one of the hosts."""
+    first = first_processes[HOSTS[number]]
+    return ["nsenter", f"--target={first}", "--net", "--uts", "--pid", "--mount", f"--wd={Path.cwd()}", *command]
 
 
 def wire_bytes() -> int:
@@ -167,13 +209,15 @@ def serving(what: Plan, directory: Path, engine: str) -> Iterator[tuple[str, lis
         yield _url(servers[0], directory), servers
     finally:
         for server in servers[: 1 if engine == "vllm" else None]:
-            server.send_signal(signal.SIGTERM)
-            server.wait(60)
+            terminate(server)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(60)
         for server in servers:
             try:
                 server.wait(60)
             except subprocess.TimeoutExpired:
-                server.kill()
+                if (pid := child(server.pid)) is not None:
+                    os.kill(pid, signal.SIGKILL)
                 server.wait()
 
 
@@ -208,7 +252,7 @@ def processes(number: int) -> dict[str, int]:
         with suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
             kind = next((kind for kind in KINDS if kind in line), None)
-            if kind is not None and not line.startswith(("sh ", "unshare", "ip ")):
+            if kind is not None and not line.startswith("nsenter"):
                 found[kind] = pid
     return found
 

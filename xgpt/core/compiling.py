@@ -26,7 +26,7 @@ LOOP_BODY = "__numba_parfor_gufunc"
 _set_env = codegen.JITCPUCodegen.set_env
 
 
-class Library(codegen.JITCodeLibrary):  # type: ignore[misc]
+class Library(codegen.JITCodeLibrary):
     """A function's code, which is optimised and emitted when its address is first wanted."""
 
     _is_emitted = False
@@ -80,4 +80,4 @@ def install() -> None:
     """Make numba compile like this from now on."""
     if all(hasattr(codegen.JITCodeLibrary, name) for name in REPLACED):
         codegen.JITCPUCodegen._library_class = Library
-        codegen.JITCPUCodegen.set_env = set_env
+        codegen.JITCPUCodegen.set_env = set_env  # type: ignore[method-assign]
