@@ -450,6 +450,8 @@ def bench(target: Plan | PathLike, **asked: Unpack[BenchKeywords]) -> Benched:
         raise InputError("batching", request.batching, "it needs a plan; the server at a URL has its own")
     if request.saturated and request.arrival_rate_per_s is not None:
         raise InputError("arrival_rate_per_s", request.arrival_rate_per_s, "it cannot be combined with `saturated`")
+    if isinstance(target, str) and not is_url and ":" in target and not Path(target).exists():
+        raise InputError("plan", target, "there is no such file; a URL begins with http:// or https://")
     of_what = str(target) if is_url else _plan(target)
     workload = None
     if request.workload is not None:

@@ -35,7 +35,7 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
     """Return the shape of a model, and the absolute path of its weights' directory (None: not on this machine).
 
     Args:
-        name: a shipped model, a YAML file, a directory in Hugging Face layout, or a Hugging Face id.
+        name: a shipped model, a YAML file, a config.json, a directory in Hugging Face layout, or a Hugging Face id.
         config: config.json of an id; None: that of huggingface_hub's cache, or a shipped config of the same shape. The
             network is never used.
 
@@ -49,7 +49,13 @@ def load_model(name: str, config: str | None = None) -> tuple[ModelSpec, Path | 
     path = find_config("models", name)
     if path.is_dir():
         return read_spec(path), Path(os.path.abspath(path))  # a plan may be served from another directory
-    return parse(load_yaml(path, "model"), ModelSpec, "model"), None
+    document = load_yaml(path, "model")
+    if isinstance(document, dict) and "model_type" in document:
+        return read_config(path), None
+    if isinstance(document, dict) and "name" not in document:
+        says = "it has neither the model_type of a config.json nor the name of a shipped model"
+        raise InputError("model", name, says)
+    return parse(document, ModelSpec, "model"), None
 
 
 def _load_by_id(model_id: str, config: str | None) -> tuple[ModelSpec, Path | None]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -17,6 +18,10 @@ from xgpt.cli import COMMANDS, commands
 def test_a_misspelt_command_is_told_the_nearest(xgpt: Xgpt) -> None:
     assert "Did you mean 'plan'?" in xgpt.fails(2, "plna")
     assert "Did you mean --latency-bound?" in xgpt.fails(2, "plan", "--latency-bund", "3")
+    assert "Did you mean" not in xgpt.fails(2, "plan", "--latency-bound", "3", "--gpy", "4")
+    assert "Give --fix tp=N." in xgpt.fails(2, "plan", "--latency-bound", "3", "--tensor-parallel-size", "8")
+    asked = ("plan", "--latency-bound", "3", "--cluster")
+    assert "did you mean h200x1 or h200x32 or h200x8? Otherwise give a path or one of" in xgpt.fails(2, *asked, "H200")
     assert "It is one of `xgpt fleet`." in xgpt.fails(2, "plan", "--attain", "0.99")
     assert "There are plan, fleet, profile," in xgpt.fails(2, "zzz")
 
@@ -60,3 +65,29 @@ def test_every_option_has_a_help_text() -> None:
         command = getattr(commands, name)
         silent = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
         assert not silent, f"xgpt {name}: {silent}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "--latency-bound", "3", "--dtype", "fp8"], "did you mean float8?"),
+        (["plan", "--latency-bound", "3", "--quantile", "99"], "it is a share: 0.99 for 99%"),
+        (["plan", "--latency-bound", "3", "--model", "x.json"], "neither the model_type of a config.json nor the name"),
+        (["bench", "localhost:8000"], "a URL begins with http://"),
+        (["replan", "plan.json"], "Missing option '--lengths'; `xgpt replan --help` has an example"),
+        (["replan", "plan.json", "--workload", "x.csv"], "No such option '--workload'. Give --lengths."),
+        (["fleet", "log.csv"], "Missing option"),
+        (["report", "plan.json", "x"], "Got unexpected extra argument (x); `xgpt report --help` has an example"),
+    ],
+)
+def test_mistakes_are_told_the_way_out(xgpt: Xgpt, arguments: list[str], says: str) -> None:
+    Path("x.json").write_text('{"x": 1}')
+    assert says in xgpt.fails(2, *arguments)
+
+
+def test_a_config_is_a_model(xgpt: Xgpt) -> None:
+    config = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    config |= {"num_attention_heads": 8, "vocab_size": 1000, "max_position_embeddings": 32768}
+    Path("config.json").write_text(json.dumps(config))
+    asked = ("plan", "--latency-bound", "inf", "--objective", "saturated", "--model", "config.json")
+    assert xgpt(*asked, "--cluster", "h200x1", "--workload", "azure-conv").code == 0

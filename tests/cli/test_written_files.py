@@ -94,7 +94,7 @@ def test_a_foreign_file_is_kept(xgpt: Xgpt, command: str) -> None:
     written = next(option for option in options_of(command) if option.name in WRITTEN)
     Path("mine.json").write_text("the only copy")
     said = xgpt.fails(2, command, *NEEDED[command], *words(written, "mine.json"))
-    assert "xgpt did not write it or it was changed since; give another file, or --force to overwrite it" in said
+    assert "xgpt did not write it there or it was changed since; give another file, or --force to overwrite it" in said
     assert Path("mine.json").read_text() == "the only copy"
 
 

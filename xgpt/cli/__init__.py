@@ -91,12 +91,48 @@ def cli() -> None:
     """
 
 
+SYNONYMS = {
+    "fp8": "float8",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "kubernetes": "k8s",
+}
+"""Other names of values."""
+OPTIONS_ELSEWHERE = {
+    "--cluster, which names the devices, and --devices N for fewer of them": (
+        "--gpu",
+        "--gpus",
+        "--num-gpus",
+        "--gpu-type",
+    ),
+    "--fix tp=N": ("--tp", "--tp-size", "--tensor-parallel-size"),
+    "--fix pp=N": ("--pp", "--pipeline-parallel-size"),
+    "--fix max_batch=N": ("--max-num-seqs", "--batch-size", "--max-batch-size"),
+    "--fix token_budget=N": ("--max-num-batched-tokens", "--chunked-prefill-size"),
+    "--workload, a file of lengths or a log": ("--isl", "--osl", "--input-len", "--output-len", "--trace", "--log"),
+    "--arrival-rate": ("--rate", "--qps", "--rps", "--request-rate"),
+    "--model with the quantised checkpoint or its id, or --dtype": ("--quantization", "--quantize", "--quant"),
+    "--workload, whose longest request sets the context": ("--max-model-len", "--context-length"),
+    "--latency-bound, --ttft or --tpot": ("--slo", "--sla-ms", "--latency-ms", "--itl", "--p99"),
+}
+"""What to give for options that other tools have under these names."""
+
+
 def _elsewhere(error: click.NoSuchOption) -> str:
     """Return the end of an error about an unknown option: its likely name, or the commands that have it."""
+    if error.ctx is not None and error.ctx.info_name == "replan" and error.option_name in ("--workload", "--trace"):
+        return " Give --lengths."
     named = [name for name in COMMANDS if _takes(name, error.option_name)]
     if named:
         return f" It is one of `xgpt {'`, `xgpt '.join(named)}`."
-    return f" Did you mean {', '.join(error.possibilities)}?" if error.possibilities else ""
+    for here, elsewhere in OPTIONS_ELSEWHERE.items():
+        if error.option_name in elsewhere:
+            return f" Give {here}."
+    near = get_close_matches(error.option_name, error.possibilities or [], cutoff=0.7)
+    near = near or [each for each in error.possibilities or [] if each.startswith(error.option_name)]
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _takes(name: str, option: str) -> bool:
@@ -116,6 +152,9 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"No such option {error.option_name!r}.{_elsewhere(error)}", 2)
     except click.BadParameter as error:
         _fail(error.format_message().removesuffix(".") + _way_out(error), 2)
+    except click.UsageError as error:
+        example = "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
+        _fail(error.format_message() + (example if "extra argument" in error.format_message() else ""), 2)
     except click.ClickException as error:
         _fail(error.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
@@ -150,7 +189,10 @@ def _way_out(error: click.BadParameter) -> str:
         return "" if error.ctx is None else f"; `{error.ctx.command_path} --help` has an example"
     type_ = None if error.param is None else error.param.type
     given = re.match("'([^']*)'", error.message or "")
-    return nearest(given[1], type_.choices) if given is not None and isinstance(type_, click.Choice) else ""
+    if given is not None and isinstance(type_, click.Choice):
+        return nearest(SYNONYMS.get(given[1].lower(), given[1]), type_.choices)
+    share = error.param is not None and (error.param.name or "").endswith("quantile")
+    return "; it is a share: 0.99 for 99%" if share and "range" in (error.message or "") else ""
 
 
 def in_options(message: str, params: Sequence[click.Parameter]) -> str:

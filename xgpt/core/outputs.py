@@ -54,7 +54,7 @@ class OutputFile:
         if any(_is_same(self.path, Path(given)) for given in self._inputs):
             raise InputError(self._field, str(self.path), f"this command reads that file; {way_out}")
         if not is_recorded(self.path):
-            reason = "that file exists, and xgpt did not write it or it was changed since"
+            reason = "that file exists, and xgpt did not write it there or it was changed since"
             raise InputError(self._field, str(self.path), f"{reason}; {way_out}")
 
     def write(self, text: str) -> None:
