@@ -1,4 +1,4 @@
-"""Compares the closed form with request-level simulation on random models, clusters, placements, policies and lengths.
+"""Compare closed forms with simulation request by request on random models, clusters, placements, policies and lengths.
 
     python -m benchmarks.agreement [--cases 300] [--seed 0] [--part 0/2] [--seconds 300] [--jsonl FILE]
 

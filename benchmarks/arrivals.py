@@ -1,4 +1,5 @@
-"""Plans by arrival rate, plans by saturated throughput and vLLM's defaults, each at its own highest arrival rate.
+"""Compare plans for arrival rates, plans for saturated throughput, and vLLM's defaults, each at its own highest arrival
+rate.
 
     python -m benchmarks.arrivals [--cases 25] [--headroom 0] [--json FILE]
 

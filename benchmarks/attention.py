@@ -1,4 +1,4 @@
-"""Attention of one layer on this machine's CPU: every backend, and torch's fused kernel alone, over shapes.
+"""Time one layer's attention on this machine's CPU: every backend, and torch's fused kernel, for several shapes.
 
     python -m benchmarks.attention [--threads N] [--json results/attention.json]
 

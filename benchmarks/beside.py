@@ -1,4 +1,4 @@
-"""What other work on the cores costs: others' use of them against the throughput that a saturated decode loses.
+"""Measure what other work on the cores costs: the throughput that a saturated decode loses for each percent of use.
 
     python -m benchmarks.beside [--model opt-125m] [--dtype float32] [--batch 32] [--seconds 2] [--rounds 6]
 

@@ -1,4 +1,4 @@
-"""Attack what plans state as the highest arrival rate of any schedule, on as many random problems as one likes.
+"""Attack the highest arrival rate that plans state, on any number of random problems.
 
     python -m benchmarks.certificates LINES --attack bounds --problems 5000 --seed 0 [--seconds S] [--scale 1.0]
 

@@ -1,4 +1,4 @@
-"""Random checkpoints of every family, planned under every policy on one device and two, served: are the tokens right?
+"""Plan and serve random checkpoints of every family under every policy, on one device and two, and check their tokens.
 
     python -m benchmarks.checkpoints [--first 0] [--count 40] [--again] [--markdown docs/results/checkpoints.md]
 

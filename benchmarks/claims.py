@@ -1,4 +1,4 @@
-"""The property test of what plans claim, on as many random problems as one likes.
+"""Run the property test of plans' claims on any number of random problems.
 
     python -m benchmarks.claims [--rates] [--first 0] [--count 5000] [--part 0/2] [--seconds S] [--markdown FILE] LINES
 

@@ -1,4 +1,4 @@
-"""Commands that people publish, scored as `xgpt compare --current` scores them, and why others are refused.
+"""Score published commands as `xgpt compare --current` does, and list why others are refused.
 
     python -m benchmarks.commands FOLDER... [--suffix .md] [--configs FOLDER] [--part 1/4] [--markdown]
 

@@ -1,4 +1,4 @@
-"""Parameters that are read of config.json files, next to models that transformers builds from the same files.
+"""Compare parameter counts read from config.json files with models that transformers builds from the same files.
 
     python -m benchmarks.configs FOLDER [--markdown]
 

@@ -1,4 +1,4 @@
-"""What WAA's buffer time gains when input and output lengths correlate (ExeGPT sec. 5.2).
+"""Measure what WAA's buffer time gains when input and output lengths correlate (ExeGPT sec. 5.2).
 
     python -m benchmarks.correlated --trace FILE [--requests 2000] [--measured] [--seconds 400]
 

@@ -1,4 +1,4 @@
-"""What to run first on a device that is new to this engine, such as a GPU: is it right, how fast, is it ahead?
+"""Check a new device, such as a GPU: are tokens right, how fast is it, and is it faster than other engines?
 
     python -m benchmarks.device [--part equality] [--part served] [--part roofline] [--part engines] [--small]
 

@@ -1,4 +1,4 @@
-"""Lengths that change in mid-run: what that costs without re-planning, and how soon re-planning makes it good.
+"""Change request lengths in mid-run: what this costs without re-planning, and how soon re-planning recovers it.
 
     python -m benchmarks.drift [real] [shifts] [stationary] [rra] [waa] [t5] [--num-requests 900] [--refresh]
 

@@ -1,4 +1,4 @@
-"""T5 on devices of this machine, from a checkpoint to a served plan that is re-planned.
+"""Take T5 from a checkpoint to a served plan that is re-planned, on this machine's devices.
 
     python -m benchmarks.encoder_decoder [--cluster local:2] [--part saturated] [--seconds 12] [--work DIR]
 

@@ -1,4 +1,4 @@
-"""This engine and those that a user would pick instead: the same requests, the same weights, the same machine.
+"""Compare this engine with others on the same requests, weights and machine.
 
     python -m benchmarks.engines [--model opt-125m] [--workload mixed …] [--engine own --engine vllm …] [--rounds 3]
                                  [--requests 64] [--budget 128 --budget 256 …] [--python vllm=PATH] [--longest-first]

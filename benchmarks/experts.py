@@ -1,4 +1,4 @@
-"""What dividing experts and partial tensor parallelism each gain: the best plan with all of it, and without each.
+"""Measure what dividing experts and partial tensor parallelism gain: the best plan with both, and without each.
 
     python -m benchmarks.experts [--only deepseek-v3] [--framework vllm-0.15] [--kv-dtype float8] [--markdown FILE]
 

@@ -1,4 +1,4 @@
-"""Workers that are killed or stopped in mid-stream, under load: what is lost, and whether a token changes.
+"""Kill or stop workers in mid-stream under load: are requests lost, and does a token change?
 
     python -m benchmarks.faults [--requests 500] [--json faults.json]
 

@@ -1,5 +1,5 @@
-"""A day's fleet that follows recommendations: kept requests and device-hours, next to a constant fleet and autoscaling
-by utilisation, against the clairvoyant optimum.
+"""Compare a day's fleet that follows recommendations with a constant fleet and autoscaling: kept requests and
+device-hours.
 
     python -m benchmarks.fleet [--traces DIR] [--mooncake FILE] [--cases NAME,…] [--seconds S] [--markdown FILE] STATE
 

@@ -1,4 +1,4 @@
-"""Time to plan a day of 96 intervals for up to 64 devices of each of three kinds, as a user waits for it.
+"""Time the planning of a day of 96 intervals for up to 64 devices of each of three kinds.
 
     python -m benchmarks.fleet_planning [--runs 3] STATE
 

@@ -1,4 +1,4 @@
-"""Bad requests by the thousand: no 5xx, no hang, no answer missing, memory flat.
+"""Send thousands of bad requests: no 5xx, no hang, no missing answer, constant memory.
 
     python -m benchmarks.fuzz [--requests 10000] [--seed 0]
 

@@ -1,4 +1,4 @@
-"""Which policy is chosen where, what the choice gains, and how far that hangs on what mixed steps cost.
+"""Compute which policy is chosen when, what the choice gains, and how much it depends on the cost of mixed steps.
 
     python -m benchmarks.gain [--quick] [--engine vllm-0.15] [--part 0/2] [--seconds 300] [--json results/gain.json ...]
 

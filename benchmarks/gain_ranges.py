@@ -1,4 +1,4 @@
-"""Gains over vLLM's defaults as ranges: what is chosen when mixed steps, pace, lengths and bursts are not as assumed.
+"""Compute gains over vLLM's defaults as ranges over assumptions on mixed steps, pace, lengths and bursts.
 
     python -m benchmarks.gain_ranges [--first 0] [--last 10] [--markdown]
 

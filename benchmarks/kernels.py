@@ -1,4 +1,4 @@
-"""What the attention kernels compile to, for GPUs that need not be here: registers, spills, shared memory.
+"""Compile the attention kernels for GPUs that need not be present, and list registers, spills and shared memory.
 
     python -m benchmarks.kernels [--capability 90] [--json]
 

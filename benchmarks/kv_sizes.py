@@ -1,4 +1,4 @@
-"""K/V memory that vLLM logged at its start, and what the planner predicts for the same settings.
+"""Compare K/V memory that vLLM logged at its start with the planner's prediction for the same settings.
 
     python -m benchmarks.kv_sizes [--markdown]
 

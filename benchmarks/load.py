@@ -1,4 +1,4 @@
-"""A server under load: many streams at once, more requests than it can serve, and a SIGTERM in the middle.
+"""Load a server: many streams at once, more requests than it can serve, and a SIGTERM meanwhile.
 
     python -m benchmarks.load [streams] [overload] [sigterm]
 

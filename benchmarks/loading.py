@@ -1,4 +1,4 @@
-"""Deploying a plan and going over to another: seconds until its workers hold their weights, from disk and from memory.
+"""Time the deployment of a plan and the change to another, until workers hold their weights from disk or memory.
 
     python -m benchmarks.loading [--sizes 125m,1.3b,2.7b] [--placements "WAA 1+1"] [--work DIR] [--markdown FILE]
 

@@ -1,4 +1,4 @@
-"""A thousand replicas and an hour at 20,000 requests a second: which routing keeps queues short, and what it costs.
+"""Route an hour at 20,000 requests a second to a thousand replicas: which routing keeps queues short, at what cost?
 
     python -m benchmarks.many_replicas [--seconds 3600] [--replicas 1000] [--rate 20000] [--only cache-0.5]
 

@@ -1,4 +1,4 @@
-"""How often the declared directions hold (ExeGPT Table 5), over all policies, tasks and a spread of placements.
+"""Count how often declared directions hold (ExeGPT Table 5), over policies, tasks and placements.
 
     python -m benchmarks.monotonicity [--only gpt3-39b]
 

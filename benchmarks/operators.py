@@ -1,4 +1,4 @@
-"""The datasheet's operators against those that others measured, on the devices that both know.
+"""Compare the datasheet's operators with published measurements, on devices that both cover.
 
     python -m benchmarks.operators [--fit] [--json results/operators.json]
 

@@ -1,4 +1,4 @@
-"""Time of a step outside the model: rule, pool, batch, sampling's bookkeeping, settling; and how it grows.
+"""Time a step without the model (rule, pool, batch, sampling, settling), and how this time grows.
 
     python -m benchmarks.overhead [--steps 50]
 

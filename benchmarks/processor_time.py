@@ -1,4 +1,4 @@
-"""Predicted against measured in processor time: on a machine that others use, too.
+"""Compare predictions with measurements in processor time, for machines that others use, too.
 
     python -m benchmarks.processor_time --model DIRECTORY [--workload chat-short] [--requests 150] [--rounds 2]
 

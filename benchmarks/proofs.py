@@ -1,4 +1,4 @@
-"""What plans state of the best schedule: their rate, and the gap to what no other schedule keeps.
+"""List plans' rates and their gaps to what no other schedule exceeds.
 
     python -m benchmarks.proofs [--profile FILE] [--json FILE] [--before FILE] [--markdown FILE]
 

@@ -1,4 +1,4 @@
-"""What fewer bits change: a small model trained here on text at hand, run by the engine in each precision.
+"""Measure the effect of fewer bits: a small model trained here on available text, run in each precision.
 
     python -m benchmarks.quantisation [--steps 600]
 

@@ -1,4 +1,4 @@
-"""Reuse of prompts: what it costs, whether any block is lost, what is predicted of it and what is measured.
+"""Measure the reuse of prompts: its cost, lost blocks, and predicted against measured hits.
 
     python -m benchmarks.reuse overhead
     python -m benchmarks.reuse soak [--requests 20000]

@@ -1,4 +1,4 @@
-"""Time of a model's steps against batch, context and prompt, and how near the device's limits they come.
+"""Time a model's steps against batch, context and prompt, and compare them with the device's limits.
 
     python -m benchmarks.roofline [--model opt-125m] [--device cuda] [--dtype int8] [--seconds 120]
 

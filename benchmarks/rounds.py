@@ -1,4 +1,4 @@
-"""Rounds of steps that differ at random: the closed form and the recursion that it stands for.
+"""Compare the closed form of rounds whose steps differ at random with the recursion that it replaces.
 
     python -m benchmarks.rounds [--lanes 2000] [--seed 1] [--fit]
 

@@ -1,4 +1,4 @@
-"""Whether a change leaves plans as they are: those of another commit and of this tree, byte for byte.
+"""Check that a change leaves plans unchanged: those of another commit and of this tree, byte for byte.
 
     python -m benchmarks.same_plans [--against main] [--only opt-13b]
 

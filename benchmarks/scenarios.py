@@ -1,4 +1,4 @@
-"""What plans say of the scheduler benchmark's scenarios: arrival rates against simulation, and bounds on all requests.
+"""Check plans of the scheduler benchmark's scenarios: arrival rates by simulation, and bounds on all requests.
 
     python -m benchmarks.scenarios rates|requests [--only opt-13b] [--jsonl FILE] [--markdown FILE]
 

@@ -1,4 +1,5 @@
-"""ExeGPT's scenarios (sec. 7.3, 7.4): what is chosen under each bound, how fast, and how much is looked at.
+"""Search ExeGPT's scenarios (sec. 7.3, 7.4): the choice under each bound, its time, and the share of the space
+examined.
 
     python -m benchmarks.scheduler [--only opt-13b] [--check] [--markdown FILE]
     python -m benchmarks.scheduler --sla request [--only opt-13b]

@@ -1,4 +1,4 @@
-"""How fast the simulator is: one closed-form estimate, a sweep of them, a run request by request, and one by counts.
+"""Time the simulator: one closed form, a sweep of them, a run request by request, and one by counts.
 
     python -m benchmarks.simulator [--json FILE]
 

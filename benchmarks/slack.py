@@ -1,4 +1,4 @@
-"""Capacity of budgets from slack, next to that of the best fixed budget, in simulation.
+"""Compare the capacity of budgets from slack with that of the best fixed budget, in simulation.
 
     python -m benchmarks.slack [--quick] [--models llama-3.1-8b] [--loads azure-code,azure-conv] [--json FILE]
     python -m benchmarks.slack --overhead

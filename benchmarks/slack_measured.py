@@ -1,4 +1,4 @@
-"""Capacity of budgets from slack, next to the best fixed budget's, on this machine: predicted, measured.
+"""Compare the capacity of budgets from slack with that of the best fixed budget on this machine.
 
     python -m benchmarks.slack_measured --plan FILE [--model opt-125m] [--workload summarization]
     python -m benchmarks.slack_measured --run FILE [--seconds 400] [--engine vllm]

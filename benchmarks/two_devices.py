@@ -1,4 +1,4 @@
-"""Two cores as two devices: each policy at its planned best, run for real and compared with its prediction.
+"""Run each policy's best plan on two cores as two devices, and compare it with its prediction.
 
     python -m benchmarks.two_devices [--layers 6] [--requests 100] [--traces DIR] [--json two_devices.json]
 

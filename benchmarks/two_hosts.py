@@ -1,4 +1,4 @@
-"""Two hosts serve one plan: what goes over the wire between them, and whether tokens are those of one host.
+"""Serve one plan on two hosts: traffic between them, and whether tokens equal those of one host.
 
     python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0] [--json two_hosts.json]
 

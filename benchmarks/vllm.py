@@ -1,4 +1,4 @@
-"""vLLM at one latency bound: its own scheduler, chunked and rra, each at its planned best, predicted and measured.
+"""Compare vLLM's own scheduler, chunked and rra at one latency bound, each at its planned best, with predictions.
 
     python -m benchmarks.vllm --model DIR --profile vllm.json --latency-bound 15 [--requests 100] [--only rra]
 

@@ -1,4 +1,4 @@
-"""Requests whose lengths change while vLLM serves them: the plan that it goes over to, and whether a request is lost.
+"""Change request lengths while vLLM serves: the new plan, and whether a request is lost.
 
     python -m benchmarks.vllm_shift --model DIR --profile vllm.json [--latency-bound 6] [--factor 1.7]
 

@@ -1,4 +1,4 @@
-"""What several benchmarks share: servers of small models and of plans, and requests whose lengths change.
+"""Code that several benchmarks share: servers of small models and of plans, and requests whose lengths change.
 
 Every other file of `benchmarks` is a command: `python -m benchmarks.<name> --help` says what it measures.
 """

@@ -1,4 +1,4 @@
-"""How near predictions are to measurements, and how near they are to be."""
+"""Compute how close predictions are to measurements, and how close they should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load on xgpt's engine without an endpoint: in this process, fed as its requests arrive."""
+"""Run a load on xgpt's engine in this process, without an endpoint."""
 
 from __future__ import annotations
 

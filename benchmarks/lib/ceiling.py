@@ -1,4 +1,4 @@
-"""What no rule of steps can exceed on a plan's placement, whatever it knows of the requests to come.
+"""Bound what any rule of steps can serve on a plan's placement, even if it knows future requests.
 
 Two relaxations; the lower one counts. Each takes steps at the plan's own step times, which are fitted to its profile.
 

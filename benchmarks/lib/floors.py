@@ -1,4 +1,4 @@
-"""The least seconds that a workload takes on this machine, requests all at hand at the start."""
+"""Compute the least seconds that a workload takes on this machine if all requests are present at the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page of results says of its making."""
+"""Describe how a page of results was made: machine, commit and date."""
 
 from __future__ import annotations
 

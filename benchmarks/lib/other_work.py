@@ -1,4 +1,4 @@
-"""Keep the cores partly busy, as other work on the machine does: `python -m benchmarks.lib.other_work KIND CORES`.
+"""Keep the cores partly busy, as other work does: `python -m benchmarks.lib.other_work KIND CORES`.
 
 KIND is `steady`, one process that computes for a part of every 50 ms, or `short`, which starts one short program after
 the other. CORES is the processor time that all of it takes a second. It runs until it is ended.

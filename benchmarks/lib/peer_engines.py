@@ -1,4 +1,4 @@
-"""Engines that a user would pick instead: how each is installed, started, and asked to run."""
+"""Other engines that a user might choose: how each is installed, started and given requests."""
 
 from __future__ import annotations
 

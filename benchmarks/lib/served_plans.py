@@ -1,4 +1,4 @@
-"""Plans for several devices of this machine over a small model: what placements run is chosen here, not planned."""
+"""Plans of a small model for several devices of this machine; their placements are set here, not planned."""
 
 from __future__ import annotations
 

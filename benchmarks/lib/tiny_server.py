@@ -1,4 +1,4 @@
-"""A server of its own process over a model of three million parameters: what fuzz measures.
+"""A server in a separate process with a model of three million parameters, for `benchmarks.fuzz`.
 
     python -m benchmarks.lib.tiny_server [MAX_BATCH NUM_BLOCKS]
 

@@ -1,1 +1,2 @@
-"""Every figure of the papers that can be computed, with what the product predicts: `python -m benchmarks.papers`."""
+"""Compute every figure of the papers that can be computed, beside the product's prediction: `python -m
+benchmarks.papers`."""

@@ -1,4 +1,4 @@
-"""One line of the comparison, and how the page is written."""
+"""One row of the comparison, and how the page is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ExeGPT's schedules under other lengths than they were planned for (sec. 7.6)."""
+"""ExeGPT's schedules under other lengths than planned (sec. 7.6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ORCA's Figures 9 to 11: GPT-3 on machines of eight A100 40 GB, and FasterTransformer (FT) as it ran there."""
+"""ORCA's Figures 9 to 11: GPT-3 on machines of eight A100 40 GB, and FasterTransformer (FT) as the paper ran it."""
 
 from __future__ import annotations
 

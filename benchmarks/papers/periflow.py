@@ -1,4 +1,4 @@
-"""What FriendliAI's article says of PeriFlow (ORCA in production): its one figure, and its three statements.
+"""FriendliAI's article on PeriFlow (ORCA in production): its one figure, and its three statements.
 
 Source: "PeriFlow: How to Serve Large-scale Transformer Models", 2022-07-18.
 """

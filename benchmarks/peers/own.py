@@ -1,4 +1,4 @@
-"""This engine: the rule with a token budget, the longest outputs first, one worker, no server."""
+"""This engine: a token budget, the longest outputs first, one worker, no server."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""TCB on a simulated V100: rows of every kind and the flattened batch; `benchmarks.papers` shows what comes of it."""
+"""TCB on a simulated V100: rows of every kind and the flattened batch; `benchmarks.papers` shows the results."""

@@ -1,4 +1,4 @@
-"""DAS against the offline optimum: what share of the best schedule's utility it reaches, and TCB's constant.
+"""Compare DAS with the offline optimum: its share of the best utility, and TCB's constant.
 
     python -m benchmarks.tcb.competitive [--draws 300] [--seed 0]
 

@@ -1,1 +1,1 @@
-"""Predictions held against measurements: what others published, and this machine's own."""
+"""Compare predictions with published measurements and with this machine's own."""

@@ -1,4 +1,4 @@
-"""Predicted against measured, a row for each source: what others published, held against imported tables.
+"""Compare predictions from imported tables with published measurements, one row for each source.
 
     python -m benchmarks.truth [--measured DIR] [--source NAME …] [--quick] [--json FILE] [--plot FILE]
 

@@ -1,4 +1,4 @@
-"""Measurements of models with experts that were served, of AIConfigurator's wheel.
+"""Measurements of served models with experts, from AIConfigurator's wheel.
 
 Rows of InferenceX are predicted as its scripts started the engine (`inferencex`). What the sources leave open is
 assumed once: K/V in half precision, routing to experts as the tables' makers take it to be. DeepSeek's rows are counted

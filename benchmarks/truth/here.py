@@ -1,4 +1,4 @@
-"""This machine: what `benchmarks.prediction` has predicted before it measured."""
+"""Predictions that `benchmarks.prediction` made on this machine before it measured."""
 
 from __future__ import annotations
 

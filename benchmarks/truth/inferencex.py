@@ -1,4 +1,4 @@
-"""How InferenceX started the engines whose rows stand in AIConfigurator's wheel, models with experts alone.
+"""How InferenceX started the engines of the rows with experts in AIConfigurator's wheel.
 
 Read off its own scripts at the day of each row (SemiAnalysisAI/InferenceX, Apache-2.0: `benchmarks/`, at 79a42e20a of
 2026-03-28 and 41ed82dc1 of 2026-04-21, unless said otherwise). Lengths are drawn from 80% to 100% of what is stated,

@@ -1,4 +1,4 @@
-"""Loads on one replica of an engine: clients in a closed loop, arrivals at a rate, requests at hand."""
+"""Loads on one replica of an engine: clients in a closed loop, arrivals at a rate, or all requests at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""K/V blocks that vLLM 0.15.1 logged on H100 ("GPU KV cache size", over its blocks of 16 tokens), and those predicted.
+"""Compare K/V blocks that vLLM 0.15.1 logged on H100 with predictions.
 
 From docs/plans/2026-03-04-sim-to-real-accuracy-validation-design.md of inference-sim/sim-to-real-accuracy-validation:
 half precision, 2,048 tokens and 128 requests in a step, 90% of the memory. What the engine keeps for itself was fitted

@@ -1,4 +1,4 @@
-"""Where each source's file is, and which rows it holds."""
+"""The file of each source, and which rows it contributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of measurements: each yields rows with what was measured and what is predicted.
+"""Sources of measurements: each yields rows with measured and predicted figures.
 
 Predictions run the scheduling rule on a simulated clock, as the engine of the row does by itself and with the settings
 that its source names. What a source leaves open is assumed once for all of its rows, and said at its function.

@@ -1,4 +1,4 @@
-"""Hostile clients of a server: what they send, and what they are answered.
+"""Hostile clients of a server: what they send, and how they are answered.
 
 Traffic goes to the loopback interface alone.
 """

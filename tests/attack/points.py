@@ -1,4 +1,4 @@
-"""What once went wrong with a server under attack, in numbers, and the tests elsewhere that show that it does not."""
+"""Earlier faults of servers under attack, with figures, and the tests elsewhere that cover them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table that `--attack-report FILE` writes: of each point what once came of it, and what was measured now."""
+"""The table that `--attack-report FILE` writes: for each point, the earlier and the measured effect."""
 
 from __future__ import annotations
 

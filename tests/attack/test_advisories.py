@@ -1,4 +1,4 @@
-"""What public advisories of other servers describe, and ideas of our own, as requests to one running server.
+"""Public advisories on other servers, and ideas of our own, as requests to a running server.
 
 Each is answered as stated, within seconds, and the server is as it was: the same tokens, no traceback.
 """

@@ -1,4 +1,4 @@
-"""Schemas and functions as a hostile client writes them: each is refused or kept to, and others feel nothing of it."""
+"""Hostile schemas and functions: each is refused or followed, and other clients notice nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`xgpt serve --engine vllm`: the endpoint before vLLM refuses, limits, drains and counts as before our own engine.
+"""`xgpt serve --engine vllm`: the endpoint refuses, limits, drains and counts as with our own engine.
 
 Each case runs against a fake in place of vLLM (`tests.fake_vllm`), and where there is a vLLM against that, too.
 """

@@ -1,4 +1,4 @@
-"""What one client can make the event loop do in one go: seconds of its thread, whatever else the machine does."""
+"""The longest time for which one client can block the event loop, in seconds of its thread."""
 
 from __future__ import annotations
 

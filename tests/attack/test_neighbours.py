@@ -1,4 +1,4 @@
-"""What stands around a server: the pipe that its log goes to, signals, names that others choose, files and planners."""
+"""Attacks beside the requests: the log's pipe, signals, names that others choose, files and planners."""
 
 from __future__ import annotations
 

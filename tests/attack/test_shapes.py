@@ -1,4 +1,4 @@
-"""Requests of shapes that parsers disagree on or choke at: each has one answer, and the next request has its own."""
+"""Requests of shapes that parsers disagree about or fail on: each has one answer, and so has the next request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user takes away from a plan: the command to run, what the own log asks for, tables that fit the terminal."""
+"""A plan's answers to its user: the command to run, what the log asks for, tables that fit the terminal."""
 
 from __future__ import annotations
 
