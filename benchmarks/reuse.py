@@ -31,7 +31,7 @@ from benchmarks.lib.made import page as made_page
 from tools.structured import BLOCK, shared_prompts, write
 from xgpt.core.io import load_json, write_atomic
 from xgpt.core.policies import BlockTable, LaneSettings, OneLane, Pool, Request, Step
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import ANYONE, Plan, Profile
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.traces import read_lengths

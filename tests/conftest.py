@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,12 +28,15 @@ with suppress(ModuleNotFoundError):  # vLLM's environment does without it
     settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=every)
     settings.load_profile("tests")
 
-# Two test processes share the machine, and the models of tests are too small to gain from a second thread.
+# Several test processes share the machine, and the models of tests are too small to gain from a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:
     # Triton looks when it is first imported: kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+# Hardly anything of what is loaded for a collection of tests is ever garbage.
+gc.disable()
 
 # Tests give commands an empty cache directory. Compiled kernels and fonts they still take from the user's.
 set_directory()
@@ -42,29 +49,36 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         compile_all(Path(os.environ["NUMBA_CACHE_DIR"]))
 
 
-FIRST = (
-    *("contract/test_claims.py", "unit/xscheduler/objectives", "cli", "load", "attack", "numerics", "contract"),
-    *("unit/xrunner/vllm", "unit/xrunner", "unit/xgpt/exploring", "unit/xgpt/core"),
-)
-"""Files that take longest: started first, so that no process works on one file after the others have ended."""
+SECONDS = Path(__file__).parent / "seconds.json"
+"""How long each file of tests took when `make test-times` wrote it: a process takes those that take longest first."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run here, and begin with the files that take longest."""
+    """Leave out what cannot run here, and begin with the files that take longest; new files come before them."""
     here = [item for item in items if not any(True in mark.args for mark in item.iter_markers("skipif"))]
     kept = set(here)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    seconds = json.loads(SECONDS.read_text())
+    items[:] = sorted(here, key=lambda item: -seconds.get(item.nodeid.partition("::")[0], float("inf")))
 
-    def rank(item: pytest.Item) -> int:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next((place for place, first in enumerate(FIRST) if path.startswith(first)), len(FIRST))
 
-    items[:] = sorted(here, key=rank)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write how long each file took if the run is to tell it."""
+    if "XGPT_TEST_TIMES" in os.environ:
+        ran: Counter[str] = Counter()
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                ran[report.nodeid.partition("::")[0]] += report.duration
+        root = terminalreporter.config.rootpath
+        seconds = json.loads(SECONDS.read_text()) | {file: round(took, 1) for file, took in ran.items()}
+        seconds = {file: seconds[file] for file in sorted(seconds) if (root / file).exists()}
+        SECONDS.write_text(json.dumps(seconds, indent=0) + "\n")
 
 
 def pytest_collection_finish() -> None:
     """Keep what is loaded out of the garbage collections of the tests, and of the servers that they start."""
     set_heap_aside()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from tools.fields import descriptions, reachable
 from xgpt.core.schema import Plan, Profile
+from xgpt.core.schema.documents import CalibrateOutput, CompareOutput, SimulateOutput
 from xgpt.core.schema.fleet import FleetPlan
-from xgpt.core.schema.outputs import CalibrateOutput, CompareOutput, SimulateOutput
 from xgpt.core.schema.replan import Decision
 from xgpt.core.schema.report import BenchReport, UrlReport
 from xgpt.diagnosis import Finding

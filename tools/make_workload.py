@@ -18,7 +18,7 @@ import yaml
 
 from tools.structured import BLOCK, conversations, shared_prompts, write
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Histogram
 from xgpt.core.traces import read_lengths
 from xgpt.core.workload import TraceLengths, histogram_of

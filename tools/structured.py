@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from xgpt.core.prefixes import TracePrefixes
+from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 
 BLOCK = 16

@@ -18,7 +18,7 @@ import numpy as np
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
 from xgpt.core.schema import EngineSpec, Plan, Profile, Workload
-from xgpt.core.schema.outputs import CalibratedLoadOutput, CalibrateOutput
+from xgpt.core.schema.documents import CalibratedLoadOutput, CalibrateOutput
 from xgpt.core.workload import histogram_of
 from xsimulator.run import run_simulation
 

@@ -15,7 +15,7 @@ from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
 from xgpt.serving.checking import check_planned
-from xprofiler.errors import Cell, Quantity, cell_of, likely
+from xprofiler.ranges import Cell, Quantity, cell_of, likely
 from xscheduler.expression import maximised
 from xscheduler.objectives.best_plans import UNIFORM_KINDS, Task, check_held, is_uniform, plan_uniform
 from xscheduler.objectives.mixing import with_mixing_edge

@@ -1,4 +1,4 @@
-"""Compile a model's attention: `python -m xprofiler.compile_attention DTYPE KV_DTYPE MODEL`; see `xprofiler.ahead`."""
+"""Compile a model's attention: `python -m xprofiler.compile_attention DTYPE KV_DTYPE MODEL` (see `compiling`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from xgpt.core.progress import Progress
 from xgpt.core.schema import ClusterSpec, DType, EngineKind, EngineSpec, ModelSpec, Plan, Precision, Profile
 from xgpt.resolve import load_cluster, load_engine, load_model
 from xprofiler import analytic, imported, libraries, native_version
-from xprofiler.ahead import Ahead
+from xprofiler.compiling import Ahead
 
 CPU_DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8")
 """Data types in which models run on a CPU, the default first; float16 would be emulated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xsimulator.lengths import Reused
 
 KINDS = 200

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.truth.places import SOURCES
 from benchmarks.truth.score import errors_of, plot, table
 from benchmarks.truth.sources import Row
-from xprofiler.errors import Cell
+from xprofiler.ranges import Cell
 
 QUICK = 60
 """Rows of each source, with --quick."""

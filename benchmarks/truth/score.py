@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.truth.sources import Row
-from xprofiler.errors import LEAST_ROWS
+from xprofiler.ranges import LEAST_ROWS
 
 SIZE, MARGIN = 480, 48
 HEADER = (

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from benchmarks.truth.loads import Served, Stored, all_at_once, closed_loop, needs, open_loop
 from xgpt.core.errors import XgptError
-from xgpt.core.prefixes import TracePrefixes
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import DType
+from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 from xgpt.resolve import load_cluster
-from xprofiler.errors import Cell
+from xprofiler.ranges import Cell
 
 Ints = npt.NDArray[np.int64]
 Figures = dict[str, float]

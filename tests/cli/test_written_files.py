@@ -15,7 +15,7 @@ from xgpt.cli import COMMANDS, commands
 from xgpt.cli.outputs import WRITTEN
 from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
-from xgpt.core.outputs import OutputFile, check_step_log, is_recorded, record
+from xgpt.core.output_files import OutputFile, check_step_log, is_recorded, record
 
 NEEDED = {
     "plan": ("--latency-bound", "8"),

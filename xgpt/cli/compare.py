@@ -12,7 +12,7 @@ from xgpt.cli.options import refuse_idle
 from xgpt.cli.outputs import output_file, write
 from xgpt.comparing.compare import gain_in_words
 from xgpt.core.io import dump_json, sha256
-from xgpt.core.schema.outputs import CompareOutput, GainOutput, RangeOutput
+from xgpt.core.schema.documents import CompareOutput, GainOutput, RangeOutput
 from xgpt.reporting.plan_text import settings_text
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The options for files that commands write, and the lines about them; `xgpt.core.outputs` writes all of them."""
+"""The options for files that commands write, and the lines about them; `xgpt.core.output_files` writes all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from xgpt.core.outputs import OutputFile
+    from xgpt.core.output_files import OutputFile
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,7 +47,7 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
     """Return the file that the running command will write to `path`; writing it checks it."""
-    from xgpt.core.outputs import OutputFile
+    from xgpt.core.output_files import OutputFile
 
     params = click.get_current_context().params
     inputs = (text for key, value in params.items() if key not in WRITTEN for text in _texts(value))

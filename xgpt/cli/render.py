@@ -22,7 +22,7 @@ from xscheduler.expression import maximised
 if TYPE_CHECKING:
     from xgpt.core.progress import Progress
     from xgpt.core.schema import BenchReport, Calibration, Comparison, Decision, Observation, Plan, UrlReport
-    from xgpt.core.schema.outputs import CalibrateOutput
+    from xgpt.core.schema.documents import CalibrateOutput
     from xscheduler.objectives.sizing import ClusterChoice
     from xsimulator.run import Simulated
 

@@ -9,7 +9,7 @@ import click
 from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.outputs import output_file, write
-from xgpt.core.schema.outputs import SimulateOutput
+from xgpt.core.schema.documents import SimulateOutput
 from xgpt.resolve import load_trace
 
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from xgpt.core.errors import InputError
 from xgpt.core.numbers import decimal, whole
-from xgpt.core.prefixes import TracePrefixes, block_size_of, read_ids, read_output_ids
 from xgpt.core.schema.workload import Histogram, Workload
+from xgpt.core.trace_blocks import TracePrefixes, block_size_of, read_ids, read_output_ids
 from xgpt.core.trace_rows import Row, is_metrics, plain, read_rows, read_text
 from xgpt.core.workload import TraceLengths, histogram_of
 

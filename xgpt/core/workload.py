@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.errors import InputError
-from xgpt.core.prefixes import TracePrefixes
 from xgpt.core.schema.workload import (
     Constant,
     Histogram,
@@ -21,6 +20,7 @@ from xgpt.core.schema.workload import (
     Uniform,
     Workload,
 )
+from xgpt.core.trace_blocks import TracePrefixes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

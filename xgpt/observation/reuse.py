@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from xgpt.core.prefixes import TracePrefixes
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import ObservedReuse, Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
+from xgpt.core.trace_blocks import TracePrefixes
 from xgpt.core.workload import TraceLengths
 
 Ints = npt.NDArray[np.int64]

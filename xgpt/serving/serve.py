@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from xgpt.checkpoints.files import default_output
 from xgpt.core import policies
 from xgpt.core.errors import InputError
-from xgpt.core.outputs import check_step_log
+from xgpt.core.output_files import check_step_log
 from xgpt.core.schema import Pinned, Plan
 from xgpt.requests import ServeFields
 from xgpt.serving.checking import check_native_runs, check_plan, check_plan_for_vllm, located, missing
@@ -29,7 +29,7 @@ from xrunner.server import ApiKeys, Classes, Limits, check_exposure
 from xrunner.server.http.tls import KEY, server_context
 
 if TYPE_CHECKING:
-    from xrunner.server.observe.traces import Tracer
+    from xrunner.server.observe.spans import Tracer
     from xrunner.vllm.machines import Machines
 
 
@@ -251,7 +251,7 @@ def open_tracer(endpoint: str | None) -> Tracer | None:
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
         raise InputError("otlp_endpoint", endpoint, "give a URL, as in http://localhost:4318")
     try:
-        from xrunner.server.observe.traces import Tracer
+        from xrunner.server.observe.spans import Tracer
     except ImportError as error:
         if endpoint is None:
             # A cluster's administrator sets these variables for every program on it.

@@ -21,11 +21,11 @@ from xscheduler.arrival_rate import (
     closed_rate,
     one_step_from,
 )
+from xscheduler.objectives.arrivals_by_optuna import BOUND as SAMPLED
+from xscheduler.objectives.arrivals_by_optuna import sampled
 from xscheduler.objectives.base import MOST_SECONDS, TOGETHER, Objective, Ranked, simulating
 from xscheduler.objectives.branches import BOUND, Branches
 from xscheduler.objectives.nearest_bound import never_kept
-from xscheduler.objectives.sampling import BOUND as SAMPLED
-from xscheduler.objectives.sampling import sampled
 from xscheduler.schedule import Scheduler
 from xscheduler.space import Space
 from xsimulator.capacity import PRECISION, CapacitySearch

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies.routing import share_of_replica
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Plan
 from xgpt.core.workload import TraceLengths
 from xscheduler.expression import maximised

@@ -24,7 +24,7 @@ import httpx
 from xgpt.connection import own_api_key
 from xgpt.core.errors import InputError, MachineError, XgptError
 from xgpt.core.io import parse, sha256
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Decision, Observation, Plan, Profile, Proposal
 from xgpt.core.traces import read_lengths
 from xgpt.observation.observer import slowdown_to_plan_with

@@ -12,7 +12,7 @@ from tests.fakes import FakeExecutor
 from tools.make_workload import main
 from tools.structured import conversations, shared_prompts
 from xgpt.core.policies import LaneSettings, OneLane, Pool
-from xgpt.core.reuse import ReuseCurve, _greater_before
+from xgpt.core.reuse_distances import ReuseCurve, _greater_before
 from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import TraceLengths

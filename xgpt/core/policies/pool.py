@@ -12,7 +12,7 @@ from xgpt.core.policies.admission import Queue, make_queue
 from xgpt.core.policies.blocks import NO_CHAINS
 from xgpt.core.policies.kv_memory import KvMemory
 from xgpt.core.policies.request import MicroBatch, Request, Step
-from xgpt.core.policies.running import Running
+from xgpt.core.policies.running_requests import Running
 from xgpt.core.policies.slack import LaneForecast
 from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain

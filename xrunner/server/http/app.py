@@ -35,7 +35,7 @@ from xrunner.server.http.limits import Limits
 from xrunner.server.http.service import Service
 
 if TYPE_CHECKING:
-    from xrunner.server.observe.traces import Tracer
+    from xrunner.server.observe.spans import Tracer
 
 
 def create_app(

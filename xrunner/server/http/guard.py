@@ -19,7 +19,7 @@ from xrunner.server.api.errors import ApiError, ErrorResponse
 from xrunner.server.request_info import RequestInfo
 
 if TYPE_CHECKING:
-    from xrunner.server.observe.traces import Tracer
+    from xrunner.server.observe.spans import Tracer
 
 logger = logging.getLogger("xrunner.server.access")
 

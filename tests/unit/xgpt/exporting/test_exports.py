@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,12 @@ def strict(schema: Any) -> Any:
     return strict_schema
 
 
+@cache
+def validator_of(kind: str) -> jsonschema.protocols.Validator:
+    crd = strict(json.loads((Path(__file__).parent / "crds" / CRDS[kind]).read_text())["openAPIV3Schema"])
+    return jsonschema.validators.validator_for(crd)(crd)
+
+
 def pods_of(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The pod templates of an object."""
     spec = item["spec"] if item["kind"] != "ConfigMap" else {}
@@ -109,8 +116,7 @@ def validate(item: dict[str, Any]) -> None:
     if item["kind"] not in CRDS:
         kubernetes_validate.validate(item, "1.31", strict=True)
         return
-    crd = json.loads((Path(__file__).parent / "crds" / CRDS[item["kind"]]).read_text())["openAPIV3Schema"]
-    jsonschema.validate(item, strict(crd))
+    validator_of(item["kind"]).validate(item)
     for template in filter(None, pods_of(item)):
         spec = {"selector": {"matchLabels": template["metadata"]["labels"]}, "template": template}
         deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": item["metadata"], "spec": spec}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes import fake_plan
 from tools.structured import shared_prompts
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Arrival, StepRecord
 from xgpt.core.workload import TraceLengths

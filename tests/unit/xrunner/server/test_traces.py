@@ -19,7 +19,7 @@ from tests.fakes import FakeExecutor, eventually, fake_app, fake_engine, running
 from xgpt.core.errors import InputError
 from xgpt.serving.serve import open_tracer
 from xrunner.server import ApiKeys
-from xrunner.server.observe.traces import Tracer
+from xrunner.server.observe.spans import Tracer
 
 KEY = "alices-alices-alices"
 BODY = {"model": "fake", "prompt": [5, 6, 7], "max_tokens": 4}

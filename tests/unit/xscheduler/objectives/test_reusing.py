@@ -56,7 +56,7 @@ def test_what_is_found_and_gained_is_what_is_simulated(plan: Plan, path: Path) -
 
 def test_no_division_of_memory_exceeds_the_bound(plan: Plan, path: Path) -> None:
     """Half of the memory, and all of it, are divisions, too: their plans lie below what the certificate says."""
-    from xgpt.core.reuse import ReuseCurve
+    from xgpt.core.reuse_distances import ReuseCurve
     from xgpt.core.traces import read_lengths
     from xgpt.problems import resolve
     from xgpt.requests import plan_request

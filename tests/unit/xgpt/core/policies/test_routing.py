@@ -7,7 +7,7 @@ import numpy as np
 from tests.fakes import fake_plan
 from tools.structured import conversations, shared_prompts
 from xgpt.core.policies.routing import BLOCKS_A_KEY, ReplicaRouter, share_of_replica
-from xgpt.core.reuse import ReuseCurve
+from xgpt.core.reuse_distances import ReuseCurve
 from xgpt.core.workload import TraceLengths
 
 A, B = (b"a1", b"a2", b"a3"), (b"b1", b"b2")

@@ -1,4 +1,4 @@
-"""Compile the run by counts and keep it on disk: `python -m xsimulator.counts.ahead`."""
+"""Compile the run by counts and keep it on disk: `python -m xsimulator.counts.precompile`."""
 
 from __future__ import annotations
 
