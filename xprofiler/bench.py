@@ -181,7 +181,8 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]]:
-    """Return the points to measure on a busy machine: counts that are powers of two, every second length.
+    """Return the points to measure on a busy machine: counts that are powers of two, every second length and the
+    shortest, from which several prompts are extended.
 
     Large steps are not measured: `filled` extends the line of smaller ones. Attention is not linear, so its longest
     single prompts are measured.
@@ -196,7 +197,8 @@ def brief(keys: Collection[tuple[str | int, ...]]) -> list[tuple[str | int, ...]
 
     def is_kept(name: str | int, first: int, *length: int) -> bool:
         is_large = first * math.prod(length) > BRIEF_TOKENS and (first > 1 or not length) and name != "decode attention"
-        return not is_large and first & (first - 1) == 0 and all(ranks[name][n] % 2 == 0 for n in length)
+        is_chosen = all(ranks[name][n] % 2 == 0 or n == min(ranks[name]) for n in length)
+        return not is_large and first & (first - 1) == 0 and is_chosen
 
     return [key for key in keys if is_kept(key[0], *map(int, key[1:]))]
 

@@ -41,6 +41,17 @@ def test_few_points_tell_all() -> None:
         filled({("step", 1): 1.0}, [("step", 2)])
 
 
+@pytest.mark.parametrize("context", [64, 128, 300, 512, 1024, 2048, 4096, 8192, 40960])
+def test_few_points_tell_all_for_any_context(context: int) -> None:
+    """A model with a context of 1,024 ended in an internal error."""
+    chosen = Points.of(load_model("opt-125m")[0].model_copy(update={"max_context": context}), "cpu")
+    keys = [("encode attention", *at) for at in chosen.encode] + [("decode attention", *at) for at in chosen.decode]
+    keys += [("step", n) for n in chosen.steps]
+    found = filled({key: seconds(key[0], *map(int, key[1:])) for key in brief(keys)}, keys)
+    for key in keys:
+        assert found[key] == pytest.approx(seconds(key[0], *map(int, key[1:]))), key
+
+
 def test_the_cpu_time_of_other_processes_is_read_from_proc(tmp_path: Path) -> None:
     def write(number: int, name: str, parent: int, ticks: int, began: int = 7) -> None:
         (tmp_path / str(number)).mkdir(exist_ok=True)
