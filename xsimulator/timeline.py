@@ -10,7 +10,7 @@ from xgpt.core.schema.step_log import StepRecord
 from xsimulator.clock import Span
 
 StageKey = tuple[str, int]
-"""Lane and index of the stage in it."""
+"""A stage: its lane, and its index in that lane."""
 
 
 class Timeline(NamedTuple):

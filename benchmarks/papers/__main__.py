@@ -69,23 +69,23 @@ PAGE = """# The papers' figures
 Figures that ExeGPT (ASPLOS '24), ORCA (OSDI '22), PeriFlow's article and TCB (ICPP '22) state, and ours. Unless a row
 says measured, ours is a prediction: profiles computed from datasheets with one set of efficiencies a device kind
 (`configs/devices`), the closed forms and the simulated engine of `xsimulator`, and, if a schedule is searched for,
-`xscheduler` (`--objective saturated`). No parameter was set for a row. "Holds if" is the goal of a row. The last column
-argues: if a row does not hold, which assumption decides, and at which value of it the row would hold.
+`xscheduler` (`--objective saturated`). No parameter was set for a row. "Holds if" is the goal of a row. If a row does
+not hold, the last column names the assumption that decides, and the value at which the row would hold.
 
-Left out is what the papers do not put a figure to, and their Table 4 (seconds to load weights over PCIe): the planner
-takes its slowest rate for GPUs, and [several devices](devices.md) measures loading on CPUs. [Formulas](formulas.md)
-says where ExeGPT's own are off.
+Statements without a figure are left out, and so is their Table 4 (seconds to load weights over PCIe), whose slowest
+rate the planner uses for GPUs; [several devices](devices.md) measures loading on CPUs. [Formulas](formulas.md) corrects
+two of ExeGPT's.
 
 SLA (a) bounds the quantile of all requests, (b) a request whose output has the quantile's length (ExeGPT 7.6). TNB pads
 requests to the longest of a batch, TTB batches them by length as TurboTransformer does, TCB concatenates them; das is
 TCB's order, fcfs that of arrival; variance is that of the lengths; if nothing else is said, four times what TNB serves
-arrives. `python -m benchmarks.papers PART` makes a part's rows again.
+arrives. `python -m benchmarks.papers PART` computes a part's rows.
 
 """
 
 
 class Store:
-    """What one commit has made, in lines of JSON: a run that was broken off goes on where it was."""
+    """The results of one commit, in lines of JSON; an interrupted run continues where it stopped."""
 
     def __init__(self, path: Path | None) -> None:
         self._path, self.commit = path, _commit()
@@ -124,7 +124,7 @@ def page(parts: Mapping[str, Sequence[Found]], commit: str) -> str:
     versions = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
     text = f"{PAGE}{date.today()}, commit {commit}, {versions}; {num_held} of {len(claims)} rows hold.\n\n"
     if missing := [name for name in PARTS if name not in parts]:
-        text += f"Not made by this commit: {', '.join(missing)}.\n\n"
+        text += f"Parts that were not run on this commit: {', '.join(missing)}.\n\n"
     text += claims_table(claims)
     for name, found in parts.items():
         make = PARTS[name].make

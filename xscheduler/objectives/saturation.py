@@ -287,7 +287,7 @@ def _key(plan: Plan) -> str:
 
 
 def _with(plan: Plan, seen: SaturatedFigures) -> Plan:
-    """Return the plan with simulated figures in place of its own that disagree; a proof of the closed form is then
+    """Return the plan with simulated figures wherever they disagree with its own; the closed form's proof is then
     dropped."""
     e, search, figures = plan.estimate, plan.search, seen.other_than(plan)
     rps = figures.get("throughput_rps")

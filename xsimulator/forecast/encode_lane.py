@@ -65,8 +65,8 @@ class EncodeLane:
 
     @cached_property
     def _table(self) -> Table:
-        """Seconds of an encode step on each kind of stage, through all stages and hops, and of its transfer, by its
-        prompts."""
+        """Seconds of an encode step by its prompts: on each kind of stage, through all stages and hops, and for its
+        transfer."""
         alone, hop, tokens = self.cost.encode(self.lengths), self.cost.hop, self.lengths.mean_input
         moving = self.transfer.line
         sent = tokens * self._transferred

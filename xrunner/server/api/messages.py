@@ -66,7 +66,7 @@ class ClientTool(msgspec.Struct):
 
 
 class Choosing(msgspec.Struct):
-    """Whether functions are called."""
+    """The field `tool_choice`: whether functions are called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
