@@ -210,7 +210,7 @@ FAMILIES: Mapping[str, Fields] = {
     "t5": _T5,
     "mt5": replace(_T5, read=_T5.read - {"scale_decoder_outputs"}),
 }
-"""By model_type."""
+"""The fields of each model_type."""
 
 
 def check_fields(family: str, config: Mapping[str, Any]) -> None:

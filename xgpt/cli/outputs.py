@@ -46,7 +46,7 @@ def output_file(path: str | Path, name: str = "output") -> OutputFile:
 
 
 def unchecked_file(path: str | Path, name: str = "output") -> OutputFile:
-    """Return the file that the running command will write to `path`; writing it checks it."""
+    """Return the file that the running command will write to `path`; it is checked when it is written, not before."""
     from xgpt.core.output_files import OutputFile
 
     params = click.get_current_context().params

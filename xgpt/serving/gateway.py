@@ -48,7 +48,7 @@ ENDPOINT_FIELDS = (
     "answer_within_of",
     "otlp_endpoint",
 )
-"""Fields of functions that only the endpoint has."""
+"""Fields of a request to serve that only xgpt's endpoint supports, not the gateway."""
 
 
 def check_gateway(plan: Plan, request: ServeRequest) -> None:

@@ -148,7 +148,7 @@ class DasOrder(Order):
         self._room = 0
         """Tokens left in the row."""
         self._dominant = 0
-        """Number of further requests of the row to choose only by utility."""
+        """How many more requests of the row are chosen only by utility."""
         self.num_dominant = 0
         self._worth = 0.0
         """Sum of their utility."""
