@@ -52,11 +52,11 @@ PARTS = ("served-*", "gain", "curve", "overhead", "soak")
 SERVED = """## Planned and measured, latency within {bound:g} s
 
 `python -m benchmarks.reuse served --requests {count} --latency-bound {bound:g}`: OPT-125M (random weights), chunked,
-on {device}; {memory} GiB are taken for the machine's memory, so that it has to be divided. Requests of an agent's
-tools, always waiting: {prompts} prompts of {prompt_tokens} tokens in the mean, drawn with probabilities in proportion
-to n^-0.8, a question of {mean_input:.0f} and an answer of {mean_output:.0f} behind them. The simulated engine runs the
-same requests as the machine, of which {count} are measured. TTFT and latency, at the quantile's length, count from
-admission. At the pace: with every step as much longer than its prediction as the run's steps were (pace).
+on {device}, with memory limited to {memory} GiB so that it must be divided. Requests of an agent's tools are always
+waiting: one of {prompts} common prompts ({prompt_tokens} tokens in the mean, the n-th with a probability in proportion
+to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The simulated engine runs the same
+requests as the machine; {count} are measured. TTFT and latency, at the quantile's length, count from admission. "At the
+pace": every step takes as many times its prediction as the run's steps did.
 
 | plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
 |---|---|---|---|---|---|---|---|---|---|
