@@ -184,7 +184,7 @@ class Observer:
         self._judged_share = 0.0 if plan.estimate.reuse is None else plan.estimate.reuse.share
         """Share of reused prompt tokens under which the plan was last judged."""
         self._judged_common: list[Common] | None = None
-        """The requests with this share; None: it is the plan's."""
+        """The requests from which the judged share was computed; None: the share is the plan's own."""
         self._num_ended = 0
         """Number of ended requests since the last examination."""
         self._looked_s = -inf

@@ -54,7 +54,7 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
 
     A plan on the same stages takes over if it gains enough, or if the running plan breaks its bound. A plan on another
     placement must also repay the pause. If no plan keeps the bound, one that nearly keeps it takes over, unless the
-    running plan keeps the bound at some arrival rate: the search may miss plans that simulation finds to keep it.
+    running plan keeps the bound at some arrival rate, since the search may miss plans that keep it in simulation.
 
     Raises:
         InputError: the profile is not that of the plan's devices.

@@ -124,7 +124,7 @@ class Stays:
         return lanes.through + self.transferred * (lanes.before - lanes.through) + step * self._rest[0]
 
     def least(self, lanes: LanePair, step: Array) -> Array:
-        """Seconds, if no request waits for an iteration to join. # [n, points]"""
+        """Latency in seconds if no request had to wait for the next iteration before it joins. # [n, points]"""
         return self.mean(lanes, step) - step * self.transferred / 2
 
     def left(self, lanes: LanePair, period: Array, step: Array) -> Array:

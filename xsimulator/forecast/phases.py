@@ -42,7 +42,7 @@ class PhaseColumns(NamedTuple):
     """Share of the gaps between tokens that span an encode phase."""
     boundary_deviate: Array
     stray: Array
-    """Deviation of the decode batch at which its target adapts, in standard deviations of one request's share of it."""
+    """The target adapts if the decode batch deviates by this many standard deviations of one request's share of it."""
 
 
 class Phases:
