@@ -55,8 +55,8 @@ SERVED = """## Planned and measured, latency within {bound:g} s
 on {device}, with memory limited to {memory} GiB so that it must be divided. Requests of an agent's tools are always
 waiting: one of {prompts} common prompts ({prompt_tokens} tokens in the mean, the n-th with a probability in proportion
 to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The simulated engine runs the
-same requests as the machine; {count} are measured. TTFT and latency, at the quantile's length, count from admission. "At the
-pace": every step takes as many times its prediction as the run's steps did.
+same requests as the machine; {count} are measured. TTFT and latency, at the quantile's length, count from admission.
+"At the pace": every step takes as many times its prediction as the run's steps did.
 
 | plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
 |---|---|---|---|---|---|---|---|---|---|

@@ -115,8 +115,8 @@ ENTRIES = (
         "req/s, saturated",
         lambda found: (
             f"Under a bound of 8 s chunked prefill serves {ratio(found, 'chunked, 8', 'rra, 8', throughput):.2f} times "
-            f"as much, under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times. Phases of their own "
-            "cost a request its wait for the next one, which a loose bound affords."
+            f"as much, under 64 s {ratio(found, 'chunked, 64', 'rra, 64', throughput):.2f} times. With separate phases "
+            "a request waits for the next one, which a loose bound allows."
         ),
         series="latency bound, s",
     ),
@@ -158,7 +158,7 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"For 90% of requests the rate is {rate(found['0.9']):.1f} a second, for 99% {rate(found['0.99']):.1f}, "
-            f"for 99.9% {rate(found['0.999']):.1f}. The longest outputs decide what can be kept for nearly all."
+            f"for 99.9% {rate(found['0.999']):.1f}. The longest outputs decide the rate for nearly all requests."
         ),
     ),
     Entry(
@@ -170,7 +170,7 @@ ENTRIES = (
         lambda found: (
             "They take "
             + ", ".join(f"{plan.num_devices} for {label}" for label, plan in found.items())
-            + ". A single replica must hold the weights, so the first request a second is the dearest."
+            + ". A single replica must hold the weights, so the first request a second costs most."
         ),
     ),
     Entry(
@@ -196,7 +196,7 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"Qwen3-32B takes {ratio(found, 'float8', 'bfloat16'):.2f} times as many requests. Weights take half the "
-            "memory and half the time to read, and what is free goes to keys and values."
+            "memory and half the time to read, and the freed memory holds keys and values."
         ),
     ),
     Entry(
@@ -210,8 +210,8 @@ ENTRIES = (
         "arrivals/s",
         lambda found: (
             f"With 3 of 30 billion parameters at work, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
-            f"requests keep 30 s: {rate(found['Qwen3-30B-A3B']):.1f} a second beyond {rate(found['Qwen3-32B']):.1f}. A "
-            "large batch reads all experts all the same, so the gain is below the ratio of the parameters."
+            f"requests keep 30 s: {rate(found['Qwen3-30B-A3B']):.1f} instead of {rate(found['Qwen3-32B']):.1f}. "
+            "A large batch still reads all experts, so the gain is below the ratio of the parameters."
         ),
     ),
     Entry(
