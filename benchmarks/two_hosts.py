@@ -1,6 +1,7 @@
 """Serve one plan on two hosts: traffic between them, and whether tokens equal those of one host.
 
-    python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0] [--json two_hosts.json]
+    python -m benchmarks.two_hosts [--engine vllm] [--requests 60] [--plan "PP 2"] [--kill 0 [--kind KIND]]
+        [--json two_hosts.json]
 
 The hosts are namespaces of this machine, each with a host name, a network and processes of its own, joined by a pair of
 virtual interfaces; they meet as `xgpt serve --engine vllm --nnodes 2` or `xgpt serve --ray` do on real machines. Each
@@ -64,6 +65,8 @@ NODE = ("gcs/gcs_server", "raylet/raylet ")
 RAY_PORT = 6379
 CONCURRENCY = 16
 KILL_REQUESTS, KILL_AFTER_S, PARTITION_S = 40, 3.5, 30.0
+NODE_END_S = 150.0
+"""Time in which a Ray node ends once it or its head is killed."""
 PROGRAM = r'"(.*?)"'
 """The names of programs in the output of `ss`."""
 
@@ -333,6 +336,8 @@ def kill_each(
         for kind in processes(number):
             if (number, kind) == (0, FRONT) or (kind == NODE[1] and NODE[0] in processes(number)):
                 continue
+            if options.kind and not any(part in kind for part in options.kind):
+                continue
             if engine == "native":
                 time.sleep(PERIOD_S)  # more than three restarts within it would end the server
             asking = ask_on_first(url, KILL_REQUESTS)
@@ -344,9 +349,9 @@ def kill_each(
             if kind == FRONT:
                 servers[number].wait(60)
                 servers[number] = start(number, path, engine)
-            if kind in NODE:
-                servers[1 + number].wait(60)
-                servers[1 + number] = start_node(number, path.parent)
+            for node in range(number, 2 if number == 0 else number + 1) if kind in NODE else ():
+                servers[1 + node].wait(NODE_END_S)  # a head that is started anew makes another cluster: all nodes end
+                servers[1 + node] = start_node(node, path.parent)
             yield {"host": number, "killed": kind} | outcome(asking, expected, path.parent)
     if "link" not in options.kill:
         return
@@ -367,7 +372,8 @@ def outcome(asking: subprocess.Popen[str], expected: list[list[int]], directory:
     try:
         answer = answered(asking)
     except json.JSONDecodeError:
-        raise MachineError("the server has ended: " + "\n".join(_said(directory)[-5:])) from None
+        said = [line for line in _said(directory) if '"xrunner.server.access"' not in line]
+        raise MachineError("the server has ended: " + "\n".join(said[-12:])) from None
     pairs = zip(answer["tokens"], expected[:KILL_REQUESTS], strict=True)
     return {"lost": answer["lost"], "changed": sum(a != b for a, b in pairs), "s": round(answer["seconds"], 1)}
 
@@ -440,6 +446,8 @@ def main() -> None:
     accepted.add_argument("--engine", choices=("native", "vllm"), default="native")
     what = "kill each kind of process of this host while requests run, or cut the link for 30 s; repeatable"
     accepted.add_argument("--kill", action="append", choices=("0", "1", "link"), default=[], help=what)
+    what = "kill only processes whose command lines contain this; repeatable"
+    accepted.add_argument("--kind", action="append", choices=KINDS, default=[], help=what)
     accepted.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)  # what runs on the first host
     options = accepted.parse_args()
     if options.ask:

@@ -12,12 +12,13 @@ import os
 import select
 import threading
 import time
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -39,6 +40,8 @@ MEET_S = 600.0
 AGAIN_S = 1.0
 """Time between two attempts to reach the head, or to start a launcher."""
 _connecting = threading.Lock()
+
+logger = logging.getLogger(__name__)
 
 
 def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGroup:
@@ -62,7 +65,23 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
         wanted = f"{devices} free {'GPUs' if gpus else 'CPUs'} on each of {count} machines for {MEET_S:.0f} s"
         raise MachineError(f"Ray has not had {wanted}; `ray status` shows what it has") from None
     launches = [partial(RayLauncher, group, number, bundle.get("GPU", 0.0)) for number in range(count)]
-    return MachineGroup(launches, partial(remove_placement_group, group))
+    return MachineGroup(launches, partial(_free, group))
+
+
+def _free(group: PlacementGroup) -> None:
+    """Free reserved devices, unless the cluster is gone."""
+    with suppress(RayError):
+        remove_placement_group(group)
+
+
+def _leave(error: AuthenticationError) -> NoReturn:
+    """End the engine's process, since its cluster is gone: a head that is started anew makes another cluster.
+
+    Ray connects a process to one cluster only. The front starts another engine process, which joins the new cluster and
+    continues the requests.
+    """
+    logger.error("the Ray cluster is gone, so the engine's process ends: %s", str(error).splitlines()[0])
+    os._exit(1)
 
 
 def host() -> str:
@@ -76,28 +95,17 @@ def _connect(address: str) -> None:
         if ray.is_initialized():
             return
         logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that this thread receives no signals
-        try:
-            if address != "auto":
-                _await_head(address)
-            ray.init(address=address, configure_logging=False)
-        except (OSError, RayError) as error:
-            raise InputError("ray", address, f"no Ray cluster answers there: {str(error).splitlines()[0]}") from None
-
-
-def _await_head(address: str) -> None:
-    """Wait until the head of a cluster answers; Ray itself would stop all threads of the process meanwhile.
-
-    Raises:
-        OSError: it does not answer in time.
-    """
-    deadline = time.monotonic() + MEET_S
-    while True:
-        try:
-            reach(address)
-            return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
+        deadline = time.monotonic() + MEET_S
+        while True:
+            try:
+                if address != "auto":
+                    reach(address)  # Ray itself would stop all threads of the process until the head answers
+                ray.init(address=address, configure_logging=False)
+                return
+            except (OSError, RayError) as error:
+                if address == "auto" or time.monotonic() > deadline:
+                    reason = f"no Ray cluster answers there: {str(error).splitlines()[0]}"
+                    raise InputError("ray", address, reason) from None
             time.sleep(AGAIN_S)
 
 
@@ -139,20 +147,28 @@ class RayLauncher:
         self._order: StartWorkers | None = None
         self._is_there = False
         self._heard_s = time.monotonic()
+        self._actor: Any = None
         self._place()
 
     def _place(self) -> None:
         """Have Ray start the actor, with the order that it has to carry out."""
         self._placed_s = time.monotonic()
-        self._actor: Any = self._create()
-        self._calls: list[Any] = [self._actor.exited.remote()]
+        self._calls: list[Any] = []
         """Calls to the actor that have not been answered; none: it died before it was there."""
-        if self._order is not None:
-            self.start(self._order)
+        try:
+            self._actor = self._create()
+            self._calls.append(self._actor.exited.remote())
+            if self._order is not None:
+                self.start(self._order)
+        except AuthenticationError as error:
+            _leave(error)
+        except RayError:
+            self._calls = []  # the head does not answer
 
     def start(self, order: StartWorkers) -> None:
         self._order = order
-        self._calls.insert(0, self._actor.start.remote(order))
+        if self._calls:
+            self._calls.insert(0, self._actor.start.remote(order))
 
     def exited(self) -> list[Exited]:
         ended: list[Exited] = []
@@ -168,6 +184,8 @@ class RayLauncher:
         try:
             for call in ready:
                 ended += ray.get(call) or ()
+        except AuthenticationError as error:
+            _leave(error)
         except (RayError, MachineError) as error:
             if self._is_there:
                 reason = str(error).strip().splitlines()[0]
@@ -188,4 +206,6 @@ class RayLauncher:
         self._heard_s = time.monotonic()
 
     def close(self) -> None:
-        ray.kill(self._actor)
+        with suppress(RayError):
+            if self._actor is not None:
+                ray.kill(self._actor)
