@@ -453,6 +453,7 @@ def main() -> None:
     if options.ask:
         print(json.dumps(ask(options.ask, options.requests)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the hosts end, too
     try:
         with two_hosts():
             report(lambda name, what: measure(name, what, options), options.plan, options.json)
