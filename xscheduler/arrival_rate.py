@@ -81,7 +81,7 @@ def _best_on_a_grid(space: Space, constraint: Constraint, at_least: float) -> Ra
 
 
 def _best_nearby(best: Rated, constraint: Constraint) -> Rated:
-    """Return the settings, or better ones found along the curves next to theirs."""
+    """Return the settings, or better ones on neighbouring curves."""
     outer = _outer_values(best.space, best.space.forecast.num_curves)
     if len(outer) == 1:
         return best

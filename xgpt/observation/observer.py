@@ -48,7 +48,7 @@ def is_slower(slowdown: float, other: float, spread: float) -> bool:
 
 
 def differs(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether two slowdowns differ by more than the measurements of a profile."""
+    """Return whether two slowdowns differ by more than repeated measurements of a profile do."""
     return is_slower(slowdown, other, spread) or slowdown * (1 + max(spread, LEAST_GAIN)) < other
 
 

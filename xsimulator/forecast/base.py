@@ -173,8 +173,8 @@ class Forecast(ABC, Generic[M]):
 
         Args:
             model: the model on the lower tables.
-            lesser, floor: its predictions for the corners of all boxes, `corners` for each box, one box after the
-                other: with the smallest batches that they stand for, and with their own.
+            lesser, floor: its predictions for the corners of all boxes, box by box, with `corners` for each: computed
+                for the smallest batches that a corner stands for, and for the corner's own.
         """
         return None
 
