@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,17 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xgpt.core.errors import MachineError
+from xgpt.core.errors import MachineError, cut
 from xgpt.core.schema import ModelSpec
+from xrunner.heap import give_back_soon
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 1 << 16
 """Largest grammar in bytes. Grammars of the tools in use are a tenth of that."""
-KEPT_BYTES = 32 * MAX_BYTES
-"""Bytes of compiled grammars to keep, the most recently used ones. Compiling one of the longest takes 0.2 s and 11
-MiB."""
+KEPT_S = 0.3
+"""Processor seconds of compiling whose grammars are kept, the most recently used ones; their memory grows with them:
+compiling one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms."""
+LONG_BYTES = 1 << 13
+"""After an output that kept to a longer grammar the process gives freed memory back to the system."""
+KEPT_ANSWERS = 64
+"""Grammars of which it is kept whether they are accepted."""
 
 DENSE = {"x-guidance": {"whitespace_flexible": False}}
 
@@ -144,9 +151,11 @@ class Grammars:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        """Compiled matchers by grammar. A copy costs nothing, and shares computed states with all others."""
+        self._compiled: OrderedDict[str, tuple[LLMatcher, float]] = OrderedDict()
+        """Compiled matchers by grammar, with the seconds that it took. A copy costs nothing, and shares computed states
+        with all others."""
         self._lock = Lock()
+        self.why_not = lru_cache(KEPT_ANSWERS)(self._why_not)
         self._read: Future[LLTokenizer] = Future()
         Thread(target=self._load, args=(tokenizer,), daemon=True).start()
 
@@ -158,17 +167,19 @@ class Grammars:
         except Exception as error:
             self._read.set_exception(MachineError(f"{path} cannot be used for grammars: {error}"))
 
-    def why_not(self, grammar: str) -> str | None:
-        """Return why a grammar is refused; None if it is accepted.
+    def _why_not(self, grammar: str) -> str | None:
+        """Return why a grammar is refused; None if it is accepted. It is not kept: another process follows it.
 
         Raises:
             MachineError: the tokenizer cannot be used.
         """
         if len(grammar.encode()) > MAX_BYTES:
             return f"it is longer than {MAX_BYTES} bytes"
-        matcher = self._matcher(grammar)
+        if len(grammar) > LONG_BYTES:
+            give_back_soon()
+        matcher = self._compile(grammar)
         if matcher.is_error():
-            return matcher.get_error()
+            return cut(matcher.get_error())
         if GrammarState(matcher, self._vocab_size, self._eos).allowed() is None:
             return "no output matches it, or it is too large to follow"
         return None
@@ -180,26 +191,32 @@ class Grammars:
             MachineError: the tokenizer cannot be used.
         """
         state = GrammarState(self._matcher(grammar), self._vocab_size, self._eos)
+        if len(grammar) > LONG_BYTES:
+            weakref.finalize(state, give_back_soon).atexit = False
         for token in output:
             state.take(token)
         return state
 
-    def _matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at its start. The thread that checks grammars calls this first, then the thread that uses
-        it."""
+    def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
+        return LLMatcher(self._read.result(), grammar)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at its start."""
         with self._lock:
-            matcher = self._compiled.pop(grammar, None)
-        if matcher is None:
-            matcher = LLMatcher(self._read.result(), grammar)
+            compiled = self._compiled.pop(grammar, None)
+        if compiled is None:
+            begin_s = time.thread_time()
+            matcher = self._compile(grammar)
             if matcher.is_error():
                 return matcher
+            compiled = matcher, time.thread_time() - begin_s
         with self._lock:
-            self._compiled[grammar] = matcher
-            while sum(map(len, self._compiled)) > KEPT_BYTES:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > 1 and sum(seconds for _, seconds in self._compiled.values()) > KEPT_S:
                 self._compiled.popitem(last=False)
-            return matcher.deep_copy()
+            return compiled[0].deep_copy()
 
 
 class GrammarState:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 
 from starlette.requests import Request
 
+from xrunner.heap import give_back_soon
 from xrunner.server.api.errors import ApiError
 from xrunner.server.http.limits import Limits
 from xrunner.server.request_info import RequestInfo
@@ -20,9 +19,8 @@ SHARE = 2
 """An account's requests may take this share of the memory: one half."""
 
 
-LONG_BYTES, GIVE_BACK_S = 1 << 20, 1.0
-"""After a request of more bytes than this, the process returns freed memory to the system, at most this often."""
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+LONG_BYTES = 1 << 20
+"""After a longer request the process gives freed memory back to the system."""
 
 
 class Budget:
@@ -58,9 +56,8 @@ class Budget:
 class RequestMemory:
     """The memory of one request: of its body, then of its text, then of what is kept until it has ended."""
 
-    def __init__(self, account: str, bodies: Budget, requests: Budget, on_long: Callable[[], None]) -> None:
+    def __init__(self, account: str, bodies: Budget, requests: Budget) -> None:
         self._account = account
-        self._on_long = on_long
         self._bodies, self._requests = bodies, requests
         self._budget, self._counted = bodies, 0
 
@@ -79,7 +76,7 @@ class RequestMemory:
     def free(self) -> None:
         """Count no more bytes of this request."""
         if self._counted > LONG_BYTES:
-            self._on_long()
+            give_back_soon()
         self._budget.change(self._account, -self._counted)
         self._counted = 0
 
@@ -117,12 +114,11 @@ class Bodies:
         self._limits = limits
         self._bodies, self._requests = Budget(limits.all_bodies_bytes), Budget(limits.all_requests_bytes)
         self._turns = Turns()
-        self._giving_back: asyncio.TimerHandle | None = None
 
     def memory(self, http: Request) -> RequestMemory:
         """Return the memory of a request that begins; the caller frees it."""
         info: RequestInfo = http.scope["xgpt"]
-        return RequestMemory(info.key.name, self._bodies, self._requests, self._give_back_soon)
+        return RequestMemory(info.key.name, self._bodies, self._requests)
 
     async def read(self, http: Request, memory: RequestMemory) -> bytearray:
         """Return a request's body.
@@ -148,19 +144,6 @@ class Bodies:
             raise ApiError(408, f"the body did not come within {limits.body_timeout_s} s") from None
         info.read_s = time.perf_counter()
         return body
-
-    def _give_back_soon(self) -> None:
-        """Return freed memory to the system soon: CPU engines make the C library keep freed memory, also that of long
-        requests."""
-        loop = asyncio.get_running_loop()
-
-        def give_back() -> None:
-            self._giving_back = None
-            assert _malloc_trim is not None
-            loop.run_in_executor(None, _malloc_trim, 0)
-
-        if _malloc_trim is not None and self._giving_back is None:
-            self._giving_back = loop.call_later(GIVE_BACK_S, give_back)
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body is longer than {self._limits.max_body_bytes} bytes")

@@ -1,0 +1,25 @@
+"""Give memory that a large request has freed back to the system: engines on CPUs have the C library keep it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+GIVE_BACK_S = 1.0
+"""Memory is given back this often at most."""
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_is_due = threading.Lock()
+
+
+def give_back_soon() -> None:
+    """Give all freed memory back within `GIVE_BACK_S`, in another thread."""
+    if _trim is not None and _is_due.acquire(blocking=False):
+        timer = threading.Timer(GIVE_BACK_S, _give_back)
+        timer.daemon = True
+        timer.start()
+
+
+def _give_back() -> None:
+    _is_due.release()
+    assert _trim is not None
+    _trim(0)
