@@ -1,8 +1,8 @@
 """Fit a plan's step times to a user's measurements: results of `vllm bench serve`, AIPerf, guidellm or genai-perf.
 
 Each measured load is simulated with its lengths and its clients or arrival rate. A factor on all step times, a constant
-for each step, and the time of a request outside the engine's loop are then fitted to the mean time between tokens and
-the mean time to the first token. With several loads, every second one is left out of the fit and shows its error.
+for each step, and the time of a request outside the engine's loop are then fitted together to the mean times between
+tokens and to the first token. With several loads, every second one is left out of the fit and shows its error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import InputError
@@ -25,7 +26,12 @@ from xsimulator.run import run_simulation
 SCALES_S = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 NAMES = ("throughput_rps", "ttft_s", "tpot_s")
 REQUESTS, MOST_REQUESTS = 200, 1000
-ROUNDS = 3
+ROUNDS = 6
+"""Largest number of steps of the fit."""
+SHIFT = 4.0
+NEARNESS = 0.003
+"""Weight of the distance from the profile's own values, against the errors."""
+Figures = tuple[float, float, float]
 
 
 class MeasuredLoad(NamedTuple):
@@ -53,7 +59,7 @@ class MeasuredLoad(NamedTuple):
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
 
     @property
-    def figures(self) -> tuple[float, float, float]:
+    def figures(self) -> Figures:
         return self.throughput_rps, self.ttft_s, self.tpot_s
 
 
@@ -62,12 +68,12 @@ class CalibratedLoads:
     """A profile fitted to measured loads.
 
     Attributes:
-        engine: the plan's engine with the fitted time of a request; None: the plan has none.
+        engine: the plan's engine, or the profile's if the plan has none, with the fitted time of a request.
         output: the fitted values, and the errors before and after.
     """
 
     profile: Profile
-    engine: EngineSpec | None
+    engine: EngineSpec
     output: CalibrateOutput
 
 
@@ -78,20 +84,10 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
         InputError: a load has requests that the plan cannot hold.
     """
     used = tuple(len(loads) < 2 or i % 2 == 0 for i in range(len(loads)))
-    fitted_to = [load for load, is_used in zip(loads, used, strict=True) if is_used]
-    measured = np.asarray([load.figures for load in fitted_to])
+    plan = plan if plan.engine is not None else plan.model_copy(update={"engine": _bare_engine(profile)})
     first = [predicted(plan, profile, load) for load in loads]
-    found = np.asarray([figures for figures, is_used in zip(first, used, strict=True) if is_used])
-    pace, step_s = _line(found[:, 2], measured[:, 2])
-    path_s, changed_plan = 0.0, plan
-    for _ in range(ROUNDS):  # batches depend on the pace
-        changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
-        found = np.asarray([predicted(changed_plan, changed, load) for load in fitted_to])
-        ratio = float(np.exp(np.mean(np.log(measured[:, 2] / found[:, 2]))))
-        pace, step_s = pace * ratio, step_s * ratio
-        if plan.engine is not None:
-            low = int(measured[:, 1].argmin())  # at the lowest load hardly any request waits
-            path_s = max(path_s + float(measured[low, 1] - found[low, 1]), -plan.engine.before_admission_s)
+    fitted_to = [(load, figures) for load, figures, is_used in zip(loads, first, used, strict=True) if is_used]
+    pace, step_s, path_s = _fit(plan, profile, fitted_to)
     changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
     last = [predicted(changed_plan, changed, load) for load in loads]
     told = [
@@ -105,6 +101,7 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
         for load, is_used, before, after in zip(loads, used, first, last, strict=True)
     ]
     output = CalibrateOutput(pace=pace, step_s=step_s, path_s=path_s, loads=tuple(told))
+    assert changed_plan.engine is not None
     return CalibratedLoads(changed, changed_plan.engine, output)
 
 
@@ -112,16 +109,45 @@ def _errors(predicted: Sequence[float], load: MeasuredLoad) -> dict[str, float]:
     return {name: a / b - 1 for name, a, b in zip(NAMES, predicted, load.figures, strict=True)}
 
 
-def _line(predicted_s: np.ndarray[Any, Any], measured_s: np.ndarray[Any, Any]) -> tuple[float, float]:
-    """Return the factor and the constant, at least 0, that turn predicted gaps into measured ones."""
-    if len(predicted_s) > 1 and predicted_s.max() > 1.1 * predicted_s.min():
-        weight = 1 / measured_s
-        factor, constant = np.linalg.lstsq(
-            np.stack([weight * predicted_s, weight], axis=1), np.ones(len(weight)), rcond=None
-        )[0]
-        if factor > 0.2 and constant > 0:
-            return float(factor), float(constant)
-    return float(np.exp(np.mean(np.log(measured_s / predicted_s)))), 0.0
+def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figures]]) -> Figures:
+    """Return the factor on all times, the constant of each step and the time of a request outside of the loop.
+
+    They minimise the errors of the mean times to the first token and between tokens of all loads together, on a
+    logarithmic scale. Of equally good values the nearest to the profile's own are taken.
+    """
+    assert plan.engine is not None
+    gap_s, first_s = (float(np.mean([load.figures[i] for load, _ in loads])) for i in (2, 1))
+    known_s = plan.engine.before_admission_s
+
+    def errors(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        pace, step_s, path_s = float(np.exp(values[0])), float(values[1] * gap_s), float(values[2] * first_s)
+        changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
+        found = [predicted(changed_plan, changed, load) for load, _ in loads]
+        off = [np.log(own[i] / load.figures[i]) for own, (load, _) in zip(found, loads, strict=True) for i in (1, 2)]
+        return np.asarray([*off, *(NEARNESS * values)])
+
+    pace = float(np.mean([np.log(load.tpot_s / figures[2]) for load, figures in loads]))
+    lowest, highest = (-2.0, 0.0, -known_s / first_s - 1e-9), (3.0, 1.0, 1.0)
+    start = np.clip((pace, 0.05, 0.05), np.add(lowest, 1e-6), np.subtract(highest, 1e-6))
+    # Its steps are relative to the variables, so these are shifted away from 0.
+    bounds = np.add(lowest, SHIFT), np.add(highest, SHIFT)
+    fit = least_squares(
+        lambda x: errors(x - SHIFT),
+        start + SHIFT,
+        bounds=bounds,
+        diff_step=0.02 / SHIFT,
+        x_scale="jac",
+        ftol=1e-3,
+        max_nfev=ROUNDS,
+    )
+    found = fit.x - SHIFT
+    return float(np.exp(found[0])), float(found[1] * gap_s), float(found[2] * first_s)
+
+
+def _bare_engine(profile: Profile) -> EngineSpec:
+    """Return an engine of which nothing but its name is known, for a profile that was measured in it."""
+    framework, version = profile.engine or "native", profile.engine_version or "1"
+    return EngineSpec(name=f"{framework}-{version}", framework=framework, version=version)
 
 
 def slowed(profile: Profile, pace: float, step_s: float) -> Profile:
@@ -141,7 +167,7 @@ def with_path(plan: Plan, path_s: float) -> Plan:
     return plan.model_copy(update={"engine": plan.engine.model_copy(update=more)})
 
 
-def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> tuple[float, float, float]:
+def predicted(plan: Plan, profile: Profile, load: MeasuredLoad) -> Figures:
     """Return the simulated figures `NAMES` of a plan under a load."""
     count = min(MOST_REQUESTS, max(REQUESTS, 4 * (load.clients or 0)))
     arrivals = None if load.rate_per_s is None else ArrivalProcess.at(load.rate_per_s)

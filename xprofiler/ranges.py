@@ -71,26 +71,36 @@ class Likely(NamedTuple):
     of: str
 
 
+Errors = dict[str, list[tuple[Cell, list[float]]]]
+"""Ratios of measured to predicted values by quantity and cell."""
+
+
 @cache
-def _errors() -> dict[str, list[tuple[Cell, list[float]]]]:
-    """Return the ratios of measured to predicted values by quantity and cell."""
+def _shipped() -> Errors:
     path = configs_dir() / "errors.json"
-    found: dict[str, list[tuple[Cell, list[float]]]] = {}
-    for *cell, quantity, ratios in json.loads(path.read_bytes()) if path.is_file() else ():
+    return errors_in(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def errors_in(text: str) -> Errors:
+    """Return the ratios that the text of an errors.json holds."""
+    found: Errors = {}
+    for *cell, quantity, ratios in json.loads(text):
         found.setdefault(quantity, []).append((Cell(*cell), ratios))
     return found
 
 
-def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False) -> Likely:
+def likely(cell: Cell, quantity: Quantity, *, borrowed: bool = False, errors: Errors | None = None) -> Likely:
     """Return the range of a figure.
 
     Args:
         borrowed: whether the engine's times are those of another engine, which widens the range.
+        errors: the errors of similar rows; None: the shipped ones.
     """
+    known = _shipped() if errors is None else errors
     for names, factor in SAME:
         same = [
             ratios
-            for other, ratios in _errors().get(quantity, ())
+            for other, ratios in known.get(quantity, ())
             if all(getattr(other, name) == getattr(cell, name) for name in names)
         ]
         ratios = [ratio for each in same for ratio in each]

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.truth.places import SOURCES
-from benchmarks.truth.score import errors_of, plot, table
+from benchmarks.truth.score import coverage, errors_of, plot, table
 from benchmarks.truth.sources import Row
 from xprofiler.ranges import Cell
 
@@ -43,6 +43,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--again", type=Path, action="append", help="rows that --json wrote earlier, in place of new ones"
+    )
+    parser.add_argument(
+        "--coverage", type=int, metavar="SEED", help="how many figures of a random half lie in the other half's ranges"
     )
     parser.add_argument("--plot", type=Path, help="predicted against measured, an SVG")
     options = parser.parse_args()
@@ -76,6 +79,8 @@ def main() -> None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     if options.errors:
         options.errors.write_text(errors_of(rows), encoding="utf-8")
+    if options.coverage is not None:
+        print(coverage(rows, options.coverage))
     if options.plot:
         options.plot.write_text(plot(rows), encoding="utf-8")
 

@@ -1,10 +1,9 @@
 """Measurements of served models with experts, from AIConfigurator's wheel.
 
 Rows of InferenceX are predicted as its scripts started the engine (`inferencex`). What the sources leave open is
-assumed once: K/V in half precision, routing to experts as the tables' makers take it to be. DeepSeek's rows are counted
-apart: some speculate, several tokens a step, and the wheel does not say which. Rows whose degrees of experts do not
-make up their devices are counted and not predicted, as are those with attention by data parallelism, which is not
-planned for.
+assumed once: routing to experts as the tables' makers take it to be. Rows that may speculate, those with attention by
+data parallelism, those that span machines, and those whose degrees of experts do not make up their devices are counted
+and not predicted.
 """
 
 from __future__ import annotations

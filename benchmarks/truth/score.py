@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.truth.sources import Row
-from xprofiler.ranges import LEAST_ROWS
+from xprofiler.ranges import LEAST_ROWS, Quantity, errors_in, likely
 
 SIZE, MARGIN = 480, 48
 HEADER = (
@@ -47,7 +47,13 @@ def _lines(kind: tuple[str, str, str], rows: list[Row]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-AS_NAMED = {"e2e mean": "throughput", "TTFT mean": "TTFT", "throughput": "throughput", "TTFT": "TTFT", "TPOT": "TPOT"}
+AS_NAMED: dict[str, Quantity] = {
+    "e2e mean": "throughput",
+    "TTFT mean": "TTFT",
+    "throughput": "throughput",
+    "TTFT": "TTFT",
+    "TPOT": "TPOT",
+}
 """Quantities of rows, by what ranges call them: under open arrivals a plan's rate errs as its whole times do."""
 
 
@@ -68,6 +74,36 @@ def errors_of(rows: list[Row]) -> str:
         for key, ratios in sorted(found.items())
     ]
     return "[\n" + ",\n".join(json.dumps(each) for each in kept) + "\n]\n"
+
+
+def coverage(rows: list[Row], seed: int) -> str:
+    """Return lines that say how many figures of a random half of the rows lie in the ranges that the other half gives.
+
+    Rows with the same measured figures are one measurement, and come into the same half.
+    """
+    measurements: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        if row.cell is not None and row.predicted:
+            measurements.setdefault((row.group, *sorted(row.measured.items())), []).append(row)
+    order = np.random.default_rng(seed).permutation(len(measurements))
+    each = list(measurements.values())
+    given, held = ([row for i in half for row in each[i]] for half in np.array_split(order, 2))
+    errors = errors_in(errors_of(given))
+    counts: dict[tuple[str, str], list[bool]] = {}
+    for row in held:
+        assert row.cell is not None
+        for name, error in row.errors().items():
+            if name in AS_NAMED:
+                quantity, ratio = AS_NAMED[name], 1 + error if name == "e2e mean" else 1 / (1 + error)
+                found = likely(row.cell, quantity, errors=errors)
+                lies_inside = found.low <= ratio <= found.high
+                for key in (("all", "all"), ("all", quantity), (f"{row.cell.load} {row.cell.engine}", quantity)):
+                    counts.setdefault(key, []).append(lies_inside)
+    lines = [f"seed {seed}: {len(held)} rows held back, {len(given)} given"]
+    lines += [
+        f"  {' '.join(key)}: {sum(inside)} of {len(inside)}, {np.mean(inside):.0%}" for key, inside in counts.items()
+    ]
+    return "\n".join(lines)
 
 
 def plot(rows: list[Row]) -> str:

@@ -64,7 +64,7 @@ def truth(xgpt: Xgpt, tmp_path: Path) -> Callable[[int], tuple[float, float, flo
 
     def measured(clients: int) -> tuple[float, float, float]:
         load = read_loads(written(tmp_path / "lengths.json", vllm(clients, 1.0, 1.0, 1.0)))[0]
-        run = run_simulation(with_path(plan, PATH_S), slow, load.workload, 200, clients=clients)
+        run = run_simulation(with_path(plan, PATH_S), slow, load.workload, max(200, 4 * clients), clients=clients)
         assert run.times is not None
         return run.measured.throughput_rps, float(np.mean(run.times.ttft_s)), float(np.mean(run.times.tpot_s))
 
@@ -83,6 +83,7 @@ def test_results_of_four_tools_say_the_same(tool: Callable[..., dict[str, Any]],
     assert load.figures == pytest.approx((2.5, 0.2, 0.03))
 
 
+@pytest.mark.long
 def test_a_fit_finds_what_the_server_does_and_proves_it_on_loads_left_out(
     xgpt: Xgpt, tmp_path: Path, truth: Callable[[int], tuple[float, float, float]]
 ) -> None:
@@ -94,7 +95,7 @@ def test_a_fit_finds_what_the_server_does_and_proves_it_on_loads_left_out(
     left_out = [load for load in found["loads"] if not load["used"]]
     assert len(left_out) == 2
     for load in left_out:
-        assert all(abs(error) < 0.05 for error in load["after"].values()), load
+        assert all(abs(error) < 0.02 for error in load["after"].values()), load
         assert abs(load["before"]["tpot_s"]) > 0.2
     assert load_json(Path("fitted.json"), Profile, "profile").provenance["calibration"].startswith("all steps x1.")
     again = ("--profile", "fitted.json", "--engine", "engine.yaml", "--latency-bound", "8", "-o", "again.json")
@@ -108,3 +109,19 @@ def test_a_file_that_is_no_result_is_refused(xgpt: Xgpt, plan: Path, tmp_path: P
     lacking = vllm(8, 1.0, 1.0, 1.0)
     del lacking["completed"]
     assert "it lacks 'completed'" in xgpt.fails(2, "calibrate", str(plan), str(written(path, lacking)))
+
+
+@pytest.mark.long
+def test_a_plan_that_names_no_engine_has_its_first_tokens_fitted_too(
+    xgpt: Xgpt, tmp_path: Path, truth: Callable[[int], tuple[float, float, float]]
+) -> None:
+    """A plan from a measured profile names none; between tokens alone, a fit made its first tokens worse."""
+    files = [str(written(tmp_path / f"{clients}.json", vllm(clients, *truth(clients)))) for clients in (1, 16, 80)]
+    plan = load_json(Path("plan.json"), Plan, "plan")
+    assert plan.engine is not None
+    bare = plan.model_copy(update={"engine": None})
+    Path("bare.json").write_text(bare.model_dump_json())
+    ran = xgpt("calibrate", "bare.json", *files, "--engine-output", "engine.yaml", "--json")
+    assert ran.code == 0, ran.err
+    [held] = [load for load in json.loads(ran.out)["loads"] if not load["used"]]
+    assert all(abs(held["after"][name]) < min(0.15, abs(before)) for name, before in held["before"].items()), held

@@ -9,7 +9,6 @@ import click
 from xgpt import api
 from xgpt.cli import options, render
 from xgpt.cli.outputs import output_file, write
-from xgpt.core.errors import InputError
 from xgpt.core.io import dump_json
 
 
@@ -30,8 +29,6 @@ def run(
     if file is not None:
         write(file, dump_json(found.profile))
     if engine_file is not None:
-        if found.engine is None:
-            raise InputError("engine_output", engine_output, "the plan has no engine: leave it out")
         write(engine_file, dump_json(found.engine))
     if as_json:
         click.echo(dump_json(found.output), nl=False)

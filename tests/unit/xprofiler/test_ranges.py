@@ -20,7 +20,7 @@ HELD = 8
 def coverage(quantity: str) -> tuple[int, int]:
     """Of rows that a range was not made from, those inside and all of them."""
     inside = total = 0
-    for _, ratios in ranges._errors()[quantity]:
+    for _, ratios in ranges._shipped()[quantity]:
         for first in (0, 1):
             held = [n for n in range(len(ratios)) if n // HELD % 2 == first]
             used = [ratios[n] for n in range(len(ratios)) if n // HELD % 2 != first]
@@ -40,7 +40,7 @@ def test_eight_to_nineteen_of_twenty_held_rows_lie_in_their_ranges() -> None:
 def test_a_cell_without_rows_borrows_and_is_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Cell("open loop", "vllm", "dense", "h100", "imported")
     ratios = np.linspace(0.9, 1.1, 2 * LEAST_ROWS).tolist()
-    monkeypatch.setattr(ranges, "_errors", lambda: {"TPOT": [(known, ratios)]})
+    monkeypatch.setattr(ranges, "_shipped", lambda: {"TPOT": [(known, ratios)]})
     own, near = likely(known, "TPOT"), likely(known._replace(device="h200"), "TPOT")
     far, borrowed = (
         likely(known._replace(engine="sglang", load="offline"), "TPOT"),
