@@ -1,7 +1,7 @@
 """Load compiled code from disk for numba, but never another user's files; replace unreadable files.
 
 numba unpickles the files that it finds, and unpickling runs code. It imports this module, whose name
-`compiled_code.set_directory` sets, when it first searches for code; from then on it compiles as `compiling` says.
+`compiled_code.set_directory` sets, when it first searches for code; from then on it compiles as `emitting` says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from numba.core import caching
 
-from xgpt.core import compiling
+from xgpt.core import emitting
 
 logger = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -80,4 +80,4 @@ class Files(caching.IndexDataCacheFile):
 
 
 caching.IndexDataCacheFile = Files  # type: ignore[misc]
-compiling.install()
+emitting.install()
