@@ -54,6 +54,9 @@ class Size(NamedTuple):
         return self.predicted / self.logged - 1
 
 
+cluster_of, engine_of = cache(load_cluster), cache(load_engine)
+
+
 @cache
 def model(name: str) -> ModelSpec:
     """Return a shipped model, or one of models.json."""
@@ -69,7 +72,7 @@ def sizes() -> Iterator[Size]:
             tokens = float(row["max_num_batched_tokens"])
             if row["kv_tokens"]:
                 logged, predicted = float(row["kv_tokens"]), float(memory.blocks_beside(tokens)[0])
-                predicted *= load_engine(row["engine"]).block_size
+                predicted *= engine_of(row["engine"]).block_size
             else:
                 logged, predicted = float(row["kv_gib"]), float(memory.free_bytes(tokens).min()) / 2**30
             words = [row["model"], row["dtype"], f"TP {row['tp']}" + (f" PP {row['pp']}" if row["pp"] != "1" else "")]
@@ -81,7 +84,7 @@ def sizes() -> Iterator[Size]:
 
 def memory_of(row: dict[str, str]) -> LaneMemory:
     """Return the memory of a row's devices, whether or not the model fits."""
-    spec, cluster, engine = model(row["model"]), load_cluster(row["cluster"]), load_engine(row["engine"])
+    spec, cluster, engine = model(row["model"]), cluster_of(row["cluster"]), engine_of(row["engine"])
     device = cluster.device.model_copy(update={"usable_memory": float(row["share"])})
     if row["device_gib"]:
         device = device.model_copy(update={"memory_bytes": round(float(row["device_gib"]) * 2**30)})

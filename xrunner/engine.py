@@ -39,8 +39,7 @@ class Engine:
     Attributes:
         executor: the current executor of steps.
         scores_prompts: whether log probabilities of prompts are available.
-        on_refused: called in `step`'s thread with the reason if another plan cannot be deployed; the current one
-            continues.
+        on_refused: called in `step`'s thread with the reason if another plan cannot be deployed.
         on_begin: called in `step`'s thread with the requests that a step starts, when it begins.
     """
 
@@ -87,8 +86,7 @@ class Engine:
         self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
-        """Adopt another plan's schedule: before the next step if the placement stays, otherwise once no request
-        runs."""
+        """Adopt another plan's schedule: before the next step if the placement stays, else when no request runs."""
         self._hand_in(schedule)
 
     def go_over_to(self, plan: Plan) -> None:
@@ -153,8 +151,7 @@ class Engine:
         return self._settle(*ended)
 
     def _take_in(self, now_ns: int) -> None:
-        """Add requests submitted since the last step to the pool at the step's own time; drop those whose deadline has
-        passed."""
+        """Add newly submitted requests to the pool at the step's own time; drop those whose deadline has passed."""
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
             match handed_in:
@@ -206,8 +203,7 @@ class Engine:
 
     @property
     def _shared(self) -> Prefixes | None:
-        """Return the keys of blocks that requests share; None if they share none, for example because an encoder reads
-        prompts."""
+        """Return the keys of blocks that requests share; None if they share none, as when an encoder reads prompts."""
         return self._prefixes if self.executor.resumes else None
 
     def _go_over(self, schedule: Schedule) -> None:
@@ -253,8 +249,7 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens. Requests that a static batch still computes after their end return no more
-        tokens."""
+        """Account for the step's tokens; requests that a static batch computes after their end return no more."""
         logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool
         tokens = []
         for id_, chosen in sampled.items():

@@ -361,11 +361,14 @@ def seen_at_once(plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, long
 def _counted_at_once(
     plan: Plan, profile: Profile, inputs: Ints, outputs: Ints, longest: Ints, *, is_logged: bool = False
 ) -> Run | None:
-    from xsimulator.counts.counted_run import counted_run
-
     if plan.estimate.reuse is not None:
         return None
-    stream = Stream(inputs, outputs, longest, np.zeros(len(inputs), int))
+    return _counted(plan, profile, Stream(inputs, outputs, longest, np.zeros(len(inputs), int)), is_logged=is_logged)
+
+
+def _counted(plan: Plan, profile: Profile, stream: Stream, *, is_logged: bool) -> Run | None:
+    from xsimulator.counts.counted_run import counted_run  # imports numba, which takes half a second
+
     return counted_run(plan, lanes_of(plan, profile), stream, is_logged=is_logged)
 
 
@@ -417,15 +420,13 @@ def replay_by_counts(
     Raises:
         InputError: the trace has no times, or a request that can never fit.
     """
-    from xsimulator.counts.counted_run import counted_run
-
     trace = _replayed(plan, workload, trace, num_requests)
     has_more = plan.constraint.classes or plan.speculation is not None or plan.estimate.reuse is not None
     if has_more or trace.prefixes is not None or trace.timestamp_s is None:
         return None
     arrivals_ns = (1e9 * trace.timestamp_s).astype(int)
     stream = Stream(trace.input, trace.output, workload.output.lengths[-1], arrivals_ns)
-    run = counted_run(plan, lanes_of(plan, profile), stream, is_logged=True)
+    run = _counted(plan, profile, stream, is_logged=True)
     if run is None:
         return None
     count = min(num_requests, len(trace.input))

@@ -184,7 +184,7 @@ def test_products_in_float32_are_as_near_as_float32_comes(layout, rows):
     assert ((found - expected).norm(dim=0) < 5e-6 * expected.norm(dim=0)).all()
 
 
-@pytest.mark.parametrize("layout", HERE)
+@pytest.mark.parametrize("layout", few(HERE))
 @pytest.mark.parametrize("threads", few([2, 4]))
 @pytest.mark.parametrize("activation", few([GATES["silu"], "none"]))
 def test_products_of_several_threads_are_those_of_one(layout, activation, threads):

@@ -53,7 +53,8 @@ def test_tokens_in_float32_are_those_of_transformers(checkpoint, name):
     assert served(directory, "float32") == greedy(model)
 
 
-@pytest.mark.parametrize("dtype", few(["int8", "bfloat16"]))
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_tokens_in_fewer_bits_are_mostly_those_of_float32(checkpoint, dtype):
     """Random weights have many tokens that are nearly as likely; once one differs, so do those after it."""
     directory, model = checkpoint("opt-tied")
