@@ -42,7 +42,7 @@ def write_config(kind: str, name: str, old: str, new: str) -> None:
         (
             "plan --latency-bound 8 --among h20x1=2 --arrival-rate 1",
             "",
-            "--among: 'h20x1' is not accepted; give a path",
+            "--among: 'h20x1' is not accepted; did you mean h200x1? Otherwise give a path",
         ),
         ("plan --latency-bound 8 --cluster local:9999", "", "--cluster: local:9999 needs a core for each device"),
         (f"{PLAN} --policy slack", "", "it needs --objective arrivals and a bound on the time per token, --tpot"),
