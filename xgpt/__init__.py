@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Read by GNU OpenMP when torch loads it: how often a waiting thread polls before it sleeps. The default of 300,000
 # polls is about ten milliseconds, in which it occupies a core that another thread may need. With a core wanted

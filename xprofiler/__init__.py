@@ -6,8 +6,6 @@ The input is a ModelSpec and a ClusterSpec; the output is a Profile. Only `xprof
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
-from xgpt.core.version import __version__
-
 GENERATIONS = {"cpu": 14, "gpu": 11}
 """Increment a device's number whenever steps are executed or measured differently there; older profiles are then not
 used for planning."""
@@ -15,7 +13,7 @@ used for planning."""
 
 def native_version(device_type: Literal["cpu", "gpu"]) -> str:
     """Return the version of the native engine in profiles measured on such a device."""
-    return f"{__version__}, steps of generation {GENERATIONS[device_type]}"
+    return f"steps of generation {GENERATIONS[device_type]}"
 
 
 def libraries() -> dict[str, str]:

@@ -215,7 +215,7 @@ def check_belongs(profile: Profile, spec: ModelSpec, cluster: ClusterSpec, dtype
         accepted = f"{cluster.name} has {cluster.num_nodes} nodes, but the profile has no times between nodes: {make}"
         raise InputError("profile.inter_node_hop", None, accepted)
     here = native_version(cluster.device.type)
-    if profile.engine == "native" and profile.engine_version != here:
+    if profile.engine == "native" and (profile.engine_version or "").rpartition(", ")[2] != here:  # 0.1.0 stood before
         raise InputError("profile.engine_version", profile.engine_version, f"this is {here}: {make}")
 
 

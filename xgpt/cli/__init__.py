@@ -101,12 +101,7 @@ SYNONYMS = {
 }
 """Other names of values."""
 OPTIONS_ELSEWHERE = {
-    "--cluster, which names the devices, and --devices N for fewer of them": (
-        "--gpu",
-        "--gpus",
-        "--num-gpus",
-        "--gpu-type",
-    ),
+    "--cluster, which names the devices": ("--gpu", "--gpus", "--num-gpus", "--gpu-type", "--device"),
     "--fix tp=N": ("--tp", "--tp-size", "--tensor-parallel-size"),
     "--fix pp=N": ("--pp", "--pipeline-parallel-size"),
     "--fix max_batch=N": ("--max-num-seqs", "--batch-size", "--max-batch-size"),
