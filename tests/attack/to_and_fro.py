@@ -12,7 +12,7 @@ from tests.unit.xrunner.server.test_watch import FakePlanner
 from xgpt.cli import main
 from xgpt.core.io import load_json
 from xgpt.core.schema import Observation, Plan, Proposal
-from xgpt.observation.windows import observer
+from xgpt.observation import observer
 from xgpt.serving import running
 
 
