@@ -139,7 +139,7 @@ REFUSED = {
     "a checkpoint that is not there": ("--checkpoint", "nowhere"),
     "a collector that is no URL": ("--otlp-endpoint", "nowhere"),
     "a port beyond the last": ("--port", "65536"),
-    "an unwritable step log": ("--step-log", "nowhere/steps.jsonl"),
+    "an unwritable step log": ("--step-log", "plan.json/steps.jsonl"),
 }
 
 
