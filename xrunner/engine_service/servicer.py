@@ -126,6 +126,8 @@ class Servicer(pb_grpc.VllmEngineServicer):
         """Hand every output to the engine, or none. Raises ApiError."""
         engine = self._engine
         key = self._classes.key_of(Key(account=Account(call.account)), call.class_name or None)
+        if engine.failure is not None:
+            raise ApiError(503, engine.failure)  # a gateway sends it to another engine
         engine.check_open()
         if not engine.backlog.has_room(key.account, len(call.choices), self._limits.max_waiting):
             most = self._limits.max_waiting
