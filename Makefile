@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m xgpt.demo
 
 # A file of tests stays in one process: its fixtures are made once. Three processes keep two cores busy, since many tests
-# wait. Under five minutes on two cores.
+# wait. About six minutes on two cores.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test
