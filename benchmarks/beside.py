@@ -23,6 +23,7 @@ from benchmarks.lib.other_work import KINDS, OtherWork, beside
 from xgpt.cli.render import show, table
 from xgpt.core.io import write_atomic
 from xgpt.core.machine import num_cores
+from xgpt.core.progress import silent
 from xgpt.resolve import load_cluster, load_model
 from xprofiler.bench import NUM_BLOCKS, Bench
 from xprofiler.store import dtype_of
@@ -76,7 +77,7 @@ def main(model: str, dtype: str | None, batch: int, seconds: float, rounds: int)
     chosen = dtype_of(spec, cluster, dtype)  # type: ignore[arg-type]
     worker = build_worker(WorkerSettings(spec=spec, dtype=chosen, checkpoint=checkpoint, num_blocks=NUM_BLOCKS))
     torch.set_num_threads(num_cores())
-    bench = Bench(worker, lambda done, total, what: None)
+    bench = Bench(worker, silent)
     pairs: dict[tuple[str, float], list[tuple[Stretch, Stretch]]] = {}
     with torch.inference_mode():
         for cache in worker.cache.layers:

@@ -22,6 +22,7 @@ from xgpt.cli.render import show, table
 from xgpt.core import policies
 from xgpt.core.io import write_atomic
 from xgpt.core.machine import detect
+from xgpt.core.progress import silent
 from xgpt.core.schema import Constraint, ModelSpec, Plan, Profile
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import sample
@@ -58,7 +59,7 @@ def profiled(spec: ModelSpec, checkpoint: Path | None) -> Profile:
     )
     worker = build_worker(settings)
     with torch.inference_mode():
-        measured = bench_of(worker)(worker, lambda done, total, what: None, clock=time.process_time).measure()
+        measured = bench_of(worker)(worker, silent, clock=time.process_time).measure()
     return assembled(spec, detect(1), "float32", 1, layouts, {(1, 1): measured})
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from xgpt.core.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from xgpt.api import (
         autoscale,
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
         ui,
     )
     from xgpt.core.errors import InfeasibleError, InputError, MachineError, XgptError
-
-__version__ = "0.2.0"
 
 # Read by GNU OpenMP when torch loads it: how often a waiting thread polls before it sleeps. The default of 300,000
 # polls is about ten milliseconds, in which it occupies a core that another thread may need. With a core wanted

@@ -17,7 +17,7 @@ import numpy as np
 from xgpt.benchmark import Drawn, Load, replayed
 from xgpt.core.arrival_process import ArrivalProcess
 from xgpt.core.errors import XgptError
-from xgpt.core.progress import Progress
+from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import SERVED, ClusterSpec, Constraint, Histogram, Jitter, ModelSpec, Plan, Profile, Workload
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import sample
@@ -59,7 +59,7 @@ def as_served(
     """
     if cluster.num_devices > 1 or spec.is_encoder_decoder or profile.is_brief:
         return profile
-    progress = progress or (lambda done, total, what: None)
+    progress = progress or silent
     progress(0, 1, "serving a short load")
     try:
         plan = _plan(profile, spec, checkpoint, cluster)

@@ -16,9 +16,10 @@ tokens with its index and reads the best. Source: ExeGPT sec. 3 for the list of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypedDict
+from typing import TypedDict, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from xgpt.core.errors import InputError
 from xgpt.core.schema import (
@@ -44,6 +45,8 @@ from xgpt.core.schema import (
     Surface,
 )
 from xprofiler.experts import Routing
+
+T = TypeVar("T", float, npt.NDArray[np.float64])
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -362,20 +365,21 @@ def all_reduces(spec: ModelSpec) -> float:
         (kind.attention is not None or kind.recurrent is not None) + bool(kind.ffn_size or kind.experts)
         for kind in spec.kinds
     ]
-    return _mean(spec, of_kind)
+    return mean_over_layers(spec, of_kind)
 
 
 def _share_with_experts(spec: ModelSpec) -> float:
     """Return the share of layers that have experts."""
-    return _mean(spec, [float(kind.experts is not None) for kind in spec.kinds])
+    return mean_over_layers(spec, [float(kind.experts is not None) for kind in spec.kinds])
 
 
-def _mean(spec: ModelSpec, values: Sequence[float]) -> float:
+def mean_over_layers(spec: ModelSpec, values: Sequence[T]) -> T:
     """Return the mean over layers of a value for each kind of layer."""
     if len(values) == 1:
         return values[0]
     counts = [len(kind.layers) for kind in spec.kinds]
-    return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+    first, *others = (value * count for value, count in zip(values, counts, strict=True))
+    return sum(others, first) / sum(counts)  # type: ignore[return-value]
 
 
 def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: float) -> Callable[[int], float]:
@@ -391,7 +395,7 @@ def _products(spec: ModelSpec, kernels: Kernels, t: int, ep: int, left_out: floa
         params = spec.decoder_layer_params / t - left_out
         return lambda tokens: kernels.matrix(tokens, params, NUM_PRODUCTS + 2, spec.quantization)
     of_kinds = [_products_of(spec, kind, kernels, t, ep) for kind in spec.kinds]
-    return lambda tokens: _mean(spec, [of_kind(tokens) for of_kind in of_kinds])
+    return lambda tokens: mean_over_layers(spec, [of_kind(tokens) for of_kind in of_kinds])
 
 
 def _products_of(spec: ModelSpec, kind: Block, kernels: Kernels, t: int, ep: int) -> Callable[[int], float]:
@@ -434,8 +438,8 @@ def _attention(spec: ModelSpec, kernels: Kernels, t: int) -> tuple[Surface, Surf
     """Return the seconds of attention of prompts and of decode: the mean over the kinds of layers."""
     kinds = [Mixing(spec, kind, kernels, t) for kind in spec.kinds]
     return (
-        surface(lambda b, length: _mean(spec, [kind.prompt(b, length) for kind in kinds])),
-        surface(lambda b, length: _mean(spec, [kind.decode(b, length) for kind in kinds])),
+        surface(lambda b, length: mean_over_layers(spec, [kind.prompt(b, length) for kind in kinds])),
+        surface(lambda b, length: mean_over_layers(spec, [kind.decode(b, length) for kind in kinds])),
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.progress import Progress
 from xgpt.core.schema import RESTLESS, Curve, ModelSpec
 from xprofiler.measurement_order import in_passes
 from xrunner.ahead import AheadWorker
@@ -68,7 +69,7 @@ BRIEF_PASSES, BRIEF_TOKENS = 2, 256
 LEAST_TRIMMED = 3
 """With up to this number of calls, all of a point's calls count."""
 WARM_STEPS, LOOP_STEPS = 4, 12
-"""Steps of the engine's loop on a GPU, before and while it is timed."""
+"""Steps of the engine's loop, before and while it is timed."""
 THREADS_ROUNDS = 3
 """How often each number of threads is tried."""
 SUSTAINED_S, SUSTAINED_TOKENS = 0.15, 512
@@ -87,7 +88,6 @@ NUM_BLOCKS = MAX_CACHED_TOKENS // BLOCK_SIZE + 2 * max(BATCHES)
 Sizes = Sequence[tuple[int, int]]
 """Sequences of a batch, decodes first. For a decoder-only model: (tokens before, tokens now). For an encoder-decoder:
 (prompt tokens, the decoder's tokens before); 0 before means that the prompt is encoded."""
-Progress = Callable[[int, int, str], None]
 Jobs = dict[tuple[str | int, ...], Callable[[], float]]
 Timings = dict[tuple[str | int, ...], float]
 """Seconds of each point, by its name and sizes."""
@@ -404,34 +404,21 @@ class Bench:
         On a GPU they are what a step's time in the loop exceeds the model's, since the next step runs meanwhile.
         """
         if isinstance(self.worker, AheadWorker):
-            return max(0.0, self.decode_step_in_loop(num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))
-        worker = ModelFree(self.worker)
-        pool = Pool(kv_blocks=num_requests * 8, block_size=BLOCK_SIZE)
-        engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
-        for i in range(num_requests):
-            engine.submit(Generation(i, prompt=(0,) * 8, max_output=100))
-        engine.step()
-        steps = 12
-        seconds = []
-        for _ in range(steps):
-            started = time.perf_counter()
-            engine.step()
-            seconds.append(time.perf_counter() - started)
-        worker.release(range(num_requests))
-        return statistics.mean(seconds)
+            return max(0.0, self._decoding(self.worker, num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))
+        return self._decoding(ModelFree(self.worker), num_requests)
 
-    def decode_step_in_loop(self, num_requests: int) -> float:
-        """Return the seconds of a step of the engine that only decodes."""
-        engine = self._engine(num_requests, prompt_length=8)
+    def _decoding(self, worker: Worker, num_requests: int) -> float:
+        """Return the seconds of a step of the engine's loop that only decodes."""
+        engine = self._engine(worker, num_requests, prompt_length=8)
         for _ in range(WARM_STEPS):  # the first encodes the prompts
             engine.step()
-        seconds = self.seconds(lambda: [engine.step() for _ in range(LOOP_STEPS)]) / LOOP_STEPS
-        self.worker.release(range(num_requests))
+        seconds = timed(lambda: [engine.step() for _ in range(LOOP_STEPS)]) / LOOP_STEPS
+        worker.release(range(num_requests))
         return seconds
 
     def mixed_step(self) -> float:
         """Return the seconds of a step of the engine that decodes and encodes prompts (see `MIXED_DECODES`)."""
-        engine = self._engine(MIXED_DECODES, MIXED_CONTEXT - LOOP_STEPS - WARM_STEPS)
+        engine = self._engine(self.worker, MIXED_DECODES, MIXED_CONTEXT - LOOP_STEPS - WARM_STEPS)
         for _ in range(WARM_STEPS):
             engine.step()
         seconds, ids = [], itertools.count(MIXED_DECODES)
@@ -443,10 +430,11 @@ class Bench:
         self.worker.release(range(MIXED_DECODES))
         return middle_mean(seconds)
 
-    def _engine(self, num_requests: int, prompt_length: int) -> Engine:
+    @staticmethod
+    def _engine(worker: Worker, num_requests: int, prompt_length: int) -> Engine:
         """Return an engine whose steps encode and decode, with requests that do not end while it is measured."""
-        pool = Pool(self.worker.cache.num_blocks - 1, BLOCK_SIZE)
-        engine = Engine(OneLane(LaneSettings(mix=True), pool), self.worker)
+        pool = Pool(worker.cache.num_blocks - 1, BLOCK_SIZE)
+        engine = Engine(OneLane(LaneSettings(mix=True), pool), worker)
         for i in range(num_requests):
             engine.submit(Generation(i, prompt=(0,) * prompt_length, max_output=100))
         return engine

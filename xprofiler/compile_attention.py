@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from xgpt.core.progress import silent
 from xgpt.core.schema import ModelSpec
 from xprofiler.encoder_decoder import bench_of
 from xrunner.build import WorkerSettings, build_worker
@@ -35,7 +36,7 @@ def main() -> None:
     )
     worker = build_worker(settings)
     with torch.inference_mode():
-        bench = bench_of(worker)(worker, lambda done, total, what: None)
+        bench = bench_of(worker)(worker, silent)
         for threads in sorted({1, torch.get_num_threads()}):
             torch.set_num_threads(threads)
             bench.run_attention()

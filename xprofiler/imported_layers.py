@@ -88,14 +88,14 @@ class ImportedLayers:
         found = {key: self._mixer(kind, t, slower) for key, kind in distinct.items()}
         shares = [sum(len(k.layers) for k in spec.kinds if (k.attention, k.recurrent) == key) for key in found]
         mixers = [found[kind.attention, kind.recurrent] for kind in spec.kinds]
-        rest = self._mean([products for _, _, products in mixers])
-        rest = rest + self._mean([self._feed_forward(kind, group) for kind in spec.kinds])
+        rest = analytic.mean_over_layers(spec, [products for _, _, products in mixers])
+        rest = rest + analytic.mean_over_layers(spec, [self._feed_forward(kind, group) for kind in spec.kinds])
         rest = rest + analytic.all_reduces(spec) * self.tables.all_reduce(tokens * spec.hidden_size, t)
         if spec.norms_span_heads:  # sums of squares of queries and keys, in float32
             rest = rest + self.tables.all_reduce(4 * tokens, t)
         # Read and written in half precision: two norms with residuals, rotations with writing K/V, the activation.
         half = BYTES_PER_ELEMENT["bfloat16"] / self.kernels.size
-        elements = float(self._mean([np.asarray(float(_moved(spec, kind, t))) for kind in spec.kinds]))
+        elements = analytic.mean_over_layers(spec, [float(_moved(spec, kind, t)) for kind in spec.kinds])
         rest = rest + np.asarray([self.kernels.copy(n * elements * half) for n in TOKENS]) / self.kernels.elementwise
         captured = np.interp(captured_tokens, tokens, rest)
         rest = (engine.layer_s or 0.0) + np.where(tokens > captured_tokens, captured + slower * (rest - captured), rest)
@@ -107,15 +107,6 @@ class ImportedLayers:
             encode_attention=mean_surface([encode for encode, _, _ in found.values()], weights),
             decode_attention=mean_surface([decode for _, decode, _ in found.values()], weights),
             head=None if t == 1 else head(spec, self.tables, self.kernels, t),
-        )
-
-    def _mean(self, arrays: Sequence[Array]) -> Array:
-        """Return the mean over layers of an array for each kind."""
-        if len(arrays) == 1:
-            return arrays[0]
-        counts = [len(kind.layers) for kind in self.spec.kinds]
-        return np.asarray(
-            sum(count * array for count, array in zip(counts, arrays, strict=True)) / sum(counts), dtype=float
         )
 
     # Blocks that mix tokens -------------------------------------------------------------------------------------

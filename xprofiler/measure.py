@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from xgpt.core.machine import num_cores
+from xgpt.core.progress import Progress, silent
 from xgpt.core.schema import (
     BYTES_PER_ELEMENT,
     SLICE_TOKENS,
@@ -48,7 +49,6 @@ from xprofiler.bench import (
     NUM_BLOCKS,
     TOKENS,
     Points,
-    Progress,
     Timings,
     curve,
     seconds_by_threads,
@@ -85,7 +85,7 @@ def profile(
         progress: called with the number of measured points and of all points.
     """
     device = "cuda" if cluster.device.type == "gpu" else "cpu"
-    progress = progress or (lambda done, total, what: None)
+    progress = progress or silent
     is_brief = device == "cpu" and cores_taken() > BUSY * num_cores()
     if not is_brief:
         progress(0, 1, "compiling kernels (once on a machine)")

@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from xgpt.core.errors import InputError, MachineError
 from xgpt.core.network import interface_of
+from xgpt.core.progress import Progress
 from xgpt.core.schema import Curve, ModelSpec
-from xprofiler.bench import BLOCK_SIZE, Progress, Timings, seconds_by_threads
+from xprofiler.bench import BLOCK_SIZE, Timings, seconds_by_threads
 from xprofiler.encoder_decoder import bench_of
 from xrunner.build import WorkerSettings, build_worker
 from xrunner.cluster.tensors import RankGroup, Traffic

@@ -282,7 +282,7 @@ class Profile(Frozen):
         """
         is_unserved = self.source == "measured" and self.engine == "native" and not self.is_served
         known = UNSERVED_ERROR if is_unserved else KNOWN_ERROR[self.source]
-        share = sum(self.others.values()) / (self.num_threads or 1) if self.others else 0.0
+        share = sum(self.others.values()) / (self.num_threads or 1)
         return round(max(min(max(self.spread, known + share), MOST_HEADROOM), known), 4)
 
     @property
