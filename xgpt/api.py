@@ -131,7 +131,7 @@ def plan(*, latency_bound_s: float | None, progress: Progress | None = None, **a
 
     Args:
         latency_bound_s: seconds to the last token that the quantile of requests must keep: from arrival under objective
-            "arrivals", from admission under "saturated". None: no bound.
+            "arrivals", from admission under "saturated". None or inf: no bound.
         progress: is called with (done, total, what is being done).
         **asked
 

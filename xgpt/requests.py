@@ -8,6 +8,7 @@ which help lists the class's own fields.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -133,11 +134,17 @@ class ProblemFields(ModelAndDevices):
     YAML file."""
 
 
+def _none_if_inf(bound_s: Any) -> Any:
+    return None if bound_s == math.inf else bound_s
+
+
 class BoundFields(RequestBase):
     """Bounds on the times of a request."""
 
     group: ClassVar[str] = "Bounds"
-    latency_bound_s: Annotated[PositiveFloat | None, Option("--latency-bound", "S|inf", "bound")] = None
+    latency_bound_s: Annotated[
+        PositiveFloat | None, BeforeValidator(_none_if_inf), Option("--latency-bound", "S|inf", "bound")
+    ] = None
     """Seconds within which a request must end, or inf for no bound. They count from its arrival, or with
     `objective=saturated` from its admission."""
     ttft_s: Annotated[PositiveFloat | None, Option("--ttft", "S", "seconds")] = None

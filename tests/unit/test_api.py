@@ -60,8 +60,9 @@ def test_an_argument_that_is_not_known_is_refused(call: Callable[..., object]) -
         call(latency_bound_s=None, polcy="rra")
     with pytest.raises(xgpt.InputError, match=r"^latency_bound_s: -1\.0 is not accepted"):
         call(latency_bound_s=-1.0)
-    with pytest.raises(xgpt.InputError, match=r"^price: -1 is not accepted"):
-        call(latency_bound_s=None, price=-1)
+    for unbounded in (None, float("inf")):
+        with pytest.raises(xgpt.InputError, match=r"^price: -1 is not accepted"):
+            call(latency_bound_s=unbounded, price=-1)
 
 
 def test_what_compare_would_ignore_is_refused() -> None:
