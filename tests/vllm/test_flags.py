@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed import TCPStore
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -14,7 +16,7 @@ from tests.vllm.plans import exportable, here, plan_with, waa_plan
 from xgpt.core.schema import ChunkedSettings, OrcaSettings, Plan, RraSettings
 from xgpt.exporting.export import Target, export
 from xrunner.vllm.command import HOST, Launch, launch
-from xrunner.vllm.host import parser
+from xrunner.vllm.host import parser, store
 from xrunner.vllm.waa import waa_launches
 
 
@@ -74,3 +76,13 @@ def test_what_is_exported_to_platforms(plan: Plan, target: Target, checkpoint: P
         given = AsyncEngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
         assert (given.model, given.served_model_name) == (str(checkpoint), [plan.model.name])
         assert (given.kv_transfer_config is None) == (len(plan.policy.lanes) == 1)
+
+
+def test_the_store_of_several_machines_listens_on_the_first_one_s_address_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    kept = store("127.0.0.1", port)
+    assert TCPStore("127.0.0.1", port, is_master=False).add("workers", 1) == 1
+    assert kept.add("workers", 1) == 2
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5).close()

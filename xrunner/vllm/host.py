@@ -1,18 +1,20 @@
 """Run vLLM's engine without a server: `python -m xrunner.vllm.host DIRECTORY LANE vLLM's flags ...`.
 
-It receives requests from `xgpt serve` and submits them to vLLM. It listens on no network: the engine cores' schedulers
-report each step to `xgpt serve` themselves (`channel`). With a `--node-rank` above 0 it only runs workers for another
-machine's engine.
+It receives requests from `xgpt serve` and submits them to vLLM. It listens on no network, unless vLLM runs on several
+machines (`store`): the engine cores' schedulers report each step to `xgpt serve` themselves (`channel`). With a
+`--node-rank` above 0 it only runs workers for another machine's engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
+from vllm.distributed.utils import TCPStore, create_tcp_store
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
@@ -23,11 +25,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from xgpt.core.errors import cut
+from xgpt.core.network import address_towards
 from xrunner import generation
 from xrunner.channel import ALIVE_S
 from xrunner.channel.messages import Alive, Cancel, Down, Ready, Stepped, Submit
 from xrunner.generation import Generation, Token
 from xrunner.vllm.channel import WARM_UP, VllmEnd
+from xrunner.vllm.supervised import end_group_on_hangup
 
 if TYPE_CHECKING:
     from xgpt.core.schema import LaneName
@@ -158,6 +162,18 @@ def compute(arguments: AsyncEngineArgs) -> None:
     executor.start_worker_monitor(inline=True)
 
 
+def store(host: str, port: int) -> TCPStore:
+    """Return the store through which the workers of all machines meet; the caller must keep it.
+
+    It listens on this one address: the store that torch opens in a worker would listen on all interfaces.
+
+    Raises:
+        OSError: this machine does not have the address, or the port is taken.
+    """
+    listener = socket.create_server((address_towards(host), port))
+    return create_tcp_store(host, port, listener, is_master=True, wait_for_workers=False)
+
+
 def parser() -> FlexibleArgumentParser:
     """Return a parser of vLLM's flags and ours."""
     flags = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -168,11 +184,13 @@ def parser() -> FlexibleArgumentParser:
 
 def main() -> None:
     """Serve until vLLM has died, or `supervised` ends this process."""
+    end_group_on_hangup()
     given = parser().parse_args()
     arguments = AsyncEngineArgs.from_cli_args(given)
     if given.node_rank:
         compute(arguments)
         return
+    _kept = store(given.master_addr, given.master_port) if given.nnodes > 1 else None
     try:
         asyncio.run(serve(given.directory, given.lane, arguments))
     except EngineDeadError as error:

@@ -69,7 +69,12 @@ class Machines:
             *("--distributed-executor-backend", "mp", "--nnodes", str(self.count), "--node-rank", str(self.rank)),
             *("--master-addr", self.host, "--master-port", str(self.port + 1)),
         )
-        variables = {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+        variables = {
+            "VLLM_HOST_IP": address,
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's workers open no store: `host` has one
+        }
         return replace(launch, arguments=launch.arguments + flags, variables=launch.variables | variables)
 
 

@@ -2,7 +2,8 @@
 
 vLLM has several processes, and some of them outlive the first if it is killed. Here all are one process group. The
 process that started this one holds the other end of its input, which the kernel closes when that process ends for any
-reason. Then, or when the command ends, the whole group is ended.
+reason. Then, or when the command ends, the whole group is ended. If this process itself is killed, the kernel sends the
+command SIGHUP, on which the command ends the group (`end_group_on_hangup`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
+
+from xgpt.core.processes import end_with_parent
 
 STOP_S = 20.0
 """Time between SIGTERM and killing all processes."""
@@ -24,13 +28,19 @@ def main(command: list[str]) -> int:
     Returns:
         Its exit code; if a signal ended it, 128 plus the signal's number, as in a shell.
     """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    hang_up = partial(end_with_parent, os.getpid(), signal.SIGHUP)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=hang_up)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: process.terminate())
     threading.Thread(target=_end_with_input, args=(process,), daemon=True).start()
     code = process.wait()
     _kill_group(process.pid)
     return code if code >= 0 else 128 - code
+
+
+def end_group_on_hangup() -> None:
+    """Make this process, the first of its group, kill the whole group when the process that supervises it is killed."""
+    signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
 
 
 def _end_with_input(process: subprocess.Popen[bytes]) -> None:

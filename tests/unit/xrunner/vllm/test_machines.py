@@ -59,6 +59,7 @@ def test_each_machine_starts_its_part_of_one_vllm(port: int) -> None:
     assert first.arguments[:at] == second.arguments[:at] and first.arguments[at + 1 :] == second.arguments[at + 1 :]
     assert first.arguments[-4:] == ("--master-addr", "127.0.0.1", "--master-port", str(port + 1))
     assert first.variables["GLOO_SOCKET_IFNAME"] == "lo"
+    assert first.variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_a_pipeline_on_cpus_has_a_worker_of_ours() -> None:

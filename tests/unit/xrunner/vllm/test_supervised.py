@@ -18,6 +18,8 @@ pytestmark = pytest.mark.timeout(60)
 
 FAMILY = """
 import fcntl, subprocess, sys, time
+from xrunner.vllm.supervised import end_group_on_hangup
+end_group_on_hangup()
 held = open(sys.argv[1], "w")
 fcntl.flock(held, fcntl.LOCK_EX)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[held.fileno()])
@@ -82,3 +84,12 @@ def test_no_process_outlives_the_first_and_its_exit_code_is_told(tmp_path: Path)
             assert process.stdout.read() == "both are here\n"
         wait_until_all_have_ended(tmp_path / "lock")
         assert process.wait() == 3
+
+
+def test_no_process_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    with package_path() as packages, started(family(tmp_path / "lock"), packages, {}) as process:
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline() == "both are here\n"
+            process.kill()
+            wait_until_all_have_ended(tmp_path / "lock")
