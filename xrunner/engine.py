@@ -13,6 +13,7 @@ from xgpt.core.schema import Plan
 from xgpt.core.schema.step_log import Chain, StepRecord
 from xrunner.executor import Deployer, Executor, Use, Vacant, WorkerLost
 from xrunner.generation import NO_TOKEN, Generation, Token
+from xrunner.grammar_queue import GrammarQueue
 from xrunner.inbox import HandedIn, Inbox
 from xrunner.prefixes import Prefixes
 from xrunner.recorder import Recorder
@@ -67,6 +68,7 @@ class Engine:
         self._prefixes = Prefixes() if reuse else None
         self._recorder = Recorder([] if on_step is None else [on_step])
         self._inbox = Inbox()
+        self._grammars = GrammarQueue(lambda grammar: self.executor.prepare(grammar), self._hand_in)
         self._now_ns = 0
 
     def listen(self, on_step: Callable[[StepRecord], None]) -> None:
@@ -79,11 +81,12 @@ class Engine:
 
     def submit(self, generation: Generation) -> None:
         """Submit a request. Its id must be new, and `Pool.can_ever_fit` must hold for it."""
-        self._hand_in(generation)
+        self._grammars.submit(generation)
 
     def cancel(self, id_: int) -> None:
         """Remove a request before the next step; one that has already ended is ignored."""
-        self._hand_in(id_)
+        if not self._grammars.cancel(id_):
+            self._hand_in(id_)
 
     def apply(self, schedule: Schedule) -> None:
         """Adopt another plan's schedule: before the next step if the placement stays, else when no request runs."""
@@ -155,6 +158,8 @@ class Engine:
         self._now_ns = now_ns
         for handed_in in self._inbox.drain():
             match handed_in:
+                case Token() as end:
+                    self._given_up.append(end)
                 case Generation() as generation if self.is_emptying:
                     self._redeployment.park(generation)
                 case Generation() as generation:
@@ -177,18 +182,8 @@ class Engine:
 
     def _enter(self, generation: Generation) -> None:
         """Queue a request; one that can never be executed ends."""
-        handed_in_ns = self._now_ns if generation.arrival_ns is None else min(generation.arrival_ns, self._now_ns)
-        request = Request(
-            generation.id,
-            len(generation.prompt),
-            generation.max_output,
-            handed_in_ns,
-            generation.deadline_ns,
-            generation.promised_output,
-            generation.account,
-            () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size),
-            generation.is_scored,
-        )
+        chain = () if self._shared is None else self._shared.of_prompt(generation, self.pool.block_size)
+        request = _request_of(generation, self._now_ns, chain)
         if not self.pool.can_ever_fit(request):
             self._give_up(generation.id, "it does not fit the K/V memory of the plan that runs now")
             return
@@ -224,7 +219,8 @@ class Engine:
         if refused is not None:
             self.on_refused(refused)
         for generation in self._redeployment.unpark():
-            self._enter(generation)
+            if not self._grammars.compile_again(generation):
+                self._enter(generation)
 
     def _begin_all(self) -> None:
         for lane in self._schedule.lanes:
@@ -246,6 +242,7 @@ class Engine:
         self.executor.begin(step)
         self._recorder.begin(step, self._now_ns)
         if taken_up:
+            self._grammars.begin(taken_up)
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
@@ -289,6 +286,7 @@ class Engine:
         """End a request that no worker has or will have."""
         self._progress.forget(id_)
         self._suspects.forget(id_)
+        self._grammars.forget([id_])
         self._given_up.append(Token(id_, NO_TOKEN, "error", error=reason))
 
     def _recover(self, why: str) -> None:
@@ -314,6 +312,7 @@ class Engine:
         for id_ in freed:
             self._progress.forget(id_)
             self._suspects.forget(id_)
+        self._grammars.forget(freed)
         self.executor.release(freed)
 
     def uses(self) -> list[Use]:
@@ -322,4 +321,24 @@ class Engine:
 
     def close(self) -> None:
         """Close the executor."""
+        self._grammars.close()
         self.executor.close()
+
+
+def _request_of(generation: Generation, now_ns: int, chain: Chain) -> Request:
+    """Return a request as the schedule sees it.
+
+    Args:
+        chain: keys of the blocks of its prompt that it may share.
+    """
+    return Request(
+        generation.id,
+        len(generation.prompt),
+        generation.max_output,
+        now_ns if generation.arrival_ns is None else min(generation.arrival_ns, now_ns),
+        generation.deadline_ns,
+        generation.promised_output,
+        generation.account,
+        chain,
+        generation.is_scored,
+    )

@@ -43,6 +43,15 @@ class Executor(Protocol):
     def accept(self, generation: Generation) -> None:
         """Check a request before anything is planned for it; raise an error if the workers cannot take it."""
 
+    def prepare(self, grammar: str) -> object:
+        """Compile a grammar in every process that chooses tokens, and wait for it. Any thread may call this.
+
+        The grammar stays compiled as long as the result is referenced. `start` compiles one that is not.
+
+        Raises:
+            MachineError: it cannot be compiled there.
+        """
+
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Add a request that is about to be encoded.
 
@@ -108,6 +117,10 @@ class OneAtATime(ABC):
 
     def accept(self, generation: Generation) -> None:  # noqa: B027
         """Accept any request."""
+
+    def prepare(self, grammar: str) -> object:
+        """Do nothing: an executor without a sampler follows no grammar."""
+        return None
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """Keep outputs to a grammar: compute which tokens may come next, by llguidance.
 
 A grammar is text, built by `json_grammar` or `xrunner.server.api.tools`. It travels with its request, so that any
-worker that chooses tokens has it. A token advances the grammar when it is chosen; tokens generated before the request
+worker that chooses tokens has it; it is compiled there before the request enters the schedule
+(`xrunner.grammar_queue`). A token advances the grammar when it is chosen; tokens generated before the request
 came to this worker advance it at its start.
 """
 
@@ -14,10 +15,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -151,9 +154,9 @@ class Grammars:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
-        self._compiled: OrderedDict[str, tuple[LLMatcher, float]] = OrderedDict()
-        """Compiled matchers by grammar, with the seconds that it took. A copy costs nothing, and shares computed states
-        with all others."""
+        self._recent: OrderedDict[str, Compiled] = OrderedDict()
+        self._in_use: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
+        """Compiled grammars that are referenced anywhere."""
         self._lock = Lock()
         self.why_not = lru_cache(KEPT_ANSWERS)(self._why_not)
         self._read: Future[LLTokenizer] = Future()
@@ -177,10 +180,10 @@ class Grammars:
             return f"it is longer than {MAX_BYTES} bytes"
         if len(grammar) > LONG_BYTES:
             give_back_soon()
-        matcher = self._compile(grammar)
-        if matcher.is_error():
-            return cut(matcher.get_error())
-        if GrammarState(matcher, self._vocab_size, self._eos).allowed() is None:
+        compiled = self._compile(grammar)
+        if compiled.matcher.is_error():
+            return cut(compiled.matcher.get_error())
+        if GrammarState(compiled, self._vocab_size, self._eos).allowed() is None:
             return "no output matches it, or it is too large to follow"
         return None
 
@@ -190,44 +193,57 @@ class Grammars:
         Raises:
             MachineError: the tokenizer cannot be used.
         """
-        state = GrammarState(self._matcher(grammar), self._vocab_size, self._eos)
+        state = GrammarState(self.compiled(grammar), self._vocab_size, self._eos)
         if len(grammar) > LONG_BYTES:
             weakref.finalize(state, give_back_soon).atexit = False
         for token in output:
             state.take(token)
         return state
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def compiled(self, grammar: str) -> Compiled:
+        """Return a grammar, compiled unless it is in use or was used recently. Any thread may call this.
+
+        Raises:
+            MachineError: the tokenizer cannot be used.
+        """
+        with self._lock:
+            known = self._in_use.get(grammar)
+        compiled = known or self._compile(grammar)
+        if not compiled.matcher.is_error():
+            with self._lock:
+                self._in_use[grammar] = self._recent[grammar] = compiled
+                self._recent.move_to_end(grammar)
+                while len(self._recent) > 1 and sum(one.seconds for one in self._recent.values()) > KEPT_S:
+                    self._recent.popitem(last=False)
+        return compiled
+
+    def _compile(self, grammar: str) -> Compiled:
         from llguidance import LLMatcher
 
-        return LLMatcher(self._read.result(), grammar)
+        tokenizer = self._read.result()
+        begin_s = time.thread_time()
+        matcher = LLMatcher(tokenizer, grammar)
+        return Compiled(matcher, time.thread_time() - begin_s)
 
-    def _matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at its start."""
-        with self._lock:
-            compiled = self._compiled.pop(grammar, None)
-        if compiled is None:
-            begin_s = time.thread_time()
-            matcher = self._compile(grammar)
-            if matcher.is_error():
-                return matcher
-            compiled = matcher, time.thread_time() - begin_s
-        with self._lock:
-            self._compiled[grammar] = compiled
-            while len(self._compiled) > 1 and sum(seconds for _, seconds in self._compiled.values()) > KEPT_S:
-                self._compiled.popitem(last=False)
-            return compiled[0].deep_copy()
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled grammar: a matcher at its start, and the processor seconds that compiling took."""
+
+    matcher: LLMatcher
+    seconds: float
 
 
 class GrammarState:
-    """The position of an output in its grammar.
+    """The position of an output in its grammar, which begins at its start and stays compiled meanwhile.
 
     Args:
         eos_token_ids: allowed only where the output is complete, even if the tokenizer has text for them.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._matcher = matcher
+    def __init__(self, compiled: Compiled, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()  # costs nothing, and shares computed states with all copies
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 
 from xgpt.core.policies import Schedule
-from xrunner.generation import Generation
+from xrunner.generation import Generation, Token
 
-HandedIn = Generation | int | Schedule
-"""A new request, the id of a request to cancel, or another plan's schedule."""
+HandedIn = Generation | int | Schedule | Token
+"""A new request, the id of a request to cancel, another plan's schedule, or the end of a request that cannot begin."""
 
 
 class Inbox:

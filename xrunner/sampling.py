@@ -122,6 +122,10 @@ class Sampler:
         for at_once in clocks_of(keys_of(settings["seed"], positions), self._noise):
             yield from at_once
 
+    def prepare(self, grammar: str) -> object:
+        """Compile a grammar; it stays compiled as long as the result is referenced. Any thread may call this."""
+        return None if self._grammars is None else self._grammars.compiled(grammar)
+
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
         """Store the sampling parameters of a row's request; `output`: what it had generated before a preemption."""
         if params.is_plain:

@@ -73,6 +73,9 @@ class Worker(OneAtATime):
         self._scores = PromptScores()
         self._sampler = sampler or Sampler(model.spec.vocab_size, self._device)
 
+    def prepare(self, grammar: str) -> object:
+        return self._sampler.prepare(grammar)
+
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Reserve a row for a request, with these blocks.
 

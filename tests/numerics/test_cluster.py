@@ -4,6 +4,7 @@
 here; a few cases stand for all others, which take minutes.
 """
 
+import json
 import os
 import signal
 from itertools import pairwise
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.attack.target import save_checkpoint
+from tests.fakes import eventually
 from tests.planned import placements_of, problem_of, scored
 from tests.rings import few
 from xgpt.core import policies
@@ -291,6 +294,61 @@ def test_a_plan_that_memory_does_not_hold_is_gone_back_from(workers, checkpoint,
     assert "the other plan cannot be deployed: worker" in reason
     assert len(now) == 2 and 8 in ended
     assert tokens[8] == alone("opt")[8]
+
+
+@pytest.mark.parametrize("placement", few(["tp2", "pp2"]))
+def test_workers_compile_a_grammar_before_its_request_begins(workers, tmp_path, placement):
+    directory = save_checkpoint(tmp_path / "small")
+    plan = one_lane(directory, placement, "orca", 1)
+    executor, answers = deploy(workers, plan), {}
+    asked = []
+
+    def prepare(grammar):
+        assert engine.pool.is_idle
+        asked.append(grammar)
+        return RemoteExecutor.prepare(executor, grammar)
+
+    executor.prepare = prepare
+    engine = Engine(policies.build(plan), executor)
+    grammar = 'start: "yes"'
+    alphabet = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    try:
+        for id_ in range(3):
+            engine.submit(Generation(id_, (5, 6, 7), 9, frozenset({2}), sampling=SamplingParams(grammar=grammar)))
+
+        def have_ended():
+            for token in engine.step() or ():
+                answers.setdefault(token.id, []).append(token.token)
+            return sorted(map(len, answers.values())) == [4] * 3
+
+        assert eventually(have_ended, 30)
+    finally:
+        executor.disconnect()
+    assert asked == [grammar]
+    assert list(answers.values()) == [[*(alphabet[letter] for letter in "yes"), 2]] * 3
+
+
+def test_a_grammar_that_workers_cannot_compile_ends_its_request_only(workers, tmp_path):
+    directory = save_checkpoint(tmp_path / "small")
+    (directory / "tokenizer.json").write_text("{}")
+    plan = one_lane(directory, "tp2", "orca", 1)
+    executor, answers = deploy(workers, plan), {}
+    epoch_pids = {member.hello.pid for member in workers.members.values()}
+    engine = Engine(policies.build(plan), executor)
+    try:
+        engine.submit(Generation(0, (5, 6, 7), 3, sampling=SamplingParams(grammar='start: "yes"')))
+        engine.submit(Generation(1, (5, 6, 7), 3))
+
+        def have_ended():
+            for token in engine.step() or ():
+                answers.setdefault(token.id, []).append(token)
+            return [len(answers.get(id_, ())) for id_ in range(2)] == [1, 3]
+
+        assert eventually(have_ended, 30)
+    finally:
+        executor.disconnect()
+    assert answers[0][0].finish == "error" and "cannot be used for grammars" in answers[0][0].error
+    assert {member.hello.pid for member in workers.members.values()} == epoch_pids
 
 
 @pytest.mark.parametrize(

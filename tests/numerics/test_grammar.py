@@ -16,6 +16,10 @@ import transformers
 
 from tests.attack.client import ADMIN_KEY
 from tests.attack.target import FAKE_VLLM, FLAVOURS, Target, attacked, save_checkpoint
+from tests.fakes import eventually
+from tests.planned import problem_of, scored
+from xgpt.serving.engines import build_engine
+from xrunner.generation import Generation, SamplingParams, Token
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -200,6 +204,31 @@ def test_what_cannot_be_kept_to_is_refused(target: Target, fields: dict[str, Any
     body = {"model": target.model, "messages": CHAT, **fields}
     status, answer = target.ask("POST", "/v1/chat/completions", body)
     assert status == 400 and said in json.loads(answer)["error"]["message"]
+
+
+def test_another_plans_worker_keeps_to_grammars(checkpoint: Path) -> None:
+    """One with more K/V memory was deployed without them."""
+    plan = scored(problem_of(checkpoint, 1), "orca", [[1]], 1, max_batch=4)
+    larger = tuple(stage.model_copy(update={"kv_blocks": stage.kv_blocks + 1}) for stage in plan.stages)
+    engine = build_engine(plan)
+    tokens: list[Token] = []
+    try:
+        engine.submit(Generation(0, (5, 6, 7), 9))
+        engine.step()
+        engine.go_over_to(plan.model_copy(update={"stages": larger}))
+        engine.step()
+        assert engine.is_emptying
+        engine.submit(Generation(1, (5, 6, 7), 9, frozenset({2}), sampling=SamplingParams(grammar='start: "yes"')))
+
+        def has_ended() -> bool:
+            tokens.extend(token for token in engine.step() or () if token.id == 1)
+            return bool(tokens) and tokens[-1].finish is not None
+
+        assert eventually(has_ended, 30)
+    finally:
+        engine.close()
+    letters = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    assert [token.token for token in tokens] == [*map(letters.get, "yes"), 2]
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from xrunner.cluster.executor import RemoteExecutor
 from xrunner.cluster.workers import Workers
 from xrunner.engine import Engine
 from xrunner.executor import Deployer, Executor, WorkerLost
+from xrunner.grammar import grammars_of
 from xrunner.replicas import Replicas
 from xrunner.tcb.worker import RowWorker
 from xrunner.worker import Worker
@@ -60,7 +61,7 @@ def build_engine(
         return build_replica(plan, 0, on_step, reuse=reuse, ray=ray)
     schedule = policies.build(plan)
     worker = _one_worker(plan, schedule)
-    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker), reuse=reuse)
+    return Engine(schedule, worker, on_step=on_step, deploy=_redeployer(worker, plan), reuse=reuse)
 
 
 def build_replica(
@@ -105,16 +106,17 @@ def _worker_settings(plan: Plan, num_blocks: int) -> WorkerSettings:
     )
 
 
-def _redeployer(worker: Worker) -> Deployer:
+def _redeployer(worker: Worker, plan: Plan) -> Deployer:
     """Return a function that allocates the K/V memory of another plan and keeps the weights."""
     # It must not refer to the worker, whose memory must be free before the next worker's is allocated.
     model, backend = worker.model, worker.backend
     layer = worker.cache.layers[0]
     dtype, device = layer.dtype, layer.device
+    grammars = grammars_of(None if plan.checkpoint is None else Path(plan.checkpoint), plan.model)
 
     def deploy(schedule: Schedule) -> Executor:
         pool = schedule.pool
-        worker = whole_worker(model, backend, pool.kv_blocks, pool.block_size, dtype, device)
+        worker = whole_worker(model, backend, pool.kv_blocks, pool.block_size, dtype, device, grammars)
         warm_up(worker)
         return worker
 

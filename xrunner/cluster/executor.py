@@ -18,7 +18,7 @@ from xgpt.core.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.sockets import Sockets
-from xrunner.cluster.workers import Workers
+from xrunner.cluster.workers import WAKEUP_BYTES, Workers
 from xrunner.executor import Use, WorkerLost
 from xrunner.generation import Generation, Logprobs
 
@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 CHECK_MS = 100
 """Interval at which a waiting executor checks whether a worker is lost."""
-WAKEUP_BYTES = 4096
-"""Interruptions that are read at once, and count as one."""
 
 
 @dataclass(slots=True)
@@ -158,6 +156,11 @@ class RemoteExecutor:
     def accept(self, generation: Generation) -> None:
         """Check that a request can be written into a message."""
         m.encode(m.Beginning.of(generation))
+
+    def prepare(self, grammar: str) -> object:
+        parts = (self._deployment.role(worker).part for worker in range(self._deployment.num_workers))
+        choosing = [worker for worker, part in enumerate(parts) if part.is_last and part.runs_decoder]
+        return self._workers.prepare(grammar, choosing)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         self._generations[generation.id] = generation

@@ -27,6 +27,19 @@ class Deploy(_Message):
     answers_to: str
 
 
+class Prepare(_Message):
+    """Compile a grammar, and keep it compiled until `Forget` of the same number."""
+
+    number: int
+    grammar: str
+
+
+class Forget(_Message):
+    """A grammar need not stay compiled for the sake of this `Prepare`."""
+
+    number: int
+
+
 class Beginning(_Message):
     """A request that is about to be encoded or received (`Generation`), and its blocks on this lane."""
 
@@ -156,6 +169,14 @@ class Loaded(_Message):
     exit_code: int = 0
 
 
+class Prepared(_Message):
+    """A worker has compiled a grammar; or, with an error, cannot."""
+
+    number: int
+    worker: int
+    error: str = ""
+
+
 class WorkerAlive(_Message):
     """A worker is running; sent regularly, with the bytes that it has sent and the seconds spent on steps."""
 
@@ -189,8 +210,8 @@ class Moved(_Message):
     worker: int
 
 
-ToWorker = Deploy | Work | RunEncoder | Transfer
-ToEngine = Hello | Loaded | WorkerAlive | StoreCall
+ToWorker = Deploy | Prepare | Forget | Work | RunEncoder | Transfer
+ToEngine = Hello | Loaded | Prepared | WorkerAlive | StoreCall
 WorkerAnswer = Done | EncoderRan | Moved
 
 encode = msgspec.msgpack.Encoder().encode

@@ -63,7 +63,9 @@ def main(settings: ProcessSettings, parent: int) -> None:
     traffic = Traffic()
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()
     executing = Executing(settings, orders, traffic)
-    ControlPlane(settings, orders, traffic, executing.move).start()
+    compiling = Compiling(settings, executing.prepare)
+    compiling.start()
+    ControlPlane(settings, orders, compiling.orders, traffic, executing.move).start()
     try:
         executing.run()
     except Exception as error:
@@ -94,6 +96,7 @@ class ControlPlane(threading.Thread):
     """Receives control messages, forwards them, then queues them for the device; reports that the worker is running.
 
     Args:
+        compiling: the queue for grammars.
         move: begins a transfer; it need not wait for the steps queued before it.
     """
 
@@ -101,6 +104,7 @@ class ControlPlane(threading.Thread):
         self,
         settings: ProcessSettings,
         orders: SimpleQueue[m.ToWorker],
+        compiling: SimpleQueue[m.Prepare | m.Forget],
         traffic: Traffic,
         move: Callable[[m.Transfer], None],
     ) -> None:
@@ -108,6 +112,7 @@ class ControlPlane(threading.Thread):
         self._move = move
         self._settings = settings
         self._orders = orders
+        self._compiling = compiling
         self._traffic = traffic
 
     def run(self) -> None:
@@ -139,11 +144,44 @@ class ControlPlane(threading.Thread):
                 self._orders.put(order)
             if engine in ready:
                 message = m.decode_to_worker(engine.recv())
+                if isinstance(message, m.Prepare | m.Forget):
+                    self._compiling.put(message)
+                    continue
                 if isinstance(message, m.Deploy):
                     for peer in peers:
                         peer.close()
                     peers = [sockets.connect(zmq.PUSH, endpoint) for endpoint in message.forwards_to]
                 self._orders.put(message)
+
+
+class Compiling(threading.Thread):
+    """Compiles grammars while steps are executed, and keeps them until the engine forgets them.
+
+    Args:
+        prepare: compiles a grammar; it stays compiled as long as the result is referenced.
+    """
+
+    def __init__(self, settings: ProcessSettings, prepare: Callable[[str], object]) -> None:
+        super().__init__(name="grammars", daemon=True)
+        self.orders: SimpleQueue[m.Prepare | m.Forget] = SimpleQueue()
+        self._settings = settings
+        self._prepare = prepare
+
+    def run(self) -> None:
+        settings = self._settings
+        engine = Sockets(settings.secret, settings.launcher.host).connect(zmq.DEALER, settings.launcher.engine)
+        kept: dict[int, object] = {}
+        while True:
+            match self.orders.get():
+                case m.Prepare(number, grammar):
+                    error = ""
+                    try:
+                        kept[number] = self._prepare(grammar)
+                    except Exception as failed:  # the request ends with it, not the worker
+                        error = str(failed) or type(failed).__name__
+                    engine.send(m.encode(m.Prepared(number, settings.worker, error)))
+                case m.Forget(number):
+                    kept.pop(number, None)
 
 
 class Executing:
@@ -289,6 +327,11 @@ class Executing:
         for beginning in begin:
             worker.start(beginning.generation(), BlockTable(beginning.blocks))
         return worker
+
+    def prepare(self, grammar: str) -> object:
+        """Compile a grammar for the part that this worker holds now. Any thread may call this."""
+        worker = self._worker
+        return None if worker is None else worker.prepare(grammar)
 
     def move(self, transfer: m.Transfer) -> None:
         """Begin a transfer in its own thread, while earlier steps are still executed.

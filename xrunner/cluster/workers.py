@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import socket
 import threading
 import time
+import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
@@ -32,6 +37,8 @@ RESTARTS = 3
 PERIOD_S = 60.0
 """More than `RESTARTS` restarts within this time end the server."""
 POLL_MS = 50
+WAKEUP_BYTES = 4096
+"""Wake-ups that are read at once, and count as one."""
 
 
 class DeploymentRefused(XgptError):
@@ -60,6 +67,7 @@ class _Shared:
 
     Attributes:
         epoch: of the current workers; all workers of an epoch are started together.
+        prepared: errors of the workers that have answered a `Prepare`, by its number and the worker's.
         lost: why a worker is lost; None if none is.
     """
 
@@ -67,7 +75,12 @@ class _Shared:
     epoch: int = 1
     members: dict[int, WorkerStatus] = field(default_factory=dict)
     loaded: dict[int, m.Loaded] = field(default_factory=dict)
+    prepared: dict[int, dict[int, str]] = field(default_factory=dict)
     lost: str | None = None
+
+
+class _PreparedGrammar:
+    """Workers keep a grammar compiled as long as this is referenced."""
 
 
 class Workers:
@@ -102,6 +115,10 @@ class Workers:
         self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
         self._socket, endpoint = self._sockets.bind(zmq.ROUTER, CONTROL_BYTES)
+        self._wakeup = socket.socketpair()
+        """The watching thread waits for the first; a byte to the second wakes it."""
+        self._wakeup[1].setblocking(False)
+        self._numbers = itertools.count()
         self._keys = EpochKeys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
         self._launchers: list[MachineLauncher | None] = [launch(self._settings) for launch in machines.launches]
@@ -152,7 +169,7 @@ class Workers:
         for worker, member in members.items():
             role = deployment.role(worker) if worker < deployment.num_workers else None
             forwards_to = [members[other].hello.inbox for other in (role.forwards_to if role else ())]
-            self._orders.put((member.sender, m.encode(m.Deploy(content, forwards_to, answers_to))))
+            self._order(member, m.Deploy(content, forwards_to, answers_to))
 
         def is_over() -> bool:
             is_refused = any(answer.error for answer in shared.loaded.values())
@@ -168,6 +185,45 @@ class Workers:
         if len(loaded) < self.num_workers:
             raise MachineError(f"{self.num_workers - len(loaded)} workers have not loaded after {LOAD_S:.0f} s")
         return {worker: answer.seconds for worker, answer in loaded.items()}
+
+    def prepare(self, grammar: str, workers: Collection[int]) -> object:
+        """Have these workers compile a grammar, and wait for it; any thread may call this.
+
+        Returns:
+            What keeps the grammar compiled in them while it is referenced. If workers are replaced meanwhile, the new
+            ones compile it when they need it.
+
+        Raises:
+            MachineError: a worker cannot compile it.
+        """
+        shared, number = self._shared, next(self._numbers)
+        with shared.changed:
+            epoch = shared.epoch
+            members = [shared.members[worker] for worker in workers if worker in shared.members]
+            errors = shared.prepared[number] = {}
+        for member in members:
+            self._order(member, m.Prepare(number, grammar))
+
+        def is_over() -> bool:
+            are_gone = shared.epoch != epoch or shared.lost is not None or self._closing
+            return are_gone or len(errors) == len(members)
+
+        with shared.changed:
+            shared.changed.wait_for(is_over)
+            del shared.prepared[number]
+        prepared, forget = _PreparedGrammar(), m.encode(m.Forget(number))
+        for member in members:
+            weakref.finalize(prepared, self._orders.put, (member.sender, forget)).atexit = False
+        for error in errors.values():
+            if error:
+                raise MachineError(error)
+        return prepared
+
+    def _order(self, member: WorkerStatus, message: m.Deploy | m.Prepare) -> None:
+        """Have the watching thread send a message to a worker."""
+        self._orders.put((member.sender, m.encode(message)))
+        with contextlib.suppress(OSError):  # full: already awake; closed: there is no thread any more
+            self._wakeup[1].send(b"\0")
 
     def restart(self) -> None:
         """End the remaining workers and restart all.
@@ -191,12 +247,15 @@ class Workers:
             self._shared.members.clear()
             self._shared.loaded.clear()
             self._shared.lost = None
+            self._shared.changed.notify_all()
 
     def close(self) -> None:
         """End all workers and launchers, and free their machines."""
         if self._closing:
             return
-        self._closing = True
+        with self._shared.changed:
+            self._closing = True
+            self._shared.changed.notify_all()
         self._watching.join()
         self._machines.free()
 
@@ -217,9 +276,13 @@ class Workers:
     # The watching thread -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wakeup[0], zmq.POLLIN)
         try:
             while not self._closing:
-                self._socket.poll(POLL_MS)
+                if self._wakeup[0].fileno() in dict(poller.poll(POLL_MS)):
+                    self._wakeup[0].recv(WAKEUP_BYTES)
                 with self._shared.changed:
                     while self._socket.poll(0):
                         sender, content = self._socket.recv_multipart()
@@ -233,6 +296,8 @@ class Workers:
                 if launcher is not None:
                     launcher.close()
             self._sockets.close()
+            for end in self._wakeup:
+                end.close()
 
     def _start(self) -> None:
         """Order each machine's launcher, once an epoch, to start its workers."""
@@ -259,6 +324,9 @@ class Workers:
                 shared.changed.notify_all()
             case m.Loaded():
                 shared.loaded[message.worker] = message
+                shared.changed.notify_all()
+            case m.Prepared() if message.number in shared.prepared:
+                shared.prepared[message.number][message.worker] = message.error
                 shared.changed.notify_all()
             case m.WorkerAlive():
                 member = shared.members.get(message.worker)

@@ -78,6 +78,9 @@ class RowWorker(OneAtATime):
         self._samplers: dict[int, Sampler] = {}
         """Samplers of each micro-batch that has had a batch."""
 
+    def prepare(self, grammar: str) -> object:
+        return None if self._grammars is None else self._grammars.compiled(grammar)
+
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""
         self._generations[generation.id] = generation

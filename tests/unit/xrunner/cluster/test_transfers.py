@@ -31,7 +31,7 @@ def test_a_transfer_does_not_wait_for_the_orders_before_it() -> None:
     settings: Any = SimpleNamespace(launcher=launcher, worker=0, started=SimpleNamespace(epoch=epoch), secret=secret)
     orders: SimpleQueue[m.ToWorker] = SimpleQueue()  # nothing takes them: the worker is executing a step
     begun: SimpleQueue[m.Transfer] = SimpleQueue()
-    ControlPlane(settings, orders, Traffic(), begun.put).start()
+    ControlPlane(settings, orders, SimpleQueue(), Traffic(), begun.put).start()
     try:
         hello = m.decode_to_engine(engine.recv_multipart()[-1])
         assert isinstance(hello, m.Hello)

@@ -1,0 +1,146 @@
+"""Keep requests with a grammar out of the schedule until it is compiled, so that no step waits for a compiler."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from xrunner.generation import NO_TOKEN, Generation, Token
+
+AHEAD_BYTES = 1 << 18
+"""Largest total length of the grammars that are compiled for requests that have not begun: four of the longest, which
+take 60 MiB in each process that chooses tokens."""
+
+
+@dataclass(slots=True)
+class _Compiled:
+    """A compiled grammar.
+
+    Attributes:
+        kept: the grammar stays compiled as long as this is referenced.
+        users: the unfinished requests that follow it.
+        has_begun: whether one of them has begun.
+    """
+
+    kept: object
+    users: set[int]
+    has_begun: bool = False
+
+
+class GrammarQueue:
+    """Compiles the grammars of submitted requests in a thread, one after the other, and passes each request on when it
+    can begin without a wait.
+
+    A grammar stays compiled until its last request has ended, even if that is preempted in between. If requests wait
+    long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait here.
+
+    Any thread may call the methods.
+
+    Args:
+        compile_: compiles a grammar; it stays compiled as long as the result is referenced.
+        pass_on: receives each request, or the last token of a request whose grammar cannot be compiled.
+    """
+
+    def __init__(self, compile_: Callable[[str], object], pass_on: Callable[[Generation | Token], None]) -> None:
+        self._compile = compile_
+        self._pass_on = pass_on
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Generation] = {}
+        self._compiled: dict[str, _Compiled] = {}
+        self._grammars: dict[int, str] = {}
+        """The grammar of each unfinished request that was passed on."""
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, generation: Generation) -> None:
+        """Pass a request on: at once, or when its grammar is compiled."""
+        if (grammar := generation.sampling.grammar) is None:
+            self._pass_on(generation)
+            return
+        with self._changed:
+            if grammar in self._compiled:
+                self._release(generation, grammar)
+                return
+            self._waiting[generation.id] = generation
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def cancel(self, id_: int) -> bool:
+        """Remove a request that is still waiting here; return whether it was."""
+        with self._changed:
+            return self._waiting.pop(id_, None) is not None
+
+    def compile_again(self, generation: Generation) -> bool:
+        """Submit a request again, for other workers; return False if it has no grammar."""
+        if generation.sampling.grammar is None:
+            return False
+        self.forget([generation.id])
+        self.submit(generation)
+        return True
+
+    def begin(self, ids: Iterable[int]) -> None:
+        """Note that these requests begin."""
+        if self._grammars:
+            with self._changed:
+                for grammar in {self._grammars[id_] for id_ in ids if id_ in self._grammars}:
+                    self._compiled[grammar].has_begun = True
+                self._changed.notify()
+
+    def forget(self, ids: Iterable[int]) -> None:
+        """Note that these requests have ended; those without a grammar are ignored."""
+        if self._grammars:
+            with self._changed:
+                for id_ in ids:
+                    if (grammar := self._grammars.pop(id_, None)) is not None:
+                        users = self._compiled[grammar].users
+                        users.discard(id_)
+                        if not users:
+                            del self._compiled[grammar]
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread after the grammar that it compiles now."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _release(self, generation: Generation, grammar: str) -> None:
+        self._compiled[grammar].users.add(generation.id)
+        self._grammars[generation.id] = grammar
+        self._pass_on(generation)  # within the lock: a request must not be passed on after it was cancelled
+
+    def _next(self) -> str | None:
+        """Return the grammar to compile next; None if there is none, or if too many requests have not begun."""
+        for generation in self._waiting.values():
+            grammar = generation.sampling.grammar
+            assert grammar is not None
+            ahead = sum(len(text) for text, compiled in self._compiled.items() if not compiled.has_begun)
+            return grammar if not ahead or ahead + len(grammar) <= AHEAD_BYTES else None
+        return None
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._next() is not None)
+                grammar = self._next()
+            if self._is_closed or grammar is None:
+                return
+            kept, reason = None, ""
+            try:
+                kept = self._compile(grammar)
+            except Exception as error:  # whatever it is, it is the error of these requests only
+                reason = f"its grammar cannot be compiled: {error}"
+            with self._changed:
+                users = [one for one in self._waiting.values() if one.sampling.grammar == grammar]
+                if users and not reason:
+                    self._compiled[grammar] = _Compiled(kept, set())
+                for one in users:
+                    del self._waiting[one.id]
+                    if reason:
+                        self._pass_on(Token(one.id, NO_TOKEN, "error", error=reason))
+                    else:
+                        self._release(one, grammar)
+            del kept
