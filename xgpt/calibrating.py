@@ -55,7 +55,7 @@ class MeasuredLoad(NamedTuple):
     @property
     def workload(self) -> Workload:
         """Histograms of the lengths."""
-        lengths = (histogram_of(np.maximum(1, np.rint(of)).astype(int)) for of in (self.inputs, self.outputs))
+        lengths = (histogram_of(np.maximum(1, np.rint(tokens)).astype(int)) for tokens in (self.inputs, self.outputs))
         return Workload(name=self.source, input=next(lengths), output=next(lengths))
 
     @property
@@ -90,7 +90,7 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
     pace, step_s, path_s = _fit(plan, profile, fitted_to)
     changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
     last = [predicted(changed_plan, changed, load) for load in loads]
-    told = [
+    results = [
         CalibratedLoadOutput(
             source=load.source,
             used=is_used,
@@ -100,7 +100,7 @@ def calibrate(plan: Plan, profile: Profile, loads: Sequence[MeasuredLoad]) -> Ca
         )
         for load, is_used, before, after in zip(loads, used, first, last, strict=True)
     ]
-    output = CalibrateOutput(pace=pace, step_s=step_s, path_s=path_s, loads=tuple(told))
+    output = CalibrateOutput(pace=pace, step_s=step_s, path_s=path_s, loads=tuple(results))
     assert changed_plan.engine is not None
     return CalibratedLoads(changed, changed_plan.engine, output)
 
@@ -123,7 +123,11 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
         pace, step_s, path_s = float(np.exp(values[0])), float(values[1] * gap_s), float(values[2] * first_s)
         changed_plan, changed = with_path(plan, path_s), slowed(profile, pace, step_s)
         found = [predicted(changed_plan, changed, load) for load, _ in loads]
-        off = [np.log(own[i] / load.figures[i]) for own, (load, _) in zip(found, loads, strict=True) for i in (1, 2)]
+        off = [
+            np.log(figures[i] / load.figures[i])
+            for figures, (load, _) in zip(found, loads, strict=True)
+            for i in (1, 2)
+        ]
         return np.asarray([*off, *(NEARNESS * values)])
 
     pace = float(np.mean([np.log(load.tpot_s / figures[2]) for load, figures in loads]))

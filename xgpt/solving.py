@@ -180,7 +180,7 @@ def _with_likely_ranges(plan: Plan, cell: Cell) -> Plan:
     for name, quantity in quantities.items():
         found, value = likely(cell, quantity, borrowed=borrowed), getattr(plan.estimate, name)
         ranges[name] = found.low * value, found.high * value
-        rows[name] = f"{found.rows} measured rows: {found.of}" if found.rows else "nothing similar was measured"
+        rows[name] = f"{found.rows} measured rows: {found.shared}" if found.rows else "nothing similar was measured"
     estimate = plan.estimate.model_copy(update={"ranges": ranges, "ranges_from": rows})
     return plan.model_copy(update={"estimate": estimate})
 

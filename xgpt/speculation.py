@@ -39,7 +39,7 @@ def speculation_of(request: PlanRequest, model: ModelSpec) -> Speculation | None
     if model.is_encoder_decoder:
         raise InputError("speculative", method, f"{model.name} has an encoder; only decoders are planned with a draft")
     if any(kind.recurrent is not None for kind in model.kinds) and method == "ngram":
-        raise InputError("speculative", method, f"{model.name} keeps states that cannot be searched; use mtp")
+        raise InputError("speculative", method, f"{model.name} has recurrent layers: use mtp")
     for name in ("among", "maximise"):
         if getattr(request, name) is not None:
             raise InputError(name, getattr(request, name), "it cannot be combined with `speculative`")

@@ -314,8 +314,8 @@ def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) 
     """
     assert layer.last is not None
 
-    def at(of: Curve, size: int) -> float:
-        return float(np.interp(size, of.points, of.seconds))
+    def at(curve_: Curve, size: int) -> float:
+        return float(np.interp(size, curve_.points, curve_.seconds))
 
     tokens, sampled = MIXED_DECODES + MIXED_PROMPTS * MIXED_LENGTH, MIXED_DECODES + MIXED_PROMPTS
     attention = alone["encode attention", MIXED_PROMPTS, MIXED_LENGTH]

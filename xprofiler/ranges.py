@@ -62,13 +62,13 @@ class Likely(NamedTuple):
 
     Attributes:
         rows: number of measured rows behind it; 0: none.
-        of: what these have in common with the prediction.
+        shared: what these have in common with the prediction.
     """
 
     low: float
     high: float
     rows: int
-    of: str
+    shared: str
 
 
 Errors = dict[str, list[tuple[Cell, list[float]]]]

@@ -3,10 +3,11 @@
 vLLM is measured from outside: only whole steps can be timed, from the scheduling of one to that of the next in its
 engine core. They are separated into parts as follows:
 
-    one prompt of n tokens, decode of n requests over little context   -> head(n), as what the latter takes more
-    b prompts of 32 tokens, whose attention is nothing                 -> tokens(32 b) + head(b)
-    longer contexts                                                    -> decode attention, as what they take more
-    a prompt in pieces                                                 -> attention of prompts, as later ones take more
+    one prompt of n tokens, decode of n requests over little context   -> head(n): how much longer the decode takes
+    b prompts of 32 tokens, whose attention takes no time              -> tokens(32 b) + head(b)
+    decodes over longer contexts                                       -> decode attention: how much longer they take
+    a prompt in pieces                                                 -> attention of prompts: how much longer later
+                                                                          pieces take
 
 So `head` contains each request after a step's first, with all of the loop's work for it, and `overhead` is 0. Times are
 means over passes, as in `measure`. A few long steps may all meet the same clock rate and then stand out among their
@@ -92,7 +93,7 @@ class Probe(NamedTuple):
         return self.batch * self.length if self.kind == "encode" else 0
 
     def holds(self, step: StepRecord) -> bool:
-        """Return whether a step is of this kind, and not one of the steps that prepare it."""
+        """Return whether a step is one of those to be timed, and not one that only prepares them."""
         if self.kind == "pieces":
             return len(step.encode) == 1 and len(step.decode) == self.batch
         return bool(step.decode) == (self.kind == "decode")

@@ -1,4 +1,4 @@
-"""Numbers in eight bits with their scales: rounding rows to them, and weights that a checkpoint stores so."""
+"""Numbers in eight bits with their scales: rounding of rows, and weights that a checkpoint stores in eight bits."""
 
 from __future__ import annotations
 

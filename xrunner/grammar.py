@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 16
 """Largest grammar in bytes. Grammars of the tools in use are a tenth of that."""
 KEPT_S = 0.3
-"""Processor seconds of compiling whose grammars are kept, the most recently used ones; their memory grows with them:
-compiling one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms."""
+"""The most recently used grammars are kept, as many as took this many processor seconds to compile together. Their
+memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms."""
 LONG_BYTES = 1 << 13
 """After an output that kept to a longer grammar the process gives freed memory back to the system."""
 KEPT_ANSWERS = 64
-"""Grammars of which it is kept whether they are accepted."""
+"""Number of grammars for which it is remembered whether they are accepted."""
 
 DENSE = {"x-guidance": {"whitespace_flexible": False}}
 

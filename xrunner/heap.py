@@ -6,7 +6,7 @@ import ctypes
 import threading
 
 GIVE_BACK_S = 1.0
-"""Memory is given back this often at most."""
+"""Shortest time between two returns of memory."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _is_due = threading.Lock()
 

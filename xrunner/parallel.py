@@ -298,7 +298,7 @@ def cuts(model: Model, part: Part) -> dict[str, tuple[Cut, ...]]:
     q, kv = part.heads.times(part.spec.head_dim), part.kv_heads.times(part.spec.head_dim)
 
     def rows(name: str, *shares: Share) -> None:
-        found[f"{name}.weight"] = found[f"{name}.bias"] = tuple(Cut(0, held.start, held.full) for held in shares)
+        found[f"{name}.weight"] = found[f"{name}.bias"] = tuple(Cut(0, share.start, share.full) for share in shares)
 
     def columns(name: str, shares: Share) -> None:
         found[f"{name}.weight"] = (Cut(1, shares.start, shares.full),)

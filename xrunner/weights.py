@@ -149,7 +149,8 @@ class Checkpoint:
         """Compare names, shapes and dtypes with the headers of the files.
 
         Raises:
-            InputError: a tensor is missing, or has another shape or an unsupported dtype; or a copy differs from it.
+            InputError: a tensor is missing, or has another shape or an unsupported dtype; or the files have a copy of
+                it with other values.
         """
         for weight in weights:
             path, file, found = self._find(weight.name)

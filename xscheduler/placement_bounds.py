@@ -138,7 +138,7 @@ class PlacementBounds:
         ]
         parts = [placement.fixed.get("encode_microbatches", placement.microbatches) for placement in placements]
         return LeastSteps(
-            of=self._iterations,
+            iterations=self._iterations,
             microbatches=np.asarray([float(placement.microbatches) for placement in placements]),
             parts=np.asarray(parts, float),
             decode=np.stack([lane.decode_s for lane in lanes]),
@@ -304,10 +304,10 @@ class PolicyBounds:
 
     def under(self, constraint: Constraint) -> Array:
         """Return, for each placement, the requests a second that none of its settings exceed, all replicas together."""
-        steps, terms, m = self.steps, self.terms, self.steps.of.batches
+        steps, terms, m = self.steps, self.terms, self.steps.iterations.batches
         slack, size = 1 + constraint.headroom, len(self.replicas)
         latency_s, tpot_s = (constraint.latency_bound_s or np.inf) / slack, (constraint.tpot_s or np.inf) / slack
-        left_s = (latency_s - terms.before_s) / steps.of.decodes * np.ones(size)
+        left_s = (latency_s - terms.before_s) / steps.iterations.decodes * np.ones(size)
         # The largest m that memory, the latency bound and the bound on gaps allow; -1: none.
         most = np.minimum(self.capacities / steps.microbatches, m[-1])
         most = np.minimum(most, self._crossing(self._met, left_s).min(axis=1))
@@ -320,7 +320,7 @@ class PolicyBounds:
 
     @cached_property
     def _busy(self) -> Array:
-        return self.terms.busy * np.ones_like(self.steps.of.batches)
+        return self.terms.busy * np.ones_like(self.steps.iterations.batches)
 
     @cached_property
     def _met(self) -> Array:
@@ -342,7 +342,7 @@ class PolicyBounds:
         Times are linear and throughput is monotone between grid points, so throughput is highest at a grid point or at
         `most`.
         """
-        m = self.steps.of.batches
+        m = self.steps.iterations.batches
         index = np.clip(np.searchsorted(m, most, side="right") - 1, 0, len(m) - 2)
         rows = np.arange(len(most))
         share = np.clip((most - m[index]) / (m[index + 1] - m[index]), 0.0, 1.0)[:, None]
@@ -357,7 +357,7 @@ class PolicyBounds:
 
     def _crossing(self, seconds: Array, limit_s: Array) -> Array:
         """Return the largest m whose time is within the limit; -1 if there is none. # [placements, terms]"""
-        m = self.steps.of.batches
+        m = self.steps.iterations.batches
         count = (seconds <= limit_s[:, None, None]).sum(axis=2)  # times rise with m
         index = np.clip(count - 1, 0, len(m) - 2)
         start = np.take_along_axis(seconds, index[:, :, None], axis=2)[:, :, 0]

@@ -91,7 +91,7 @@ def route(requests: Requests, replicas: Sequence[Replica], kinds: Sequence[Repli
 
 @kept
 def _routed(arrivals_s, outputs, times_s, weights, paces_s):
-    """`route` over arrays. # times_s, paces_s: [replicas, 2]"""
+    """Do the same as `route`, compiled, on arrays. # times_s, paces_s: [replicas, 2]"""
     to_come = np.argsort(times_s[:, 0], kind="mergesort")[::-1].copy()
     num_to_come, num_open, closes_s = len(to_come), 0, inf
     open_, outstanding = np.empty(len(to_come), np.int64), np.zeros(len(to_come), np.int64)

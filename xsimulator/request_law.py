@@ -6,11 +6,12 @@ decode step of its micro-batch, so the log shows when a request of any length, a
 token. A thousand admissions, weighted by the distribution of lengths, estimate a quantile in the tail of a skewed
 distribution as well as tens of thousands of requests with drawn lengths.
 
-One thing a log cannot show is corrected. If no request was left in decode (or the log ends), a request that goes on
-would have kept the next ones out: mean gaps after tokens of the same number are used instead.
+One thing a log cannot show is corrected. If the log ends, or no request remains in decode, it does not show when a
+longer request would have had its next tokens; the mean times after as many tokens are used instead.
 
-If steps mix encode and decode, a longer request would have kept its slot from a prompt that these steps encode. Then
-the latencies of requests with drawn lengths are used (`drawn_law`), and far more of them are simulated.
+If steps mix encode and decode, a longer request would have occupied the slot of a prompt that these steps encode, so
+the log does not show its times. Then the latencies of requests with drawn lengths are used (`drawn_law`), and far more
+of them are simulated.
 """
 
 from __future__ import annotations

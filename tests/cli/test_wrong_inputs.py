@@ -154,3 +154,11 @@ def test_a_custom_device_is_told_what_it_lacks(xgpt: Xgpt) -> None:
     text = " ".join(ran.out.split())
     assert "no plan of waa: the cluster has no `host`" in text and "no plan keeps" not in text
     assert "warning: mi300x states no `efficiency`: step times assume an A40's" in text
+
+
+def test_a_plan_given_as_a_fleet_is_named(xgpt: Xgpt, plan: Path) -> None:
+    line = xgpt.fails(2, "autoscale", str(plan), "--once", "--arrival-rate", "3")
+    assert line == "xgpt: fleet: 'plan.json' is not accepted; it is a plan; give a file that `xgpt fleet` wrote\n"
+    assert "--arrival-rate is not accepted; it cannot be combined with --saturated" in xgpt.fails(
+        2, "bench", str(plan), "--saturated", "--arrival-rate", "3"
+    )

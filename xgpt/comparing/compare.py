@@ -185,7 +185,8 @@ def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> l
 
 
 def engine_name(current: CurrentEngine) -> str:
-    """Return the known engine closest to a deployment's: the newest version up to its version, else the oldest."""
+    """Return the known engine closest to a deployment's: the newest version that is not newer than its own, or else the
+    oldest."""
 
     def version(name: str) -> tuple[int, ...]:
         return tuple(map(int, name.rpartition("-")[2].split(".")))

@@ -54,7 +54,7 @@ class InputError(XgptError):
     def __init__(self, field: str, value: object, accepted: str) -> None:
         if value is None:
             wrong = f"{field} is missing"
-        elif isinstance(value, dict | list):
+        elif isinstance(value, dict | list | tuple):
             wrong = f"{field} is not accepted"
         else:
             wrong = f"{field}: {value!r} is not accepted"

@@ -137,11 +137,19 @@ def load_yaml(path: Path, field: str) -> Any:
     return document
 
 
+FIELDS_OF_FILES = {
+    "plan": {"policy", "stages"},
+    "fleet": {"kinds", "intervals"},
+    "profile": {"layers", "spread"},
+}
+"""Fields by which plan.json, fleet.json and profile.json are told apart."""
+
+
 def load_json(path: Path, type_: type[T], field: str) -> T:
     """Return the content of one of our JSON files; its schema version is checked first.
 
     Raises:
-        InputError: missing, not JSON, of another schema version, or invalid.
+        InputError: missing, not JSON, another kind of file, of another schema version, or invalid.
     """
 
     def number(text: str) -> float:
@@ -156,6 +164,9 @@ def load_json(path: Path, type_: type[T], field: str) -> T:
         raise InputError(field, str(path), f"it is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise InputError(field, str(path), "it must hold a JSON object")
+    for kind, fields in FIELDS_OF_FILES.items():
+        if kind != field and field in FIELDS_OF_FILES and fields <= data.keys():
+            raise InputError(field, str(path), f"it is a {kind}; give a file that `xgpt {field}` wrote")
     expected = type_.model_fields["schema_version"].default
     if data.get("schema_version") != expected:
         raise InputError(

@@ -163,10 +163,10 @@ def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
         disruption_budget(names),
         network_policy(plan, names, [{"protocol": "TCP", "port": "http"}], among=True),
     ]
-    made = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
+    files = {"Dockerfile": vllm_dockerfile(plan, image, USER)} if in_vllm else {}
     engine = f"{f'vLLM {TESTED_VERSION}' if in_vllm else 'its own engine'}, a replica on {nodes} nodes"
     origin = "comes from the Dockerfile next to this file" if in_vllm else _OWN_IMAGE
-    return _files(plan, names, objects, engine, image, origin, instructions) | made
+    return _files(plan, names, objects, engine, image, origin, instructions) | files
 
 
 def group_of_pods(plan: Plan, names: Names, size: int, leader: Object, worker: Object, meta: Object) -> Object:

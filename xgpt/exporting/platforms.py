@@ -128,7 +128,7 @@ def llmd_files(plan: Plan) -> dict[str, str]:
     names = _checked(plan, "llm-d")
     with_xgpt = len(plan.policy.lanes) == 1 and not runs_by_itself(plan)
     image = f"xgpt-vllm:{__version__}-{TESTED_VERSION}"
-    objects = [pods.config_map(plan, names), *(_llmd_lane(plan, names, image, *of) for of in _lanes(plan, "both"))]
+    objects = [pods.config_map(plan, names), *(_llmd_lane(plan, names, image, *lane) for lane in _lanes(plan, "both"))]
     spans = any(item["kind"] == "LeaderWorkerSet" for item in objects)
     objects += [
         pods.disruption_budget(names),

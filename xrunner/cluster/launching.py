@@ -20,7 +20,7 @@ from xgpt.core.network import interface_of
 ALIVE_S = 0.5
 """Interval at which a launcher reports that it is running."""
 SILENCE_S, BUSY_S = 15.0, 60.0
-"""A launcher that has been silent for this time hangs; one that works has longer, as workers can take its processor."""
+"""Time without a report after which a launcher counts as hung; and the same while it works or waits for a processor."""
 END_S = 5.0
 """Time in which workers and launcher must end."""
 READ_BYTES = 1 << 16
@@ -43,7 +43,7 @@ class LauncherSettings(msgspec.Struct, frozen=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """Every further line: end the workers that run, and start these.
+    """A later line: end the running workers, and start these.
 
     Attributes:
         epoch: workers of the same one belong together.

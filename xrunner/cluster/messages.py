@@ -129,7 +129,7 @@ class Transfer(_Message):
 
 
 class StoreAnswer(_Message):
-    """The values of the keys that a `StoreCall` names, after it; None: there is no such key."""
+    """The values that the keys of a `StoreCall` have after that call; None: there is no such key."""
 
     number: int
     values: list[bytes | None]

@@ -36,7 +36,8 @@ from xrunner.cluster.launching import (
 )
 
 MEET_S = 600.0
-"""Time in which Ray must have the machines that a replica needs, and its head must answer, after one is lost."""
+"""Time after the loss of a machine within which Ray must have as many machines as the replica needs, and Ray's head
+must answer."""
 AGAIN_S = 1.0
 """Time between two attempts to reach the head, or to start a launcher."""
 _connecting = threading.Lock()

@@ -42,7 +42,7 @@ WAKEUP_BYTES = 4096
 
 
 class DeploymentRefused(XgptError):
-    """A worker cannot build its part; the message and the exit code are its own error's."""
+    """A worker cannot build its part; this error has the message and the exit code of the worker's error."""
 
     def __init__(self, loaded: m.Loaded) -> None:
         super().__init__(f"worker {loaded.worker}: {loaded.error}")

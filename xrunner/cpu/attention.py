@@ -144,8 +144,8 @@ def suits_matrices(cache: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> _StridedRows:
-    """Return a view if each head's elements are contiguous, and those of decodes' heads, too; otherwise a copy. # x
-    [tokens, heads, head_dim]"""
+    """Return a tensor in which each head's elements are contiguous, and the heads of each decode, too: a view if
+    possible, else a copy. # x [tokens, heads, head_dim]"""
     num_tokens, num_heads, head_dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != head_dim:
         x = x.contiguous()

@@ -139,7 +139,7 @@ class PanelOutputs:
         self._no_bias = np.zeros(self._parts * self.width, dtype=np.float32)
 
     def in_panels(self, of_outputs: Tensor) -> Tensor:
-        """# [out, ...] -> [panels * WIDTH, ...]"""
+        """Return rows of outputs in the order of panels, padded with zeros. # [out, ...] -> [panels * WIDTH, ...]"""
         if self._parts == 1 and self.number == self.width:
             return of_outputs
         rest = of_outputs.shape[1:]

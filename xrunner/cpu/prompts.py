@@ -32,14 +32,15 @@ KEYS_AT_ONCE = {WIDE: 8, NARROW: 16}
 
 
 class Vectors(NamedTuple):
-    """Multiply in float32: keys of a piece, and most tiles of a span."""
+    """Settings of attention in float32: the number of keys in a piece, and the largest number of tiles in a span."""
 
     piece: int
     tiles: int = 8
 
 
 class Matrices(NamedTuple):
-    """Multiply bfloat16 in matrix registers: keys of a piece, a whole number of products, and most tiles of a span."""
+    """Settings of attention in bfloat16 with matrix registers: the number of keys in a piece, a multiple of those in a
+    product, and the largest number of tiles in a span."""
 
     piece: int
     tiles: int = 8
@@ -49,7 +50,7 @@ Way = Vectors | Matrices
 
 
 def with_piece(way: Way, piece: int) -> Way:
-    """Return the same with another number of keys in a piece."""
+    """Return these settings with another number of keys in a piece."""
     return way._replace(piece=piece)
 
 

@@ -27,7 +27,7 @@ MAX_STOP_TOKENS = 128
 
 
 class Invalid(ValueError):
-    """A field cannot be done here, or has no meaning: INVALID_ARGUMENT."""
+    """A field is not supported here, or makes no sense; the call ends with INVALID_ARGUMENT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _sampling(given: ProtoSampling, spec: ModelSpec) -> SamplingParams:
 
 
 def _grammar(given: ProtoSampling) -> str | None:
-    """Return what the output keeps to; None: anything."""
+    """Return the grammar of the output; None: free text."""
     match given.WhichOneof("constraint"):
         case None:
             return None

@@ -18,9 +18,10 @@ from xrunner.server.engine_client import EngineClient
 from xrunner.server.http.limits import Limits
 
 BYTES_PER_TOKEN = 64
-"""Of a request's largest message: a token id takes 5 bytes, and its text comes with it."""
+"""Largest number of bytes that each prompt token adds to a request's message: a token id takes 5 bytes, and its text
+comes with it."""
 REST_BYTES = 4 << 20
-"""Of a request's largest message, without its prompt."""
+"""Largest number of bytes of a request's message without its prompt."""
 
 
 @asynccontextmanager

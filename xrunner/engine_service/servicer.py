@@ -35,7 +35,7 @@ STATUS = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""What statuses of the endpoint are in gRPC; all others are INTERNAL."""
+"""gRPC's status for each HTTP status of the endpoint; all others become INTERNAL."""
 
 
 class Servicer(pb_grpc.VllmEngineServicer):
@@ -112,7 +112,7 @@ class Servicer(pb_grpc.VllmEngineServicer):
     async def _check_grammar(self, grammar: str) -> None:
         """Compile a grammar in another thread, before the engine needs it. Raises Invalid."""
         if self._model.grammars is None:
-            raise Invalid("constraint: the model has no tokenizer here, so no output can be held to a grammar")
+            raise Invalid("constraint: the model has no tokenizer here, so outputs cannot be constrained by a grammar")
         try:
             reason = await asyncio.to_thread(self._model.grammars.why_not, grammar)
         except MachineError as error:

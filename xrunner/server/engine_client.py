@@ -88,7 +88,7 @@ class TokenStream:
     submission: Submission
     submitted_s: float
     prompt_tokens: int
-    held: list[Token]
+    tokens: list[Token]
     """Tokens so far of a request whose caller waits for the whole output."""
     cached_tokens: int = 0
     """Number of prompt tokens whose K/V was already cached when the request began."""
@@ -326,9 +326,9 @@ class EngineClient:
             if not stream.submission.hold:
                 stream.submission.inbox.put_nowait((token,))
                 continue
-            stream.held.append(token)
+            stream.tokens.append(token)
             if token.finish is not None:
-                stream.submission.inbox.put_nowait(stream.held)
+                stream.submission.inbox.put_nowait(stream.tokens)
         encoded = (chunk[0] for record in records for chunk in record.encode)
         self.backlog.begin((*encoded, *(token.id for token in tokens)), start_s, end_s)
 

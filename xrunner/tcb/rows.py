@@ -97,7 +97,7 @@ class Rows(ABC):
             cache.keep(slots)
 
     def _groups(self) -> Iterator[slice]:
-        """Yield the slots whose prompts are read together, so that activations stay within their memory."""
+        """Yield the slots whose prompts are encoded together, so that activations stay within their memory."""
         num_slots, num_tokens = self._owner.shape
         at_once = max(1, SLICE_TOKENS // num_tokens)
         for start in range(0, num_slots, at_once):

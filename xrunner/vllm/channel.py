@@ -162,12 +162,12 @@ class Lanes:
         while self._received:
             end, message = self._received.popleft()
             hello = self._hello[end]
-            if hello is not None and (told := self._told(end, hello.lane, message)) is not None:
-                return told
+            if hello is not None and (reply := self._meaning(end, hello.lane, message)) is not None:
+                return reply
         # It reports nothing itself while it imports and loads.
         return None if self._is_ready or self.has_gone else Alive([])
 
-    def _told(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
+    def _meaning(self, end: FrontEnd[Up], lane: LaneName, message: messages.Up) -> messages.Up | None:
         """Return what a connection's message means for the engine as a whole; None if nothing."""
         match message:
             case Ready():

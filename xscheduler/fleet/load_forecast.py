@@ -104,8 +104,10 @@ class LoadForecast:
         self._trend.pending.append((at_s, self._by_trend(self._lead_s)))
 
     def _agreeing(self) -> tuple[float, float]:
-        """Return the requests that arrived and those that the season expected in the latest observations that agree:
-        the span is doubled as long as the time before it does not differ."""
+        """Return the requests that arrived and those that the season expected over the latest observations that agree.
+
+        The span starts short, and is doubled until the observations before it differ from those in it.
+        """
         ends = np.asarray([look[0] for look in self._looks])
         counts = np.cumsum([0.0, *(look[2] for look in self._looks)])
         due = np.cumsum([0.0, *(self.season(end - span / 2) * span for end, span, _ in self._looks)])

@@ -189,7 +189,7 @@ def _by_branching(problem: FleetProblem) -> FleetSolution:
     if found.status == INFEASIBLE:
         raise _not_held(problem)
     if found.x is None:
-        raise XgptError(f"the fleet was not settled within {TIME_S:g} s: {found.message}")
+        raise XgptError(f"no fleet was found within {TIME_S:g} s: {found.message}")
     replicas = np.round(found.x[:size]).astype(int).reshape(count, kinds)
     return FleetSolution(replicas, cost_of(problem, replicas), float(found.mip_gap or 0.0))
 
@@ -237,7 +237,7 @@ def _check(problem: FleetProblem) -> None:
     if unheld.any():
         raise InfeasibleError(
             f"trace: no kind of replica keeps the bounds under the lengths of interval {int(np.argmax(unheld))}, at "
-            "however low a rate; loosen the bounds or give other devices",
+            "any rate; loosen the bounds or give other devices",
             nearest_bound_s=None,
             binding="latency_bound_s",
         )
@@ -246,7 +246,7 @@ def _check(problem: FleetProblem) -> None:
 def _not_held(problem: FleetProblem) -> InfeasibleError:
     limits = ", ".join(str(limit.most) for limit in problem.limits)
     return InfeasibleError(
-        f"devices: at most {limits} devices do not hold {problem.needs.max():.4g} requests/s, the peak; allow more",
+        f"devices: at most {limits} devices cannot serve {problem.needs.max():.4g} requests/s, the peak; allow more",
         nearest_bound_s=None,
         binding="devices",
     )

@@ -34,13 +34,13 @@ class RecommendedDay:
     Attributes:
         replicas: the times at which each took requests.
         device_hours, cost: totals of all replicas, from order to end.
-        held: (time, serving replicas, need) at each sample.
+        samples: (time, serving replicas, need) at each sample.
     """
 
     replicas: tuple[Replica, ...]
     device_hours: float
     cost: float
-    held: tuple[tuple[float, int, float], ...]
+    samples: tuple[tuple[float, int, float], ...]
 
 
 def simulate_day(

@@ -32,7 +32,7 @@ MOST_REQUESTS = 2000
 MOST_TOKENS = 40_000
 """More than `MOST_REQUESTS` admissions are simulated if outputs are so short that they have fewer tokens than this."""
 NUM_DRAWN = 20_000
-"""Number of simulated requests if each stands only for itself; takes some 15 ms."""
+"""Number of simulated requests if each is counted only with its drawn length; simulating them takes about 15 ms."""
 MOST_STEPS = 250_000
 """Fewer than `NUM_DRAWN` requests, but at least `MOST_REQUESTS`, are simulated if they would take more decode steps."""
 BATCHES_BEYOND = 3

@@ -75,13 +75,13 @@ class _Division:
     """A division of memory between running requests and cached prompts.
 
     Attributes:
-        of: the problem, with a fixed number of replicas.
+        base: the problem, with a fixed number of replicas.
         curve: returns the reuse curve for a number of other running requests.
         size, larger: tokens cached in this division and in the next one.
         has_answers: whether prompts contain the answers to earlier ones.
     """
 
-    of: Problem
+    base: Problem
     curve: Callable[[int], ReuseCurve]
     size: float
     larger: float
@@ -89,11 +89,11 @@ class _Division:
 
     def problem(self, inside: float = 0.0) -> Problem:
         """Return the problem with prompts less their cached tokens, while `inside` other requests run."""
-        return replace(self.of, reused=reused_at(self.curve(round(inside)), self.size))
+        return replace(self.base, reused=reused_at(self.curve(round(inside)), self.size))
 
     def bound(self) -> Problem:
         """Return a problem whose optimum bounds every setting between this division and the next."""
-        return replace(self.of, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
+        return replace(self.base, reused=reused_at(self.curve(0), self.larger, self.size, holds_prompts=False))
 
 
 def _divisions(problem: Problem, trace: TraceLengths, best: Plan) -> list[_Division]:

@@ -37,7 +37,8 @@ LEAST_REQUESTS = 1000
 LIFETIMES = 16
 """Number of simulated requests per request of the decode batch; at least `LEAST_REQUESTS` in all."""
 ABOUT = 1.25
-"""Outputs that differ from the quantile's length by at most this factor count for its gaps between tokens."""
+"""Gaps between tokens at the quantile's length are averaged over outputs whose length differs from it by at most this
+factor."""
 LEAST_ALIKE = 30
 """Least number of requests of about the quantile's length from which its latency is read."""
 MOST_REQUESTS = 5000

@@ -33,7 +33,7 @@ class Mixed(Forecast[OneLaneModel]):
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # Steps that also encode decode only slightly fewer requests than the mean, and a request costs no more in a
         # larger batch.
-        least = np.maximum(1 - most_displaced(steps.of.lengths) / steps.of.batches, 0.0)
+        least = np.maximum(1 - most_displaced(steps.iterations.lengths) / steps.iterations.batches, 0.0)
         steady = [steps.each * steps.steady * least, steps.steady_passing * least]
         working = [steps.each * steps.mixed, steps.passing, *steady]
         return BoundTerms(working, [steps.each * steps.met, steps.passing, *steady])

@@ -82,7 +82,7 @@ class LeastSteps:
         alone: a step that encodes only one prompt, through all stages that encode. # [placements]
     """
 
-    of: Iterations
+    iterations: Iterations
     microbatches: Array
     parts: Array
     decode: Array
@@ -105,13 +105,13 @@ class LeastSteps:
     @property
     def encode(self) -> Array:
         """Seconds of a step that encodes m prompts."""
-        return self.encode_each[:, :, None] * self.of.batches
+        return self.encode_each[:, :, None] * self.iterations.batches
 
     @property
     def phase(self) -> Array:
         """Seconds of the encode steps of m requests in each micro-batch. # [placements, m]"""
         of_one = (self.through + (self.parts - 1) * self.encode_each.max(axis=1)) / self.parts
-        return of_one[:, None] * self.microbatches[:, None] * self.of.batches
+        return of_one[:, None] * self.microbatches[:, None] * self.iterations.batches
 
 
 class BoundTerms(NamedTuple):

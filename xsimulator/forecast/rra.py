@@ -68,7 +68,7 @@ class Rra(Forecast[OneLaneModel]):
         return predicted(min(batch, batch * inside / predicted(batch)["peak_requests"]))
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
-        lane = steps.of
+        lane = steps.iterations
         turn = steps.first + steps.phase / lane.mean_decodes
         working = [steps.each * (steps.decode + steps.encode / lane.mean_decodes), steps.passing, turn[:, None]]
         # Only iterations in which any request decodes take time.

@@ -43,7 +43,7 @@ class Static(Forecast[OneLaneModel]):
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # Finished requests keep their slots: all decode until the longest ends, and there is one encode phase. The
         # first round may overlap with encoding.
-        lane, each, decode, passing = steps.of, steps.each, steps.decode, steps.passing
+        lane, each, decode, passing = steps.iterations, steps.each, steps.decode, steps.passing
         rounds = np.maximum(lane.longest - 1, 0.0) / lane.mean_decodes
         working = [steps.phase[:, None] / lane.mean_decodes + rounds * np.maximum(each * decode, passing)]
         own_rounds = np.maximum(lane.longest_met - 1, 0.0) / lane.decodes

@@ -67,7 +67,7 @@ class Waa(Forecast[TwoLaneModel]):
 
     def placement_terms(self, steps: LeastSteps) -> BoundTerms:
         # The closed form has one batch size, and interpolates times on its grid.
-        at_grid = as_interpolated(steps.of.batches)
+        at_grid = as_interpolated(steps.iterations.batches)
         steady, passing = (np.minimum(curve, curve @ at_grid) for curve in (steps.steady, steps.steady_passing))
         working = [steps.each * steady, passing]
         return BoundTerms(

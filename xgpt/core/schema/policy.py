@@ -31,7 +31,7 @@ class TensorParallel(Frozen):
     degree: PositiveInt = 1
     """Number of devices of a group."""
     devices: int = Field(default=0, ge=0)
-    """Number of devices in groups."""
+    """Number of the lane's devices that are in groups."""
     ep_degree: PositiveInt = 1
     """Number of parts into which a group divides the experts of a layer."""
 

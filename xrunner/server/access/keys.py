@@ -35,8 +35,8 @@ class Key:
         is_admin: whether it may also read what concerns all accounts: /plan, /metrics, the live page.
         requests_per_minute, tokens_per_minute: limits; None: no limit.
         answer_within_s: promise for this key's requests, as in `Limits`; None: the server's.
-        ttft_s, tpot_s, whole_s: bounds by which its requests are counted, where `answer_within_s` stands for a missing
-            `whole_s`; with none of these, the plan's bounds count. Rules that use bounds (slack, order of deadlines)
+        ttft_s, tpot_s, whole_s: bounds by which its requests are counted. `answer_within_s` replaces a missing
+            `whole_s`; without any of these, the plan's bounds count. Rules that use bounds (slack, order of deadlines)
             use these, too, by account.
         of_class: the class of its requests, with its priority and bounds; empty: any.
     """

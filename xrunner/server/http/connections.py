@@ -353,8 +353,8 @@ class Protocol(H11Protocol):
             self._listener.enter(self._accepted, phase)
 
     def _probe(self, delay_s: float) -> None:
-        """Check whether a client that sends no more still reads or has disconnected. The two look the same until
-        something is written, and before an answer that can only be an interim response."""
+        """Check whether a client that sends no more still reads or has disconnected. Only a write shows the difference,
+        and before the answer the server can only write an interim response."""
         if self.transport.is_closing() or self._is_at_rest:
             return
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] != "1.0":

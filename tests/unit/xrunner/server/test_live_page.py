@@ -51,7 +51,7 @@ def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
     watch = Watch(plan, planner)
     with running(fake_app(fake_engine(FakeExecutor()), watch)) as url, browser(tmp_path / "profile") as page:
         ask(url, 3, 4)
-        decided = httpx.get(f"{url}/plan/decision", trust_env=False).json()
+        decided = httpx.get(f"{url}/plan/decision", trust_env=False).json() | {"at": "2026-11-26T10:02:42+00:00"}
         watch.history.extend([Decision.model_validate(decided)] * 3)
         page.open(f"{url}/")
         page.wait("document.body?.dataset.state === 'live'")
@@ -62,9 +62,13 @@ def test_the_page_says_the_bound_and_what_was_decided(tmp_path: Path) -> None:
         assert live["share_kept"] == 1.0 and live["first_p99_s"] <= live["whole_p99_s"] < 9.8
         assert page.run("document.getElementById('kept').textContent") == "100.0%"
         assert page.run("document.documentElement.scrollWidth <= innerWidth")
-        assert page.run("document.getElementById('last').textContent") == "Last, at now: keep: <b>because</b>"
+        assert page.run("document.getElementById('last').textContent") == (
+            "Last, at 2026-11-26T10:02:42+00:00: keep: <b>because</b>"
+        )
         cells = "[...document.querySelectorAll('#decisions tr')].map((row) => row.children[1].textContent)"
         assert page.run(cells) == ["keep (3 times)"]
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        assert page.run("document.documentElement.scrollWidth") <= 390
         page.run("document.getElementById('would').click()")
         page.wait("document.getElementById('decision').textContent === 'keep: <b>because</b>'")
         assert page.complaints == []

@@ -50,7 +50,7 @@ def test_replicas_are_ready_when_the_season_needs_them() -> None:
 
 def test_a_jump_that_no_season_told_of_is_followed_at_once() -> None:
     day = controlled(fleet_of([4.0] * 12), lambda t: np.where(t < 1800, 4.0, 20.0), 3600, first=3)
-    need = {time_s: replicas for time_s, _, replicas in day.held}
+    need = {time_s: replicas for time_s, _, replicas in day.samples}
     assert need[1770.0] < 6
     assert need[1845.0] > 15  # three looks after it
     assert ready_at(day, 1800 + 45 + 60 + LOOK_S) >= 8
@@ -69,7 +69,7 @@ def test_a_load_that_rises_does_not_jump_where_intervals_meet() -> None:
         return np.interp(time_s, 300.0 * np.arange(12) + 150, rates)
 
     day = controlled(fleet_of(rates), rate_at, 3600, first=1)
-    over = [need - rate_at(np.asarray(time_s + 60 + LOOK_S)) for time_s, _, need in day.held if 900 < time_s < 3300]
+    over = [need - rate_at(np.asarray(time_s + 60 + LOOK_S)) for time_s, _, need in day.samples if 900 < time_s < 3300]
     assert max(over) < 6  # an interval's rise is 3
 
 
@@ -170,7 +170,7 @@ def test_a_load_after_a_pause_is_taken_for_what_it_is() -> None:
     """No requests at all are no error of a hundred times."""
     day = controlled(fleet_of([2.0] * 12), lambda t: np.where((t > 1200) & (t < 1800), 0.0, 2.0), 3600, first=2)
     assert len(day.replicas) <= 6
-    assert max(need for _, _, need in day.held) < 6
+    assert max(need for _, _, need in day.samples) < 6
 
 
 @pytest.mark.parametrize(("num_lengths", "expected"), [(50, 2.0), (5000, 0.5)])
