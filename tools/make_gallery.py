@@ -209,7 +209,7 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"With 3 of 30 billion parameters at work, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
+            f"With 3 of 30 billion parameters active, {ratio(found, 'Qwen3-30B-A3B', 'Qwen3-32B'):.1f} times as many "
             f"requests keep 30 s: {rate(found['Qwen3-30B-A3B']):.1f} instead of {rate(found['Qwen3-32B']):.1f}. "
             "A large batch still reads all experts, so the gain is below the ratio of the parameters."
         ),

@@ -17,6 +17,8 @@ from rich.text import Text
 COMMAND = "xgpt plan --model llama-3.1-8b --cluster h200x1 --workload azure-conv --latency-bound 8 --engine vllm"
 WIDTHS = (80, 120)
 THEMES: dict[str, TerminalTheme] = {"light": DEFAULT_TERMINAL_THEME, "dark": DIMMED_MONOKAI}
+CHARACTER, MARGIN = 12.2, 8
+"""Width of a character in rich's pictures, and the space around the text."""
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 FORMAT = """<svg viewBox="0 0 {terminal_width} {terminal_height}" xmlns="http://www.w3.org/2000/svg">
 <style>{styles} text {{ font: {char_height}px monospace; }}</style>
@@ -53,6 +55,7 @@ def main() -> None:
             console = Console(width=width, record=True, file=io.StringIO(), force_terminal=True)
             console.print(text)
             code_format = FORMAT.replace("{background}", theme.background_color.hex)
+            code_format = code_format.replace("{terminal_width}", f"{width * CHARACTER + 2 * MARGIN:g}")
             picture = console.export_svg(theme=theme, code_format=code_format)
             (IMAGES / f"plan-{width}-{name}.svg").write_text(picture, encoding="utf-8")
 

@@ -76,7 +76,7 @@ def _free(group: PlacementGroup) -> None:
 
 
 def _leave(error: AuthenticationError) -> NoReturn:
-    """End the engine's process, since its cluster is gone: a head that is started anew makes another cluster.
+    """End the engine's process, since its cluster is gone: a restarted head makes another cluster.
 
     Ray connects a process to one cluster only. The front starts another engine process, which joins the new cluster and
     continues the requests.

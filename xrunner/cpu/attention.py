@@ -69,7 +69,7 @@ class _Places(NamedTuple):
 
 
 class _StridedRows(NamedTuple):
-    """Queries, keys or values with any strides; numba would otherwise compile anew, for seconds, for each layout of an
+    """Queries, keys or values with any strides; numba would otherwise compile again, for seconds, for each layout of an
     array.
 
     # values [elements]: element d of head h of token t is values[t * token_stride + h * head_stride + d]

@@ -97,7 +97,7 @@ def read(
 
 
 def _allowance(given: ProtoSampling, num_tokens: int, spec: ModelSpec, capacity: int, rule: OutputRule) -> Allowance:
-    """Return how many tokens an output may have, and for how many K/V memory is set aside."""
+    """Return how many tokens an output may have, and for how many K/V memory is reserved."""
     room = min(spec.max_context, capacity) - num_tokens
     if not given.HasField("max_tokens"):
         return rule.of_no_maximum(max(1, room))
