@@ -37,7 +37,7 @@ KEPT_S = 0.3
 """The most recently used grammars are kept, as many as took this many processor seconds to compile together. Their
 memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms."""
 LONG_BYTES = 1 << 13
-"""After an output that kept to a longer grammar the process gives freed memory back to the system."""
+"""After a longer grammar, and after an output that kept to it, the process gives freed memory back to the system."""
 KEPT_ANSWERS = 64
 """Number of grammars for which it is remembered whether they are accepted."""
 
@@ -178,8 +178,6 @@ class Grammars:
         """
         if len(grammar.encode()) > MAX_BYTES:
             return f"it is longer than {MAX_BYTES} bytes"
-        if len(grammar) > LONG_BYTES:
-            give_back_soon()
         compiled = self._compile(grammar)
         if compiled.matcher.is_error():
             return cut(compiled.matcher.get_error())
@@ -222,8 +220,10 @@ class Grammars:
 
         tokenizer = self._read.result()
         begin_s = time.thread_time()
-        matcher = LLMatcher(tokenizer, grammar)
-        return Compiled(matcher, time.thread_time() - begin_s)
+        compiled = Compiled(LLMatcher(tokenizer, grammar), time.thread_time() - begin_s)
+        if len(grammar) > LONG_BYTES:  # its request may be cancelled before it begins
+            weakref.finalize(compiled, give_back_soon).atexit = False
+        return compiled
 
 
 @dataclass(frozen=True, eq=False)

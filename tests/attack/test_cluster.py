@@ -25,6 +25,7 @@ import zmq
 from benchmarks.lib.served_plans import PLANS, listening, plan, two_lanes
 from benchmarks.two_hosts import ADDRESSES, on_host, serving, two_hosts
 from tests.attack.target import FLAVOURS, Target, attacked, children_of
+from tests.attack.test_grammars import PATH, costly, formatted
 from tests.fakes import eventually
 from xgpt.core.schema import ModelSpec, Plan
 from xrunner.cluster import messages as m
@@ -230,6 +231,37 @@ def test_a_process_that_is_stopped_or_killed_loses_no_request(
         status, answer = target.complete(**fields)
         assert status == 200 and answer["choices"][0]["token_ids"] == before
         assert eventually(lambda: len(target.served.starts) > num_starts, 60)
+        assert eventually(lambda: not Path(f"/proc/{process}/cmdline").exists(), 30)
+
+
+@pytest.mark.point(27)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flavour", "kind"),
+    [("one", "engine"), *((flavour, kind) for flavour in SEVERAL for kind in ("worker", "engine"))],
+)
+def test_a_process_that_is_killed_while_it_compiles_schemas_loses_no_request(
+    flavour: str, kind: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with (
+        attacked(flavour, checkpoint, tmp_path) as target,
+        target.left_as_it_was(memory=False),
+        ThreadPoolExecutor(8) as pool,
+    ):
+        bodies = [{"model": target.model, **formatted(costly(number), temperature=0)} for number in range(4)]
+
+        def ask(body: dict[str, Any]) -> tuple[int, Any]:
+            status, answer = target.ask("POST", PATH, body)
+            return status, json.loads(answer)["choices"][0]["message"]["content"] if status == 200 else answer
+
+        before = [ask(body) for body in bodies]
+        assert {status for status, _ in before} == {200}
+        process = target.served.engine if kind == "engine" else target.served.pids[0]
+        assert process is not None
+        running = [pool.submit(ask, body) for body in bodies * 2]
+        assert eventually(lambda: target.metric("xgpt_requests_waiting") >= 1, 30)
+        os.kill(process, signal.SIGKILL)
+        assert [one.result() for one in running] == before * 2
         assert eventually(lambda: not Path(f"/proc/{process}/cmdline").exists(), 30)
 
 

@@ -14,8 +14,13 @@ from xrunner.engine import Engine
 from xrunner.executor import Executor
 from xrunner.generation import Generation, SamplingParams, Token
 from xrunner.grammar_queue import AHEAD_BYTES
+from xsimulator.events import replay
 
 LONG = AHEAD_BYTES // 2
+
+
+def queue(max_batch: int, blocks: int = 100) -> OneLane:
+    return OneLane(LaneSettings(mix=True, max_batch=max_batch), Pool(blocks, 16))
 
 
 class Compiled:
@@ -72,6 +77,20 @@ def test_others_do_not_wait_for_a_grammar(run: Run) -> None:
     assert run.has_answered(2) and 1 not in run.tokens
     run.executor.may_compile.release()
     assert eventually(lambda: run.has_answered(1))
+
+
+def test_a_request_that_was_compiled_for_some_steps_replays() -> None:
+    executor, log = Compiler(), []
+    engine = Engine(queue(4), executor, on_step=log.append)
+    engine.submit(Generation(1, (1,), 5, sampling=SamplingParams(grammar="dear"), arrival_ns=0))
+    engine.submit(Generation(2, (2,), 9, arrival_ns=0))
+    for _ in range(3):
+        engine.step()
+    executor.may_compile.release()
+    assert eventually(lambda: engine.step() is None)
+    assert eventually(lambda: engine.step() is None and sum(len(record.finished) for record in log) == 2)
+    assert [[arrival.id for arrival in record.arrivals] for record in log if record.arrivals] == [[2], [1]]
+    assert [record[2:] for record in replay(queue(4), log)] == [record[2:] for record in log]
 
 
 def test_equal_grammars_are_compiled_once_and_until_the_last_has_ended(run: Run) -> None:
@@ -136,17 +155,14 @@ def test_a_parked_request_is_compiled_by_the_workers_of_the_other_plan() -> None
         executors[-1].may_compile.release(9)
         return executors[-1]
 
-    def schedule(blocks: int) -> OneLane:
-        return OneLane(LaneSettings(mix=True, max_batch=1), Pool(blocks, 16))
-
-    engine = Engine(schedule(100), executors[0], deploy=deploy)
+    engine = Engine(queue(1), executors[0], deploy=deploy)
     tokens: list[Token] = []
     engine.submit(Generation(1, (1,), 9))
     engine.step()
     engine.submit(Generation(2, (2,), 3, sampling=SamplingParams(grammar="dear")))
     executors[0].may_compile.release()
     assert eventually(lambda: engine.step() is not None and engine.pool.num_waiting == 1)
-    engine.apply(schedule(200))
+    engine.apply(queue(1, 200))
 
     def has_ended() -> bool:
         tokens.extend(token for token in engine.step() or () if token.id == 2)
