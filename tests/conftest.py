@@ -17,6 +17,7 @@ import pytest
 
 from tests.heap import set_heap_aside
 from tests.kernels import compile_all
+from tests.rings import examples
 from xgpt.core.compiled_code import set_directory
 from xgpt.core.io import cache_dir
 
@@ -25,7 +26,14 @@ with suppress(ModuleNotFoundError):  # vLLM's environment does without it
 
     # The same random cases each time, however long one takes.
     every = list(HealthCheck)
-    settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=every)
+    settings.register_profile(
+        "tests",
+        max_examples=examples(100, 30),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=every,
+    )
     settings.load_profile("tests")
 
 # Several test processes share the machine, and the models of tests are too small to gain from a second thread.

@@ -97,7 +97,7 @@ def test_an_old_plan_finds_its_profile_after_another_was_made(
     """Also where the datasheet's formulas have changed since: what was planned from is kept, not computed anew."""
     changed = analytic.profile
     monkeypatch.setattr(analytic, "profile", lambda *args: changed(*args).slowed(2))
-    assert xgpt("plan", "--latency-bound", "20", *PROBLEM, "-o", "new.json").code == 0
+    assert xgpt("plan", "--latency-bound", "20", *PROBLEM, "--policy", "orca", "-o", "new.json").code == 0
     old, new = (load_json(Path(name), Plan, "plan") for name in (plan, "new.json"))
     assert old.profile.sha256 != new.profile.sha256
     for path in (str(plan), "new.json"):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 
 from tests.contract.test_counts import Arrivals, drawn
+from tests.rings import examples
 from xgpt.core.workload import TraceLengths
 from xscheduler.space import POLICIES
 from xsimulator.costs.step_cost import lanes_of
@@ -17,7 +18,7 @@ from xsimulator.request_law import SeenSteps, request_law
 from xsimulator.run import run_requests
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(drawn(POLICIES, 4, sla="request", loads=(1.0,), together=(1,), room=(0,)))
 def test_both_logs_say_the_same(arrivals: Arrivals) -> None:
     plan = arrivals.plan()

@@ -1,6 +1,6 @@
 """Greedy tokens of worker processes over Gloo are those of one process: whatever the stages, lanes and policy.
 
-60 requests join and leave; the step logs replay on the simulated engine. One group of worker processes serves all tests
+Requests join and leave; the step logs replay on the simulated engine. One group of worker processes serves all tests
 here; a few cases stand for all others, which take minutes.
 """
 
@@ -16,7 +16,7 @@ import pytest
 from tests.attack.target import save_checkpoint
 from tests.fakes import eventually
 from tests.planned import placements_of, problem_of, scored
-from tests.rings import few
+from tests.rings import examples, few
 from xgpt.core import policies
 from xgpt.core.policies import BlockTable, Chunk, Step
 from xrunner.build import WorkerSettings, build_worker
@@ -29,7 +29,7 @@ from xscheduler.schedule import Scheduler
 from xscheduler.space import POLICIES
 from xsimulator.events import replay
 
-NUM_REQUESTS = 60
+NUM_REQUESTS = examples(60, 24)
 RNG = np.random.default_rng(5)
 BEGINNING = tuple(RNG.integers(0, 211, 29).tolist())
 PROMPTS = [
@@ -254,7 +254,7 @@ def test_another_placement_on_the_same_workers(workers, checkpoint, alone, befor
             for token in step:
                 tokens[token.id].append(token.token)
             steps += 1
-            if steps == 20:
+            if steps == 10:
                 engine.apply(policies.build(plans[1]))
     finally:
         now[-1].disconnect()

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from tests.numerics.served import MAX_OUTPUT, PROMPTS, greedy, run, served_here, served_on
 from tests.planned import placements_of, planned, problem_of
-from tests.rings import few
+from tests.rings import examples, few
 from xgpt.core.schema import HEAD
 from xgpt.serving.engines import build_engine
 from xrunner.cpu.highest import MOST_REST, Screen
@@ -55,7 +55,7 @@ def test_the_highest_is_that_of_float32(layout, shape):
     assert not whole.rows, "these were to be found without the whole product"
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(33, 600),

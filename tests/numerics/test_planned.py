@@ -11,6 +11,7 @@ import torch
 from tests.numerics.checkpoints import FAMILIES, VOCABULARY, random_shape, save
 from tests.numerics.served import engine_on, greedy, run, served_here, served_on
 from tests.planned import placements_of, planned, problem_of, scored
+from tests.rings import examples
 from xgpt.checkpoints.files import read_spec
 from xgpt.serving.engines import build_engine
 from xrunner.generation import Generation
@@ -75,7 +76,7 @@ def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(workers, check
 def test_waa_plans_of_an_encoder_decoder_are_simulated(checkpoint):
     two = problem_of(checkpoint("t5-tied")[0], 2)
     plan = planned(two, "waa")
-    measured, _ = simulate(plan, two.profile, two.workload, 4000, np.random.default_rng(1))
+    measured, _ = simulate(plan, two.profile, two.workload, examples(4000, 1500), np.random.default_rng(1))
     assert measured.throughput_rps == pytest.approx(plan.estimate.throughput_rps, rel=0.05)
 
 

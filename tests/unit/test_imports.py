@@ -94,6 +94,11 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def called_name(call: ast.Call) -> str:
+    """Return the last name of what is called; empty if it has none."""
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+
+
 def type_checking_only(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
@@ -111,7 +116,7 @@ def imports_of(path: Path, root: Path) -> Iterator[Import]:
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from (Import(f"{base}.{alias.name}", late, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
             target = node.args[0]
             named = target.value if isinstance(target, ast.Constant) else "<computed>"
             yield Import(str(named), late, node.lineno)

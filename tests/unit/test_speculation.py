@@ -115,7 +115,8 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return api.solve(**ASKED, speculative="eagle3", acceptance=(0.75, 0.5, 0.3), speculative_tokens=2).best
+    fixed = {"token_budget": 2048, "max_batch": 64}
+    return api.solve(**ASKED, fix=fixed, speculative="eagle3", acceptance=(0.75, 0.5, 0.3), speculative_tokens=2).best
 
 
 def test_a_plan_keeps_its_draft(plan: Plan) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeExecutor, expected_tokens
+from tests.rings import examples
 from xgpt.core.errors import MachineError
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Schedule, TwoLane, TwoLaneSettings
 from xgpt.core.schema import Stage
@@ -75,7 +76,7 @@ class Run:
         assert self.engine.pool.reserved_blocks == 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from([ORCA, CHUNKED, RRA])), min_size=1, max_size=6))
 def test_a_swap_between_two_steps_loses_no_request(changes: list[tuple[int, LaneSettings]]) -> None:
     run = Run(schedule(CHUNKED))
@@ -98,7 +99,7 @@ def test_a_swap_takes_effect_with_the_next_step() -> None:
     assert run.engine.pool.num_running == 8
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 10))
 @given(st.integers(0, 8), st.integers(0, 8))
 def test_both_lanes_go_over_between_two_steps(num_before: int, num_between: int) -> None:
     run = Run(two_lanes(WAA))
@@ -137,7 +138,7 @@ def test_the_same_settings_on_other_stages_are_another_placement() -> None:
     assert [schedule.stages for schedule in run.deployed] == [(second,)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 10))
 @given(st.integers(0, 12), st.sampled_from([schedule(STATIC), schedule(RRA, blocks=40)]))
 def test_another_placement_waits_for_who_runs_and_keeps_who_waits(num_steps: int, then: OneLane) -> None:
     then = OneLane(then.settings, Pool(then.pool.kv_blocks, 4, hold_finished=then.pool.hold_finished))

@@ -27,6 +27,12 @@ classes:
 """
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """The plan of the two classes, without further options."""
+    return planned(tmp_path_factory.mktemp("classes"))
+
+
 def planned(tmp_path: Path, classes: str = TWO, **asked: object) -> Planned:
     path = tmp_path / "mixed.yaml"
     lengths = "{kind: normal, mean: 600, sd: 300, min: 16, max: 1500}", "{kind: uniform, min: 8, max: 96}"
@@ -48,31 +54,28 @@ def test_the_interactive_class_keeps_its_bounds_beyond_capacity_and_the_batch_do
     assert Plan.model_validate_json(plan.model_dump_json()) == plan
     assert (plan.constraint.ttft_s, plan.constraint.tpot_s) == (1.0, 0.05)
     rate = 1.5 * rate_of(plan)
-    run = run_simulation(plan, found.problem.profile, None, 1500, ArrivalProcess.at(rate))
+    run = run_simulation(plan, found.problem.profile, None, 900, ArrivalProcess.at(rate))
     assert run.kept["interactive"] >= 0.99
     assert run.figures["goodput"] == pytest.approx((run.kept["interactive"] + 2 * run.kept["batch"]) / 3)
-    times = {
-        name: request_times(run.steps, 1500, encode_emits=True, of_class=name) for name in ("interactive", "batch")
-    }
+    times = {name: request_times(run.steps, 900, encode_emits=True, of_class=name) for name in ("interactive", "batch")}
     # What is left of the capacity, in the time in which requests arrive; the longest waits for what came before it.
-    arrives_s = 1500 / rate
+    arrives_s = 900 / rate
     num_batch = len(times["batch"].whole_s)
-    assert times["batch"].num_lost == 0 and num_batch == pytest.approx(1000, rel=0.02)
+    assert times["batch"].num_lost == 0 and num_batch == pytest.approx(600, rel=0.02)
     assert np.max(times["batch"].whole_s) < 1.2 * arrives_s
     assert replay(policies.build(plan), run.steps) == list(run.steps)
 
 
-def test_the_report_shows_each_class_with_its_bounds_and_the_share_that_keeps_them(tmp_path: Path) -> None:
-    found = planned(tmp_path)
-    page = report(found.best, found.problem.profile, np.random.default_rng(0))
+def test_the_report_shows_each_class_with_its_bounds_and_the_share_that_keeps_them(plain: Planned) -> None:
+    page = report(plain.best, plain.problem.profile, np.random.default_rng(0))
     table = page[page.index("Classes of requests") :]
     table = re.sub(r"<[^>]+>", " ", table[: table.index("</table>")])
     assert re.search(r"interactive\s+33%\s+1\s+1\s+0.05\s+-\s+(99|100)\.\d%", table)
     assert re.search(r"batch\s+67%\s+0\s+-\s+-\s+-\s+100.0%", table)
 
 
-def test_requests_are_dealt_out_by_shares(tmp_path: Path) -> None:
-    plan = planned(tmp_path).best
+def test_requests_are_dealt_out_by_shares(plain: Planned) -> None:
+    plan = plain.best
     names = [account.of_class for account in accounts_of(plan, 300)]
     assert all(abs(names[i : i + 60].count("interactive") - 20) <= 2 for i in range(0, 300, 60))
     first = accounts_of(plan, 1)[0]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from tests.rings import examples
 from tools.make_workload import LEVELS, compact, render
 from xgpt.core import workload
 from xgpt.core.errors import InputError
@@ -118,7 +119,7 @@ def test_stratified_means_vary_less() -> None:
     assert spread[True] < spread[False] / 5
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(
     st.dictionaries(st.integers(1, 50), st.integers(0, 5), min_size=1).filter(lambda d: sum(d.values()) > 0),
     st.integers(0, 230),
@@ -162,7 +163,7 @@ def test_impossible_arrivals_are_refused(rate: float, cv: float) -> None:
         workload.gamma_arrivals(rate, 5, cv, rng())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40, 10))
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=400))
 def test_compact_keeps_mean_and_maximum(values: list[int]) -> None:
     full = workload.histogram_of(values)

@@ -131,7 +131,7 @@ def algorithm_1(requests: list[Request], row_tokens: int, eta: float) -> list[in
     return row
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200, 50))
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=25),
     row_tokens=st.integers(1, 80),
@@ -191,7 +191,7 @@ def test_das_against_the_best_schedule():
     assert 0.3 < worst < 1.0  # well above the bound, and the optimum is not out of reach of being better
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 25))
 @given(
     puts=st.lists(st.tuples(st.integers(0, 40), st.none() | st.integers(0, 9)), max_size=60), limit=st.integers(0, 99)
 )

@@ -7,6 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rings import examples
 from xgpt.core.policies.admission import Queue, make_queue
 from xgpt.core.policies.in_time import FirstTokens, Job, Pace, that_give_way
 from xgpt.core.policies.lane_settings import LaneSettings
@@ -44,7 +45,7 @@ def ids(queue: Queue) -> list[int]:
     return [request.id for request in queue.ahead(len(queue))]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200, 50))
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 80)), max_size=7))
 def test_no_other_choice_has_fewer_late(prompts: list[tuple[int, int]]) -> None:
     jobs = sorted(Job(due, i, i, tokens, 0.0) for i, (tokens, due) in enumerate(prompts))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rings import examples
 from xgpt.core.policies import LaneSettings, OneLane, Pool, Request, Step
 from xgpt.core.policies.admission import make_queue
 from xgpt.core.policies.rule import rest_of_prompt
@@ -22,7 +23,7 @@ def blocks_in_use(pool: Pool) -> int:
 
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("kv", "hold"), [("reserve", False), ("reserve", True), ("quantile", False)])
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(data=st.data())
 def test_never_over_commits(kv: KvPromise, hold: bool, microbatches: int, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=15))

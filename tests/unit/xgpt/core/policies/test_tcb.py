@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.tcb.layouts import length_sorted_batches, slotted_rows
+from tests.rings import examples
 from tests.unit.xgpt.core.policies.test_admission import algorithm_1
 from xgpt.core.policies import LaneSettings
 from xgpt.core.policies.admission import make_queue
@@ -45,7 +46,7 @@ def check(batch: RowBatch, requests: list[Request]) -> None:
     assert batch.num_slots % batch.slots_per_row == 0
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, 25))
 @given(lengths=LENGTHS, slot_tokens=st.integers(1, 40))
 def test_every_layout_holds_every_request_once(lengths, slot_tokens):
     requests = requests_of(lengths)
@@ -68,7 +69,7 @@ def test_one_slot_a_row_is_concatenation():
     assert not left_over
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(lengths=LENGTHS)
 def test_even_rows_hold_the_same_requests(lengths):
     requests = requests_of(lengths)
@@ -98,7 +99,7 @@ def cheapest(lengths: list[int], cost, largest: int) -> float:
     return best
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
     largest=st.integers(1, 8),
@@ -131,7 +132,7 @@ def algorithm_2(requests: list[Request], row_tokens: int, eta: float, num_reques
     return longest, set(fitting_slots[:num_requests])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 15))
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=20, max_size=60),
     row_tokens=st.integers(60, 120),
