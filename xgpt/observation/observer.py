@@ -100,7 +100,7 @@ class MeasuredPace:
             self._stretch_s, self._stretch_measured_s, self._stretch_predicted_s = end_s, 0.0, 0.0
 
     def predict_longer(self, factor: float) -> None:
-        """Multiply earlier predictions by a factor, which later ones contain."""
+        """Multiply the predictions so far by a factor that later predictions already contain."""
         self._predicted_s *= factor
         self._stretch_predicted_s *= factor
         self._stretches = deque((ratio - log(factor) for ratio in self._stretches), self._stretches.maxlen)

@@ -50,8 +50,8 @@ def reserve(address: str, count: int, devices: int, *, gpus: bool) -> MachineGro
 
     Args:
         address: the cluster's; `auto`: that of the cluster which this machine is part of.
-        count: machines; several are different ones.
-        devices: on each machine.
+        count: number of different machines.
+        devices: number of devices on each machine.
 
     Raises:
         InputError: no Ray cluster is at that address.

@@ -248,7 +248,7 @@ class EngineClient:
                 self._note_deadline(stream, time.perf_counter())
 
     def _note_deadline(self, stream: TokenStream, end_s: float) -> None:
-        """Count a request that had a deadline, after its last token or as many tokens as it could have."""
+        """Count a request that had a deadline, once it has its last token or has been removed."""
         if stream.submission.has_deadline:
             self.metrics.note_deadline(met=end_s <= stream.submission.end_s, prompt_tokens=stream.prompt_tokens)
 
