@@ -173,6 +173,7 @@ class Engine:
                     self._forget(self._schedule.cancel(id_))
                 case int() as id_:
                     self._redeployment.forget(id_)
+                    self._grammars.forget([id_])
         self._forget(self._schedule.expire(now_ns))
         if (request := self._suspects.next()) is not None:
             self._take_in_again(request)

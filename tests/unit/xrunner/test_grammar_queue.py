@@ -171,3 +171,18 @@ def test_a_parked_request_is_compiled_by_the_workers_of_the_other_plan() -> None
     assert eventually(has_ended)
     assert [executor.asked for executor in executors] == [["dear"], ["dear"]]
     assert [token.token for token in tokens] == expected_tokens((2,), 3)
+
+
+def test_a_parked_request_that_is_cancelled_gives_its_grammar_back() -> None:
+    executor = Compiler()
+    engine = Engine(queue(1), executor, deploy=lambda _: Compiler())
+    engine.submit(Generation(1, (1,), 400))
+    engine.step()
+    engine.apply(queue(1, 200))
+    engine.submit(Generation(2, (2,), 3, sampling=SamplingParams(grammar="dear")))
+    executor.may_compile.release()
+    assert eventually(lambda: engine.step() is not None and len(executor.alive) == 1)
+    engine.step()
+    engine.cancel(2)
+    engine.step()
+    assert engine.is_emptying and eventually(lambda: not executor.alive)
