@@ -51,13 +51,13 @@ def ends_of(space: Space) -> tuple[int, int | None]:
 
 def least_excess(space: Space, floor: Evaluation, corners: int, slow: int) -> Array:
     """Return the least share by which the points of each box break the constraint."""
+    micro, at_slow = float(space.placement.microbatches), np.arange(slow, len(floor.left), corners)
     if not space.constraint.bounds_latency:
-        return floor.excess[slow::corners]
-    micro = float(space.placement.microbatches)
-    least = space.forecast.box_latencies(space.models.floor, floor.lesser, floor.performance, corners, micro)
+        return floor.excess_at(at_slow)
+    least = space.forecast.box_latencies(space.models.floor, lambda: floor.lesser, floor.performance, corners, micro)
     if least is None:
-        return floor.excess[slow::corners]
-    return excess_of(space.constraint, *least, floor.left[slow::corners])
+        return floor.excess_at(at_slow)
+    return excess_of(space.constraint, *least, floor.left[at_slow])
 
 
 def excess_of(constraint: Constraint, latency: Array, ttft: Array, tpot: Array, left: Array) -> Array:

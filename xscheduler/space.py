@@ -312,19 +312,28 @@ class Space:
             return evaluation
         return self._evaluate(self.models.floor, columns)
 
+    def allows(self, settings: PolicySettings) -> bool:
+        """Return whether a point is allowed."""
+        columns = {axis.variable.name: np.asarray([getattr(settings, axis.variable.name)]) for axis in self.axes}
+        return bool(self.evaluate(columns).feasible[0])
+
     def _evaluate(self, model: Any, columns: dict[str, Ints]) -> Evaluation:
         return self._predicted(model, columns, dict.fromkeys(self._growing(), 1.0) if self.between else {})
 
     def _predicted(self, model: Any, columns: Mapping[str, Array | Ints], step: Mapping[str, float]) -> Evaluation:
         """Predict points; those smaller by the step are the least batches that they stand for."""
+        less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
+
+        def lesser(chosen: Ints) -> Performance:
+            return self._performance(model, {name: values[chosen] for name, values in {**columns, **less}.items()})
+
+        left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
+        return Evaluation(self._performance(model, columns), self, left, lesser if step else None)
+
+    def _performance(self, model: Any, columns: Mapping[str, Array | Ints]) -> Performance:
         size = len(next(iter(columns.values())))
         fixed = {name: np.full(size, value) for name, value in self.placement.fixed.items() if "microbatches" in name}
-        found = lesser = self.forecast.evaluate(model, **columns, **fixed)
-        if step:
-            less = {name: np.maximum(columns[name] - by, self._least(name)) for name, by in step.items()}
-            lesser = self.forecast.evaluate(model, **{**columns, **less}, **fixed)
-        left = None if self.left is None else np.asarray([self.left[n] for n in columns["token_budget"].tolist()])
-        return Evaluation(found, self, left, lesser)
+        return self.forecast.evaluate(model, **columns, **fixed)
 
     def evaluate_parts(self, columns: dict[str, Ints], count: int) -> Evaluation:
         """Predict the real batches that points stand for: from one to the next in so many steps, side by side."""
@@ -364,22 +373,30 @@ def _at_rest(memory: LaneMemory, lengths: Lengths, block_size: int, kv: KvPromis
 
 
 class Evaluation:
-    """Predictions of some points, and which of them are allowed."""
+    """Predictions of some points, and which of them are allowed.
+
+    Args:
+        left: share of the latency bound that each point may use; None: all of it.
+        lesser: predicts the least batches that the points of some indices stand for; None: a point stands for itself.
+    """
 
     def __init__(
         self,
         performance: Performance,
         space: Space,
         left: Array | None = None,
-        lesser: Performance | None = None,
+        lesser: Callable[[Ints], Performance] | None = None,
     ) -> None:
         self.performance = performance
-        self.lesser = performance if lesser is None else lesser
-        """Predictions of the least batches that the points stand for; their times must keep the constraint."""
         self.left: Array = np.ones(len(performance.throughput)) if left is None else left
-        """Share of the latency bound that each point may use."""
+        self._lesser = lesser
         self._constraint = space.constraint
         self._space = space
+
+    @cached_property
+    def lesser(self) -> Performance:
+        """Predictions of the least batches that the points stand for; their times must keep the constraint."""
+        return self.performance if self._lesser is None else self._lesser(np.arange(len(self.left)))
 
     @cached_property
     def throughput(self) -> Array:
@@ -414,8 +431,10 @@ class Evaluation:
 
     def take(self, indices: Ints) -> Evaluation:
         """Return the evaluation of some of the points, in this order."""
-        taken = Evaluation(self.performance.take(indices), self._space)
-        if self.lesser is not self.performance:
+        lesser = self._lesser
+        of_taken = None if lesser is None else lambda chosen: lesser(indices[chosen])
+        taken = Evaluation(self.performance.take(indices), self._space, None, of_taken)
+        if "lesser" in vars(self):
             taken.lesser = self.lesser.take(indices)
         taken.__dict__.update(
             {name: values[indices] for name, values in vars(self).items() if isinstance(values, np.ndarray)}
@@ -441,8 +460,13 @@ class Evaluation:
     @cached_property
     def excess(self) -> Array:
         """Share by which the worst latency exceeds its bound, headroom included; at most 0 if all are kept."""
-        times = self.lesser
-        return excess_of(self._constraint, times.latency, times.ttft, times.tpot, self.left)
+        return self.excess_at(np.arange(len(self.left)))
+
+    def excess_at(self, indices: Ints) -> Array:
+        """Return the same for some of the points, in this order, without predicting the others."""
+        lesser = None if "lesser" in vars(self) else self._lesser
+        times = self.lesser.take(indices) if lesser is None else lesser(indices)
+        return excess_of(self._constraint, times.latency, times.ttft, times.tpot, self.left[indices])
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:

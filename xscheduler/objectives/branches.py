@@ -12,8 +12,9 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,9 @@ from xgpt.core.schema import Constraint
 from xscheduler.arrival_bounds import PromptSteps, Waits, loosened, shortened
 from xscheduler.box_bounds import breach
 from xscheduler.candidates import Candidates
-from xscheduler.search.branch_and_bound import upper_bound
+from xscheduler.search.branch_and_bound import TARGET_GAP, UpperBound, upper_bound
 from xscheduler.space import Space
+from xsimulator.costs.curves import Array
 from xsimulator.forecast import CHOICES
 
 BOUND = "Little's law: what an engine that is never idle serves within the same bounds, on monotone tables"
@@ -58,6 +60,7 @@ class Branch:
     in_steps: bool = False
     prompt_s: float | None = None
     is_refined: bool = False
+    _searched: list[_Searched] = field(default_factory=list)
 
     @property
     def alike(self) -> Hashable:
@@ -114,19 +117,53 @@ class Branch:
     def _served(self, rate: float, at_least: float, waits: Waits | None) -> float:
         """Return a bound on the throughput in the time that remains after waits at a rate, or `at_least` if that is
         higher."""
-        relaxed, of_one = self.relaxed, rate / self.space.placement.replicas
-        left = np.ones(1)
-        if waits is not None and self.in_steps:
-            left = waits.left_by_budget(self._steps, of_one)
-        elif waits is not None and self.prompt_s is not None:
-            left = np.asarray([waits.left(self.prompt_s, of_one)])
+        left = self._left(rate, waits)
         most = float(left.max())
         if most <= 0:
             return at_least
+        relaxed = self.relaxed
         if left.min() <= 1 - CLOSE:
             by_budget = dict(zip(self._budgets, (left / most).tolist(), strict=True)) if self._budgets else None
             relaxed = relaxed.under(shortened(relaxed.constraint, most), relaxed.bound, between=True, left=by_budget)
-        return upper_bound([relaxed], at_least)
+        for known in self._searched:
+            if known.holds(relaxed, left, at_least):
+                return max(known.bound.throughput, at_least)
+        bound = upper_bound([relaxed], at_least)
+        self._searched.append(_Searched(left, at_least, bound))
+        return bound.throughput
+
+    def _left(self, rate: float, waits: Waits | None) -> Array:
+        """Return the largest share of the latency bound that waits at a rate leave, by token budget if there is one."""
+        of_one = rate / self.space.placement.replicas
+        if waits is not None and self.in_steps:
+            return waits.left_by_budget(self._steps, of_one)
+        if waits is not None and self.prompt_s is not None:
+            return np.asarray([waits.left(self.prompt_s, of_one)])
+        return np.ones(1)
+
+
+class _Searched(NamedTuple):
+    """A search of a branch's settings: the time that they had, the rate that it began with, and what it found."""
+
+    left: Array
+    at_least: float
+    bound: UpperBound
+
+    def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
+        """Return whether its bound holds for the settings in less time, and searching them could not lower it.
+
+        It could not if the best point is still allowed: the bound exceeds that by no more than the search's precision.
+        """
+        throughput, best = self.bound
+        if (left > self.left).any():
+            return False
+        if throughput <= at_least or throughput <= self.at_least:
+            return throughput <= at_least
+        if np.array_equal(left, self.left):
+            return True
+        if best is None or best.settings is None or throughput > (1 + TARGET_GAP) * best.throughput:
+            return False
+        return relaxed.allows(best.settings)
 
 
 class Branches:

@@ -14,9 +14,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from xscheduler.box_bounds import BOUND, LATENCY_TOLERANCE, box_bounds, ends_of, least_excess
 from xscheduler.search.base import SearchResult
@@ -31,10 +32,14 @@ MAX_PREDICTIONS = 100_000
 BLOCKS_AT_ONCE = 24
 """Blocks of a space that are divided in one vectorised call."""
 
+SMALL = 32
+"""Points of a box that are predicted one by one instead of dividing the box, if it has no more."""
 PARTS = {1: 8, 2: 2}
 """Parts into which a block is cut along each variable, by the number of variables."""
 PARTS_OF_A_BATCH = 16
 """Real batches that are predicted from one whole batch to the next."""
+POINTS_AT_ONCE = 64
+"""Points whose real batches are predicted in one call."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """(lowest indices, highest indices, branch)"""
@@ -48,6 +53,11 @@ class _Block:
     box: Box = field(compare=False)
     bound: float = field(compare=False)
     """Throughput that no point of the box exceeds, whether or not it is monotone."""
+
+
+def _size(box: Box) -> int:
+    """Return the number of points of a box."""
+    return prod(last - first + 1 for first, last in zip(box[0], box[1], strict=True))
 
 
 class _Open:
@@ -154,9 +164,48 @@ class _Search:
         return SearchResult(self.best.space, self.best.settings, self.best.values, evaluations, gap, BOUND)
 
     def divide(self, parent: _Open, boxes: list[Box]) -> None:
-        """Predict the corners of boxes in one call; keep the incumbent, and the boxes that may still beat it."""
-        if not boxes:
+        """Predict the points of small boxes, and the corners of others, which are kept if they may beat the best."""
+        if ends_of(parent.space)[1] is not None:
+            self._sweep(parent, [box for box in boxes if _size(box) <= SMALL])
+            boxes = [box for box in boxes if _size(box) > SMALL]
+        if boxes:
+            self._bound(parent, boxes)
+
+    def _sweep(self, parent: _Open, boxes: list[Box]) -> None:
+        """Predict all points of boxes; keep the best."""
+        space = parent.space
+        ranges = [[range(lo, hi + 1) for lo, hi in zip(low, high, strict=True)] for low, high, _ in boxes]
+        points = [(point, box[2]) for box, inside in zip(boxes, ranges, strict=True) for point in product(*inside)]
+        if not points:
             return
+        columns = parent.columns(points)
+        evaluation = space.evaluate(columns)
+        self.predictions += len(points)
+        self._keep_best(space, columns, evaluation)
+        if space.between:
+            self._sweep_between(space, columns, evaluation)
+
+    def _sweep_between(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
+        """Predict the real batches that points stand for, except of points that cannot beat the best or whose least
+        batch breaks the constraint."""
+        tolerated = np.where(evaluation.fits, evaluation.throughput * (1 + THROUGHPUT_TOLERANCE), np.inf)
+        chosen = np.flatnonzero(evaluation.in_memory & (tolerated > self.best_throughput))
+        if len(chosen):
+            chosen = chosen[evaluation.excess_at(chosen) <= LATENCY_TOLERANCE]
+        chosen = chosen[np.argsort(-tolerated[chosen], kind="stable")]
+        while len(chosen):  # the first ones may decide about the others
+            now, chosen = chosen[:POINTS_AT_ONCE], chosen[POINTS_AT_ONCE:]
+            self._try_parts(space, {name: values[now] for name, values in columns.items()})
+            chosen = chosen[tolerated[chosen] > self.best_throughput]
+
+    def _try_parts(self, space: Space, columns: dict[str, Ints]) -> None:
+        """Predict the real batches that points stand for, which may serve more than the whole ones at both ends."""
+        parts = space.evaluate_parts(columns, PARTS_OF_A_BATCH)
+        self.predictions += 2 * len(parts.throughput)
+        self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))
+
+    def _bound(self, parent: _Open, boxes: list[Box]) -> None:
+        """Predict the corners of boxes in one call; keep the incumbent, and the boxes that may still beat it."""
         corners = [parent.corners(box) for box in boxes]
         points = [(point, box[2]) for box, chosen in zip(boxes, corners, strict=True) for point in chosen]
         order = {point: i for i, point in enumerate(dict.fromkeys(points))}  # small boxes share corners
@@ -198,16 +247,15 @@ class _Search:
                 heapq.heappush(parent.blocks, _Block(-priority, box, bound))
             else:
                 self.unexplored = max(self.unexplored, bound)
-        if single:  # real batches may serve more than the whole ones at both ends
-            parts = parent.space.evaluate_parts(parent.columns(single), PARTS_OF_A_BATCH)
-            self.predictions += 2 * len(parts.throughput)
-            self.best_throughput = max(self.best_throughput, float((parts.feasible * parts.throughput).max()))
+        if single:
+            self._try_parts(parent.space, parent.columns(single))
 
     def _keep_best(self, space: Space, columns: dict[str, Ints], evaluation: Evaluation) -> None:
-        throughput: npt.NDArray[np.float64] = np.where(evaluation.feasible, evaluation.throughput, -np.inf)
-        index = int(throughput.argmax())
-        if throughput[index] > self.best_throughput:
-            self.best_throughput = float(throughput[index])
+        better = np.flatnonzero(evaluation.fits & (evaluation.throughput > self.best_throughput))
+        allowed = better[evaluation.excess_at(better) <= 0] if len(better) else better
+        if len(allowed):
+            index = int(allowed[evaluation.throughput[allowed].argmax()])
+            self.best_throughput = float(evaluation.throughput[index])
             settings = space.settings(columns, index)
             self.best = SearchResult(space, settings, evaluation.at(index), 0, None, "")
 
@@ -218,8 +266,20 @@ def search(spaces: Sequence[Space]) -> SearchResult:
     return _Search(spaces).run()
 
 
-def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> float:
+class UpperBound(NamedTuple):
+    """A throughput that no allowed point of some spaces exceeds.
+
+    Attributes:
+        throughput: requests a second, all replicas together.
+        best: the best allowed point that was predicted; None: none exceeds the throughput that was asked for.
+    """
+
+    throughput: float
+    best: SearchResult | None
+
+
+def upper_bound(spaces: Sequence[Space], at_least: float = 0.0) -> UpperBound:
     """Return a throughput that no allowed point of any space exceeds, or `at_least` if that is higher."""
     box_search = _Search(spaces, at_least)
     box_search.run()
-    return max(box_search.best_throughput, box_search.unexplored)
+    return UpperBound(max(box_search.best_throughput, box_search.unexplored), box_search.best)

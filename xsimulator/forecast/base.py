@@ -165,7 +165,7 @@ class Forecast(ABC, Generic[M]):
         return high.encode_batch / floor.cycle
 
     def box_latencies(
-        self, model: M, lesser: Performance, floor: Performance, corners: int, microbatches: float
+        self, model: M, lesser: Callable[[], Performance], floor: Performance, corners: int, microbatches: float
     ) -> tuple[Array, Array, Array] | None:
         """Return lower bounds on latency, time to first token and time per output token of each box.
 
@@ -173,8 +173,9 @@ class Forecast(ABC, Generic[M]):
 
         Args:
             model: the model on the lower tables.
-            lesser, floor: its predictions for the corners of all boxes, box by box, with `corners` for each: computed
-                for the smallest batches that a corner stands for, and for the corner's own.
+            lesser, floor: its predictions for the corners of all boxes, box by box, with `corners` for each: for the
+                smallest batches that a corner stands for (a function, since few policies need them), and for the
+                corner's own.
         """
         return None
 

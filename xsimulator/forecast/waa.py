@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -91,10 +91,16 @@ class Waa(Forecast[TwoLaneModel]):
         return model.most(low.encode_batch, high.encode_batch, high.peak_requests, microbatches, bound_s)
 
     def box_latencies(
-        self, model: TwoLaneModel, lesser: Performance, floor: Performance, corners: int, microbatches: float
+        self,
+        model: TwoLaneModel,
+        lesser: Callable[[], Performance],
+        floor: Performance,
+        corners: int,
+        microbatches: float,
     ) -> tuple[Array, Array, Array]:
         # The number of requests in decode falls as larger encode batches take more of the cap, so no corner is the slow
         # one: the bound combines the lowest times of the encode lane with those of the decode lane.
-        low, high = lesser.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
-        batch = lesser.decode_batch.reshape(-1, corners).min(axis=1)
+        least = lesser()
+        low, high = least.encode_batch[::corners], floor.encode_batch[corners - 1 :: corners]
+        batch = least.decode_batch.reshape(-1, corners).min(axis=1)
         return model.least(low, high, batch, np.full(len(low), microbatches))
