@@ -109,10 +109,10 @@ def test_a_stranger_is_not_answered_by_the_control_plane(target: Target, curve: 
                 stranger.curve_serverkey, _ = zmq.curve_keypair()
             stranger.connect(f"tcp://127.0.0.1:{port}")
             for message in (
-                m.Join(1, 1),
                 m.Hello(0, 1, os.getpid(), "tcp://127.0.0.1:1"),
                 m.StoreCall(1, 1, "set", ["default_pg/0//0//cuda//rank_0"], [b"\x80\x04"], False),
-                m.WorkerExited(1, 0),
+                m.Loaded(0, 0.0, "a stranger's error"),
+                m.Prepared(0, 0, "another"),
             ):
                 stranger.send(m.encode(message))
             strangers.append(stranger)
