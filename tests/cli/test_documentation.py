@@ -77,7 +77,7 @@ LLAMA = {
 SAMPLES = {
     "profile.json": "xgpt profile --model opt-125m -o profile.json",
     "fleet.json": "xgpt fleet --trace day.csv --latency-bound 15 --ttft 2 --model llama-3.1-8b --cluster h100x8",
-    "current.json": f"{GPU_PLAN} --policy chunked --objective saturated -o current.json",
+    "current.json": f"{GPU_PLAN.replace('h200x1', 'h100x1')} --policy chunked --objective saturated -o current.json",
 }
 """Commands that make the files which a block reads without having made them."""
 
@@ -144,7 +144,9 @@ class Directory:
             made = self.run("xgpt plan --latency-bound 9.8" if local else GPU_PLAN + engine)
             assert made.returncode == 0, made.stderr
         elif name in SAMPLES:
-            made = self.run(SAMPLES[name])
+            weights = "--model meta-llama/Llama-3.1-8B --config config.json --engine xgpt-vllm"
+            sample = SAMPLES[name]
+            made = self.run(sample.replace("--model llama-3.1-8b", weights) if "--to k8s" in command else sample)
             assert made.returncode == 0, made.stderr
         elif name.endswith(".csv"):
             _workload(path, 7200.0)
