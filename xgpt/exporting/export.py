@@ -119,7 +119,8 @@ def _engine_itself(plan: Plan) -> dict[str, str]:
     command = engine_command(plan)
     if command is None:
         accepted = (
-            "an engine's own scheduler runs plans of chunked on equal stages of GPUs; vLLM and SGLang also with a draft"
+            "an engine's own scheduler runs plans of chunked on equal stages of GPUs; only vLLM and SGLang with a "
+            "draft, or in float8 from a checkpoint in another type"
         )
         raise InputError("plan.policy", plan.policy.kind, accepted)
     times = plan.replicas // plan.sharing_replicas

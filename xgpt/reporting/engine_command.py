@@ -10,10 +10,10 @@ from xgpt.core.schema import ChunkedSettings, Plan, Speculation
 from xsimulator.front import most_rate
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "trtllm": "TensorRT-LLM"}
-
-
 SPECULATES = ("vllm", "sglang")
 """Engines for which options of a draft can be written."""
+QUANTIZES = ("vllm", "sglang")
+"""Engines that turn a checkpoint's weights into float8 at start; others take a checkpoint in float8."""
 
 
 def engine_command(plan: Plan) -> str | None:
@@ -35,16 +35,19 @@ def engine_command(plan: Plan) -> str | None:
     tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
     if plan.speculation is not None and framework not in SPECULATES:
         return None
+    in_eight, kv_in_eight = plan.dtype == "float8", (plan.kv_dtype or plan.dtype) == "float8"
+    quantizes = in_eight and plan.model.quantization is None
+    if quantizes and framework not in QUANTIZES:
+        return None
     tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
     model = hub.id_of(plan.checkpoint) or plan.checkpoint or hub.id_of_shipped(plan.model.name) or plan.model.name
     share, sharing = plan.cluster.device.usable_memory, plan.sharing_replicas
-    in_eight, kv_in_eight = plan.dtype == "float8", (plan.kv_dtype or plan.dtype) == "float8"
     if framework == "vllm":
         words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
         words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]
         words += ["--max-num-batched-tokens", str(tokens), "--max-num-seqs", str(policy.max_batch)]
         words += ["--gpu-memory-utilization", f"{share:g}"]
-        words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
+        words += ["--quantization", "fp8"] if quantizes else []
         words += ["--kv-cache-dtype", "fp8"] if kv_in_eight else []
         words += ["--no-async-scheduling"] if plan.engine is not None and not plan.engine.schedules_ahead else []
         words += [*_flag("--api-server-count", plan.api_servers), *vllm_draft(plan.speculation)]
@@ -54,12 +57,13 @@ def engine_command(plan: Plan) -> str | None:
         # SGLang divides both sizes among the groups that share the experts.
         words += [*_flag("--pp-size", pp), *_flag("--ep-size", ep), "--chunked-prefill-size", str(tokens * sharing)]
         words += ["--max-running-requests", str(policy.max_batch * sharing), "--mem-fraction-static", f"{share:g}"]
-        words += ["--quantization", "fp8"] if in_eight and plan.model.quantization is None else []
+        words += ["--quantization", "fp8"] if quantizes else []
         words += ["--kv-cache-dtype", "fp8_e4m3"] if kv_in_eight else []
         words += _sglang_draft(plan.speculation)
     else:
         words = ["trtllm-serve", model, *_flag("--tp_size", tp), *_flag("--pp_size", pp), *_flag("--ep_size", ep)]
         words += ["--max_num_tokens", str(tokens), "--max_batch_size", str(policy.max_batch)]
+        words += ["--kv_cache_dtype", "fp8"] if kv_in_eight else []
     return shlex.join(words)
 
 

@@ -119,6 +119,17 @@ def test_the_printed_command_is_of_plans_that_vllm_runs_by_itself(case: str) -> 
             launch(plan, plan_path="plan.json")
 
 
+def test_tensorrt_llm_takes_float8_from_the_checkpoint_only() -> None:
+    """A plan in float8 of a checkpoint in bfloat16 would have been started in bfloat16."""
+    plan = planned("by itself")
+    assert plan.engine is not None
+    plan = plan.model_copy(update={"engine": plan.engine.model_copy(update={"framework": "tensorrt-llm"})})
+    assert "--kv_cache_dtype" not in str(engine_command(plan))
+    in_eight = plan.model_copy(update={"kv_dtype": "float8"})
+    assert "--kv_cache_dtype fp8" in str(engine_command(in_eight))
+    assert engine_command(in_eight.model_copy(update={"dtype": "float8"})) is None
+
+
 def test_a_loop_that_waits_costs_what_it_costs() -> None:
     """The same settings under xgpt's scheduler: each step is decided after the one before."""
     ahead, waits = planned("by itself"), planned("with xgpt's scheduler")
