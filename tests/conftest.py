@@ -52,9 +52,13 @@ os.environ.setdefault("MPLCONFIGDIR", str(cache_dir() / "matplotlib"))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile kernels once for all processes of a run; one process compiles what its tests need."""
+    _compile(session, wait=False)
+
+
+def _compile(session: pytest.Session, *, wait: bool) -> None:
+    """Compile kernels once for all processes of a run; a process without others compiles what its tests need."""
     if hasattr(session.config, "workerinput") and "NUMBA_CACHE_DIR" in os.environ:
-        compile_all(Path(os.environ["NUMBA_CACHE_DIR"]))
+        compile_all(Path(os.environ["NUMBA_CACHE_DIR"]), wait=wait)
 
 
 SECONDS = Path(__file__).parent / "seconds.json"
@@ -83,8 +87,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         SECONDS.write_text(json.dumps(seconds, indent=0) + "\n")
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is loaded out of the garbage collections of the tests, and of the servers that they start."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Wait for what other processes compile, and keep what is loaded out of the garbage collections of the tests."""
+    _compile(session, wait=True)
     set_heap_aside()
     gc.enable()
 

@@ -11,8 +11,12 @@ from tests.rings import ALL
 from xgpt.core.schema import DType
 
 
-def compile_all(cache: Path) -> None:
-    """Fill numba's cache, which the processes share, and return when all kernels and simulations are in it."""
+def compile_all(cache: Path, *, wait: bool) -> None:
+    """Compile into numba's cache, which the processes share, the kernels and simulations that are not in it.
+
+    Args:
+        wait: also wait for those that other processes are compiling.
+    """
     import xsimulator
     from xrunner import cpu
 
@@ -21,19 +25,18 @@ def compile_all(cache: Path) -> None:
     newest = max(file.stat().st_mtime_ns for room in rooms for file in room.rglob("*.py"))
     shared = cache / f"tests-{newest}"
     shared.mkdir(parents=True, exist_ok=True)
-    for wait in (False, True):  # what another process compiles is waited for in the end
-        for name, compile_kernel in (kernels() | simulations()).items():
-            done = shared / f"{name}.done"
-            if done.exists():
+    for name, compile_kernel in (kernels() | simulations()).items():
+        done = shared / f"{name}.done"
+        if done.exists():
+            continue
+        with (shared / name).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
                 continue
-            with (shared / name).open("w") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                except BlockingIOError:
-                    continue
-                if not done.exists():
-                    compile_kernel()
-                    done.touch()
+            if not done.exists():
+                compile_kernel()
+                done.touch()
 
 
 def kernels() -> dict[str, Callable[[], object]]:

@@ -63,7 +63,7 @@ def test_one_value_of_each_length(kind: str, inputs: int, outputs: int) -> None:
         assert figures["latency_s"] == pytest.approx(figures["ttft_s"])
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", few(sorted(POLICIES), 4))
 def test_a_model_of_one_layer_on_more_devices_than_layers(kind: str) -> None:
     """No pipeline has more stages than layers; what is left is tensor parallelism, replicas, idle devices."""
     subject = problem("opt-13b", "a40x4", "summarization")

@@ -73,6 +73,7 @@ def test_prompts_of_several_slices_pass_a_pipeline_beside_decodes(workers, check
     alone.close()
 
 
+@pytest.mark.long
 def test_waa_plans_of_an_encoder_decoder_are_simulated(checkpoint):
     two = problem_of(checkpoint("t5-tied")[0], 2)
     plan = planned(two, "waa")

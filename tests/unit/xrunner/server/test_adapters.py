@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
-from openai.types.responses import Response
 
 from tests.fakes import VOCAB_SIZE, SayingExecutor, byte_tokenizer, fake_app, fake_engine, running
 from xrunner.server import ApiKeys, ChatTemplate, TextCodec
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types.responses import Response
 
 TEMPLATE = """{% if tools %}[{% for tool in tools %}{{ tool.function.name }}{% endfor %}]{% endif %}
 {%- for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}
@@ -60,6 +62,8 @@ TOOL = {"type": "function", "name": "weather", "parameters": PLACE}
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
+    import openai  # takes half a second, which every process that collects this file would pay
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
