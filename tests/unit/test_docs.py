@@ -1,4 +1,4 @@
-"""What the documentation names exists: modules, files, commands' options, and what README links to."""
+"""What the documentation names exists: modules, files, commands' options."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ def test_options_of_xgpt_exist(page: str) -> None:
     lines = re.findall(r"^ {4}xgpt .*(?:\n {6}.*)*", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
     used = {name for line in lines for name in OPTION.findall(re.sub(r"'[^']*'|#.*", "", line))}
     assert used <= known
-
-
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)[^)]*\)", (ROOT / "README.md").read_text(encoding="utf-8")))
-def test_readme_links_exist(link: str) -> None:
-    assert link.startswith("https") or (ROOT / link).exists()
 
 
 def _options(command: str) -> set[str]:

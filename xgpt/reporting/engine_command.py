@@ -35,13 +35,13 @@ def engine_command(plan: Plan) -> str | None:
     tokens = plan.step_tokens(policy.token_budget) // policy.microbatches
     if plan.speculation is not None and framework not in SPECULATES:
         return None
-    in_eight, kv_in_eight = plan.dtype == "float8", (plan.kv_dtype or plan.dtype) == "float8"
-    quantizes = in_eight and plan.model.quantization is None
+    quantizes = plan.dtype == "float8" and plan.model.quantization is None
     if quantizes and framework not in QUANTIZES:
         return None
     tp, pp, ep = stages[0].tp, len(stages), stages[0].ep
     model = hub.id_of(plan.checkpoint) or plan.checkpoint or hub.id_of_shipped(plan.model.name) or plan.model.name
     share, sharing = plan.cluster.device.usable_memory, plan.sharing_replicas
+    kv_in_eight = (plan.kv_dtype or plan.dtype) == "float8"
     if framework == "vllm":
         words = ["vllm", "serve", model, *_flag("--tensor-parallel-size", tp), *_flag("--pipeline-parallel-size", pp)]
         words += [*_flag("--data-parallel-size", sharing), *(["--enable-expert-parallel"] if ep > 1 else [])]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ from xgpt.core.policies import BlockTable, Step
 from xgpt.core.schema import Stage
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
-from xrunner.cluster.sockets import Sockets
-from xrunner.cluster.workers import WAKEUP_BYTES, Workers
+from xrunner.cluster.sockets import Sockets, Wakeup
+from xrunner.cluster.workers import Workers
 from xrunner.executor import Use, WorkerLost
 from xrunner.generation import Generation, Logprobs
 
@@ -57,8 +55,8 @@ class RemoteExecutor:
         self._sockets: Sockets | None = None
         self._first: dict[str, zmq.Socket[bytes]] = {}
         self._control_bytes = 0
-        self._wakeup: tuple[socket.socket, socket.socket] | None = None
-        """A pair: `interrupt` writes into the second, and `collect` also waits for the first."""
+        self._wakeup: Wakeup | None = None
+        """`interrupt` wakes `collect`."""
 
     def deploy(self) -> dict[int, float]:
         """Have the workers build their parts, with no request in them. Returns seconds by worker."""
@@ -69,10 +67,8 @@ class RemoteExecutor:
             seconds = self._workers.deploy(self._deployment, endpoint)
             self._poller = zmq.Poller()
             self._poller.register(self._answers, zmq.POLLIN)
-            self._wakeup = socket.socketpair()
-            for end in self._wakeup:
-                end.setblocking(False)
-            self._poller.register(self._wakeup[0], zmq.POLLIN)
+            self._wakeup = Wakeup()
+            self._poller.register(self._wakeup.socket, zmq.POLLIN)
         except XgptError:
             self.disconnect()
             raise
@@ -149,8 +145,7 @@ class RemoteExecutor:
             self._sockets.close()
             self._sockets = None
         if self._wakeup is not None:
-            for end in self._wakeup:
-                end.close()
+            self._wakeup.close()
             self._wakeup = None
 
     def accept(self, generation: Generation) -> None:
@@ -195,12 +190,11 @@ class RemoteExecutor:
 
     def interrupt(self) -> None:
         if wakeup := self._wakeup:
-            with contextlib.suppress(OSError):  # full: already interrupted; closed: no thread waits
-                wakeup[1].send(b"\0")
+            wakeup.wake()
 
     def collect(self) -> tuple[Step, dict[int, int]] | None:
         assert self._wakeup is not None
-        wakeup = self._wakeup[0]
+        wakeup = self._wakeup
         while True:
             for numbers in self._in_order.values():
                 if numbers and numbers[0] in self._done:
@@ -208,8 +202,8 @@ class RemoteExecutor:
             self.check()
             ready = dict(self._poller.poll(CHECK_MS))
             if self._answers not in ready:  # ended steps come first: the interruption can wait
-                if wakeup.fileno() in ready:
-                    wakeup.recv(WAKEUP_BYTES)
+                if wakeup.socket.fileno() in ready:
+                    wakeup.clear()
                     return None
                 continue
             match m.decode_answer(self._answers.recv()):

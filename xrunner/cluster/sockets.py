@@ -10,7 +10,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zmq
@@ -23,6 +25,8 @@ DATA_BYTES = 256 << 20
 """Largest message with a step's requests, or its tokens and their log probabilities."""
 HANDSHAKE_S = 10
 """Time in which a peer must have proved that it has the secret."""
+WAKEUP_BYTES = 4096
+"""Wake-ups that are read at once, and count as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +106,29 @@ class Sockets:
         opened.curve_publickey, opened.curve_secretkey = self._secret.public, self._secret.private
         self._opened.append(opened)
         return opened
+
+
+class Wakeup:
+    """Wakes a thread that polls sockets.
+
+    Attributes:
+        socket: the thread polls it, too; it becomes readable with `wake`.
+    """
+
+    def __init__(self) -> None:
+        self.socket, self._waker = socket.socketpair()
+        for end in (self.socket, self._waker):
+            end.setblocking(False)
+
+    def wake(self) -> None:
+        """Wake the thread; any thread may call this."""
+        with suppress(OSError):  # full: it is awake already; closed: no thread waits
+            self._waker.send(b"\0")
+
+    def clear(self) -> None:
+        """Take back the wake-ups so far, of which there is at least one."""
+        self.socket.recv(WAKEUP_BYTES)
+
+    def close(self) -> None:
+        self.socket.close()
+        self._waker.close()

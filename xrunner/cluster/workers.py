@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import socket
 import threading
 import time
 import weakref
@@ -21,7 +19,7 @@ from xgpt.core.processes import is_at_work
 from xrunner.cluster import messages as m
 from xrunner.cluster.deployment import Deployment
 from xrunner.cluster.launching import THIS_MACHINE, LauncherSettings, MachineGroup, MachineLauncher, StartWorkers
-from xrunner.cluster.sockets import CONTROL_BYTES, Secret, Sockets
+from xrunner.cluster.sockets import CONTROL_BYTES, Secret, Sockets, Wakeup
 from xrunner.cluster.store import EpochKeys
 from xrunner.executor import WorkerLost
 
@@ -37,8 +35,6 @@ RESTARTS = 3
 PERIOD_S = 60.0
 """More than `RESTARTS` restarts within this time end the server."""
 POLL_MS = 50
-WAKEUP_BYTES = 4096
-"""Wake-ups that are read at once, and count as one."""
 
 
 class DeploymentRefused(XgptError):
@@ -115,9 +111,7 @@ class Workers:
         self._looked_s = time.monotonic()
         self._sockets = Sockets(self.secret, host)
         self._socket, endpoint = self._sockets.bind(zmq.ROUTER, CONTROL_BYTES)
-        self._wakeup = socket.socketpair()
-        """The watching thread waits for the first; a byte to the second wakes it."""
-        self._wakeup[1].setblocking(False)
+        self._wakeup = Wakeup()
         self._numbers = itertools.count()
         self._keys = EpochKeys(lambda caller, answer: self._socket.send_multipart([caller, m.encode(answer)]))
         self._settings = LauncherSettings(endpoint, self.secret.private, host, first_device)
@@ -222,8 +216,7 @@ class Workers:
     def _order(self, member: WorkerStatus, message: m.Deploy | m.Prepare) -> None:
         """Have the watching thread send a message to a worker."""
         self._orders.put((member.sender, m.encode(message)))
-        with contextlib.suppress(OSError):  # full: already awake; closed: there is no thread any more
-            self._wakeup[1].send(b"\0")
+        self._wakeup.wake()
 
     def restart(self) -> None:
         """End the remaining workers and restart all.
@@ -278,11 +271,11 @@ class Workers:
     def _watch(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup[0], zmq.POLLIN)
+        poller.register(self._wakeup.socket, zmq.POLLIN)
         try:
             while not self._closing:
-                if self._wakeup[0].fileno() in dict(poller.poll(POLL_MS)):
-                    self._wakeup[0].recv(WAKEUP_BYTES)
+                if self._wakeup.socket.fileno() in dict(poller.poll(POLL_MS)):
+                    self._wakeup.clear()
                 with self._shared.changed:
                     while self._socket.poll(0):
                         sender, content = self._socket.recv_multipart()
@@ -296,8 +289,7 @@ class Workers:
                 if launcher is not None:
                     launcher.close()
             self._sockets.close()
-            for end in self._wakeup:
-                end.close()
+            self._wakeup.close()
 
     def _start(self) -> None:
         """Order each machine's launcher, once an epoch, to start its workers."""

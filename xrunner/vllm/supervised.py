@@ -39,7 +39,7 @@ def main(command: list[str]) -> int:
 
 
 def end_group_on_hangup() -> None:
-    """Make this process, the first of its group, kill the whole group when the process that supervises it is killed."""
+    """Kill this process and its group, which it leads, as soon as its supervisor is killed."""
     signal.signal(signal.SIGHUP, lambda *_: os.killpg(0, signal.SIGKILL))
 
 

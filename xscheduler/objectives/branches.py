@@ -157,8 +157,10 @@ class _Searched(NamedTuple):
         throughput, best = self.bound
         if (left > self.left).any():
             return False
-        if throughput <= at_least or throughput <= self.at_least:
-            return throughput <= at_least
+        if throughput <= at_least:
+            return True
+        if throughput <= self.at_least:  # nothing exceeds the rate that the search began with
+            return False
         if np.array_equal(left, self.left):
             return True
         if best is None or best.settings is None or throughput > (1 + TARGET_GAP) * best.throughput:

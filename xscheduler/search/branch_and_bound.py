@@ -267,7 +267,7 @@ def search(spaces: Sequence[Space]) -> SearchResult:
 
 
 class UpperBound(NamedTuple):
-    """A throughput that no allowed point of some spaces exceeds.
+    """An upper bound on the throughput of the allowed points of some spaces.
 
     Attributes:
         throughput: requests a second, all replicas together.
