@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import BlockTable, Schedule, Step
 from xrunner.generation import Generation, Logprobs
+
+if TYPE_CHECKING:
+    from xrunner.grammar import Grammars
 
 
 class WorkerLost(XgptError):
@@ -105,10 +108,15 @@ class Executor(Protocol):
 
 
 class OneAtATime(ABC):
-    """An executor in the engine's own process: a step is executed while `collect` waits for it."""
+    """An executor in the engine's own process: a step is executed while `collect` waits for it.
+
+    Attributes:
+        grammars: those that outputs can follow; None: no request may have one.
+    """
 
     resumes = True
     scores_prompts = False
+    grammars: Grammars | None = None
 
     def __init__(self) -> None:
         self.logprobs: dict[int, Logprobs] = {}
@@ -119,8 +127,7 @@ class OneAtATime(ABC):
         """Accept any request."""
 
     def prepare(self, grammar: str) -> object:
-        """Do nothing: an executor without a sampler follows no grammar."""
-        return None
+        return None if self.grammars is None else self.grammars.compiled(grammar)
 
     @abstractmethod
     def execute(self, step: Step) -> dict[int, int]:

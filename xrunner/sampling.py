@@ -66,7 +66,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._settings = np.full(0, _GREEDY)
         self._active: set[int] = set()
-        self._grammars = grammars
+        self.grammars = grammars
         self._states: dict[int, GrammarState] = {}
         """Grammar states, by row that has a grammar."""
         self.failed: dict[int, str] = {}
@@ -122,10 +122,6 @@ class Sampler:
         for at_once in clocks_of(keys_of(settings["seed"], positions), self._noise):
             yield from at_once
 
-    def prepare(self, grammar: str) -> object:
-        """Compile a grammar; it stays compiled as long as the result is referenced. Any thread may call this."""
-        return None if self._grammars is None else self._grammars.compiled(grammar)
-
     def start(self, row: int, params: SamplingParams, output: Sequence[int] = (), prompt: Sequence[int] = ()) -> None:
         """Store the sampling parameters of a row's request; `output`: what it had generated before a preemption."""
         if params.is_plain:
@@ -133,8 +129,8 @@ class Sampler:
         if row >= len(self._settings):
             self._settings = np.append(self._settings, np.full(row + 1, _GREEDY))
         if params.grammar is not None:
-            assert self._grammars is not None, "the server accepts no grammar without a tokenizer"
-            self._states[row] = self._grammars.state(params.grammar, output)
+            assert self.grammars is not None, "the server accepts no grammar without a tokenizer"
+            self._states[row] = self.grammars.state(params.grammar, output)
         if params.logit_bias:
             tokens, values = zip(*params.logit_bias, strict=True)
             device = self._counts.device

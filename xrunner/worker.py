@@ -72,9 +72,7 @@ class Worker(OneAtATime):
         self._prompts: dict[int, np.ndarray] = {}
         self._scores = PromptScores()
         self._sampler = sampler or Sampler(model.spec.vocab_size, self._device)
-
-    def prepare(self, grammar: str) -> object:
-        return self._sampler.prepare(grammar)
+        self.grammars = self._sampler.grammars
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Reserve a row for a request, with these blocks.

@@ -168,11 +168,12 @@ class Compiling(threading.Thread):
         self._prepare = prepare
 
     def run(self) -> None:
+        order = self.orders.get()
         settings = self._settings
         engine = Sockets(settings.secret, settings.launcher.host).connect(zmq.DEALER, settings.launcher.engine)
         kept: dict[int, object] = {}
         while True:
-            match self.orders.get():
+            match order:
                 case m.Prepare(number, grammar):
                     error = ""
                     try:
@@ -182,6 +183,7 @@ class Compiling(threading.Thread):
                     engine.send(m.encode(m.Prepared(number, settings.worker, error)))
                 case m.Forget(number):
                     kept.pop(number, None)
+            order = self.orders.get()
 
 
 class Executing:

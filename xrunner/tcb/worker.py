@@ -72,14 +72,11 @@ class RowWorker(OneAtATime):
         self.model = model
         self.resumes = not model.decoder_start
         self._batching, self._row_tokens, self._device, self._kept = batching, row_tokens, device, kept
-        self._grammars = grammars
+        self.grammars = grammars
         self._generations: dict[int, Generation] = {}
         self.inside: dict[int, _RunningBatch] = {}
         self._samplers: dict[int, Sampler] = {}
         """Samplers of each micro-batch that has had a batch."""
-
-    def prepare(self, grammar: str) -> object:
-        return None if self._grammars is None else self._grammars.compiled(grammar)
 
     def start(self, generation: Generation, table: BlockTable, moves_to: BlockTable | None = None) -> None:
         """Note a request of the batch that the next step encodes."""
@@ -140,7 +137,7 @@ class RowWorker(OneAtATime):
         )
         placed = Layout(layout, {one.id: one.prompt for one in batch})
         if step.microbatch not in self._samplers:
-            self._samplers[step.microbatch] = Sampler(self.model.spec.vocab_size, self._device, self._grammars)
+            self._samplers[step.microbatch] = Sampler(self.model.spec.vocab_size, self._device, self.grammars)
         sampler = self._samplers[step.microbatch]
         for line, id_ in enumerate(placed.ids):
             one = self._generations[id_]
