@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from xrunner.generation import NO_TOKEN, Generation, Token
 
 AHEAD_BYTES = 1 << 18
 """Largest total length of the grammars that are compiled for requests that have not begun: four of the longest, which
-take 60 MiB in each process that chooses tokens."""
+take 60 MiB in each process that chooses tokens. Each account may have one grammar beyond it."""
 
 
 @dataclass(slots=True)
@@ -19,11 +20,13 @@ class _Compiled:
 
     Attributes:
         kept: the grammar stays compiled as long as this is referenced.
+        account: name of the account that it was compiled for.
         users: the unfinished requests that follow it.
         has_begun: whether one of them has begun.
     """
 
     kept: object
+    account: str
     users: set[int]
     has_begun: bool = False
 
@@ -33,7 +36,9 @@ class GrammarQueue:
     can begin without a wait.
 
     A grammar stays compiled until its last request has ended, even if that is preempted in between. If requests wait
-    long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait here.
+    long before they begin, only `AHEAD_BYTES` of grammars are compiled for them; further requests wait here. So that no
+    account's requests hold up another's, the next grammar is one of the account with the highest priority, then of the
+    account with the least ahead for its share, in turns; and an account with nothing ahead does not wait for others.
 
     Any thread may call the methods.
 
@@ -46,7 +51,8 @@ class GrammarQueue:
         self._compile = compile_
         self._pass_on = pass_on
         self._changed = threading.Condition()
-        self._waiting: dict[int, Generation] = {}
+        self._waiting: dict[str, dict[int, Generation]] = {}
+        """Requests whose grammar is not compiled, by account and id."""
         self._compiled: dict[str, _Compiled] = {}
         self._grammars: dict[int, str] = {}
         """The grammar of each unfinished request that was passed on."""
@@ -62,7 +68,7 @@ class GrammarQueue:
             if grammar in self._compiled:
                 self._release(generation, grammar)
                 return
-            self._waiting[generation.id] = generation
+            self._waiting.setdefault(generation.account.name, {})[generation.id] = generation
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
                 self._thread.start()
@@ -71,7 +77,7 @@ class GrammarQueue:
     def cancel(self, id_: int) -> bool:
         """Remove a request that is still waiting here; return whether it was."""
         with self._changed:
-            return self._waiting.pop(id_, None) is not None
+            return any(self._drop(account, id_) for account in list(self._waiting))
 
     def compile_again(self, generation: Generation) -> bool:
         """Submit a request again, for other workers; return False if it has no grammar."""
@@ -107,40 +113,58 @@ class GrammarQueue:
             self._is_closed = True
             self._changed.notify()
 
+    def _drop(self, account: str, id_: int) -> bool:
+        """Remove a waiting request; return whether it was one of this account's."""
+        requests = self._waiting[account]
+        found = requests.pop(id_, None) is not None
+        if not requests:
+            del self._waiting[account]
+        return found
+
     def _release(self, generation: Generation, grammar: str) -> None:
         self._compiled[grammar].users.add(generation.id)
         self._grammars[generation.id] = grammar
         self._pass_on(generation)  # within the lock: a request must not be passed on after it was cancelled
 
-    def _next(self) -> str | None:
-        """Return the grammar to compile next; None if there is none, or if too many requests have not begun."""
-        for generation in self._waiting.values():
-            grammar = generation.sampling.grammar
-            assert grammar is not None
-            ahead = sum(len(text) for text, compiled in self._compiled.items() if not compiled.has_begun)
-            return grammar if not ahead or ahead + len(grammar) <= AHEAD_BYTES else None
+    def _next(self) -> Generation | None:
+        """Return a request whose grammar is to be compiled next; None if none waits, or if too many have not begun."""
+        ahead: Counter[str] = Counter()
+        for grammar, compiled in self._compiled.items():
+            if not compiled.has_begun:
+                ahead[compiled.account] += len(grammar)
+        firsts = [next(iter(requests.values())) for requests in self._waiting.values()]
+        accounts = {first.account: first for first in firsts}
+        for account in sorted(accounts, key=lambda one: (-one.priority, ahead[one.name] / one.share)):
+            first = accounts[account]
+            length = len(first.sampling.grammar or "")
+            if not ahead[account.name] or ahead.total() + length <= AHEAD_BYTES:
+                return first
         return None
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._next() is not None)
-                grammar = self._next()
-            if self._is_closed or grammar is None:
-                return
-            kept, reason = None, ""
+                first = self._next()
+                if self._is_closed or first is None:
+                    return
+            kept, reason, grammar = None, "", first.sampling.grammar
+            assert grammar is not None
             try:
                 kept = self._compile(grammar)
             except Exception as error:  # whatever it is, it is the error of these requests only
                 reason = f"its grammar cannot be compiled: {error}"
             with self._changed:
-                users = [one for one in self._waiting.values() if one.sampling.grammar == grammar]
+                waiting = [one for requests in self._waiting.values() for one in requests.values()]
+                users = [one for one in waiting if one.sampling.grammar == grammar]
                 if users and not reason:
-                    self._compiled[grammar] = _Compiled(kept, set())
+                    self._compiled[grammar] = _Compiled(kept, first.account.name, set())
                 for one in users:
-                    del self._waiting[one.id]
+                    self._drop(one.account.name, one.id)
                     if reason:
                         self._pass_on(Token(one.id, NO_TOKEN, "error", error=reason))
                     else:
                         self._release(one, grammar)
+                if (others := self._waiting.pop(first.account.name, None)) is not None:
+                    self._waiting[first.account.name] = others  # the other accounts have their turns first
             del kept

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes import FakeExecutor, eventually, expected_tokens, fake_engine
 from xgpt.core.policies import LaneSettings, OneLane, Pool
+from xgpt.core.schema import ANYONE, Account
 from xrunner.engine import Engine
 from xrunner.executor import Executor
 from xrunner.generation import Generation, SamplingParams, Token
@@ -53,8 +54,8 @@ class Run:
         self.engine = fake_engine(self.executor, max_batch=max_batch)
         self.tokens: dict[int, list[Token]] = {}
 
-    def submit(self, id_: int, grammar: str | None = None, length: int = 3) -> None:
-        self.engine.submit(Generation(id_, (id_,), length, sampling=SamplingParams(grammar=grammar)))
+    def submit(self, id_: int, grammar: str | None = None, length: int = 3, account: Account = ANYONE) -> None:
+        self.engine.submit(Generation(id_, (id_,), length, sampling=SamplingParams(grammar=grammar), account=account))
 
     def steps(self, count: int = 20) -> None:
         for _ in range(count):
@@ -145,6 +146,35 @@ def test_what_is_compiled_for_requests_that_wait_is_bounded() -> None:
     run.engine.cancel(0)
     assert eventually(lambda: all(run.has_answered(id_, 2) for id_ in range(1, 6)))
     assert eventually(lambda: not run.executor.alive)
+
+
+def test_schemas_of_one_account_do_not_hold_up_another_account() -> None:
+    """One that is compiled but must wait to begin once held up the requests of all keys, whatever their priority."""
+    run = Run(max_batch=1)
+    run.submit(0, length=400)
+    run.steps(1)
+    run.executor.may_compile.release(99)
+    for id_ in range(1, 6):
+        run.submit(id_, str(id_) * LONG, length=2, account=Account("greedy"))
+    assert eventually(lambda: run.steps(1) or run.engine.pool.num_waiting == 2)
+    run.submit(6, "small", account=Account("modest"))
+    run.submit(7, "urgent", account=Account("urgent", priority=1))
+    assert eventually(lambda: run.steps(1) or run.engine.pool.num_waiting == 4)
+    assert len(run.executor.alive) == 4
+    run.engine.cancel(0)
+    assert eventually(lambda: run.has_answered(7))
+
+
+def test_accounts_take_turns_at_the_compiler() -> None:
+    run = Run(max_batch=9)
+    for id_ in range(1, 5):
+        run.submit(id_, f"greedy {id_}", account=Account("greedy"))
+    assert eventually(lambda: bool(run.executor.asked))
+    run.submit(5, "modest", account=Account("modest"))
+    run.submit(6, "urgent", account=Account("urgent", priority=1))
+    run.executor.may_compile.release(6)
+    assert eventually(lambda: run.steps(1) or len(run.executor.asked) == 6)
+    assert run.executor.asked == ["greedy 1", "urgent", "modest", "greedy 2", "greedy 3", "greedy 4"]
 
 
 def test_a_parked_request_is_compiled_by_the_workers_of_the_other_plan() -> None:
