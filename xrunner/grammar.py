@@ -38,6 +38,10 @@ KEPT_S = 0.3
 memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms."""
 LONG_BYTES = 1 << 13
 """After a longer grammar, and after an output that kept to it, the process gives freed memory back to the system."""
+STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000
+"""Largest work on the tokens that may come next, in llguidance's units for its lexer and its parser, and the largest
+number of the lexer's states. Usual schemas need a tenth. A pattern that needs more work takes 2 ms of a step for each
+output until it is refused, and 25 MiB; with llguidance's own limits it was 8 ms of every step, and 200 MiB."""
 KEPT_ANSWERS = 64
 """Number of grammars for which it is remembered whether they are accepted."""
 
@@ -216,11 +220,12 @@ class Grammars:
         return compiled
 
     def _compile(self, grammar: str) -> Compiled:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         tokenizer = self._read.result()
+        limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, max_lexer_states=STATES)
         begin_s = time.thread_time()
-        compiled = Compiled(LLMatcher(tokenizer, grammar), time.thread_time() - begin_s)
+        compiled = Compiled(LLMatcher(tokenizer, grammar, limits=limits), time.thread_time() - begin_s)
         if len(grammar) > LONG_BYTES:  # its request may be cancelled before it begins
             weakref.finalize(compiled, give_back_soon).atexit = False
         return compiled

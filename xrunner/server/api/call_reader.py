@@ -12,6 +12,9 @@ from xrunner.server.api.tools import FunctionCall, ToolCall, ToolChoice, must_ca
 
 SPACE = r"\s{0,16}"
 NAME = r"[A-Za-z0-9_.\-]{0,64}"
+MAX_ATTEMPTS = 256
+"""After this many marks at which a whole call was looked for, the rest of an output is text: each attempt may read all
+of the rest."""
 
 
 class CallPiece(NamedTuple):
@@ -88,6 +91,7 @@ class Calls:
         self._value = JsonObject()
         self._looked = 0
         """Number of held characters that were already searched for a closing mark."""
+        self._attempts = 0
         self._must_call = must_call(choice)
         self._state: Literal["text", "opening", "whole", "arguments", "closing"] = "text"
         if self._must_call:
@@ -144,7 +148,7 @@ class Calls:
 
     def _text(self, *, is_end: bool) -> str:
         """Read up to the next trigger."""
-        if self._must_call:
+        if self._must_call or self._attempts >= MAX_ATTEMPTS:
             return self._take(len(self._held))
         found = self._held.find(self._format.trigger)
         if found >= 0:
@@ -180,6 +184,7 @@ class Calls:
         trigger = self._format.trigger
         if not is_end and not self._may_be_complete():
             return ""
+        self._attempts += 1
         read = self._format.read(self._held)
         self._state = "text"
         if read is None:

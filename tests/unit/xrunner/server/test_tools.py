@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.attack.target import save_checkpoint
 from xrunner.generation import NO_TOKEN, SamplingParams, Token
@@ -46,6 +47,27 @@ def read(pieces: list[str], choice: str = "auto") -> tuple[str, list[ToolCall]]:
     calls = Calls(choice)  # type: ignore[arg-type]
     text = "".join(calls.push(piece) for piece in pieces)
     return text + calls.end(), calls.calls
+
+
+@pytest.mark.parametrize(
+    ("format_", "repeated"),
+    [
+        (HERMES, "<tool_call>x"),
+        (HERMES, '<tool_call>{"name":'),
+        (LLAMA, '{"name": ['),
+        (MISTRAL_LIST, '[TOOL_CALLS]["a'),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a'),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]{}"),
+    ],
+)
+def test_an_output_full_of_marks_takes_no_longer_than_other_text(format_: CallFormat, repeated: str) -> None:
+    """All of the rest was once read at each mark: 1.6 s of the event loop for 30,000, as many as an output can have."""
+    text, calls = repeated * 30_000, Calls("auto", format_=format_)
+    begin_s = time.process_time()
+    shown = [calls.push(text[at : at + 4096]) for at in range(0, len(text), 4096)]
+    shown.append(calls.end())
+    assert time.process_time() - begin_s < 0.5
+    assert "".join(shown) == text[len(repeated) * len(calls.calls) :] and len(calls.calls) < 1000
 
 
 @given(
@@ -379,3 +401,46 @@ def test_an_output_that_cannot_be_followed_fails_alone(tmp_path: Path) -> None:
         tokens, _ = sampler(logits, rows, np.full(2, position, dtype=np.int32))
     assert tokens[0] == NO_TOKEN and "smaller" in sampler.failed[0]
     assert tokens[1] != NO_TOKEN and 1 not in sampler.failed
+
+
+@pytest.fixture(scope="module")
+def many_tokens(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """The grammars of 20,000 tokens of several letters each, as usual tokenizers have them."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    drawn = np.random.default_rng(0).choice(list("etaoinshrdlucmfw 0123456789".replace(" ", "\u0120")), (20_000, 6))
+    tokens = dict.fromkeys([*letters, *("".join(row[: 2 + number % 5]) for number, row in enumerate(drawn))])
+    tokenizer = Tokenizer(models.BPE(vocab={token: id_ for id_, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path := tmp_path_factory.mktemp("many") / "tokenizer.json"))
+    return Grammars(path, len(tokens) + 1, [len(tokens)])
+
+
+def followed(grammars: Grammars, schema: dict[str, object], most: int) -> int:
+    """Return the number of tokens, drawn among those that are allowed, after which a schema is too large to follow."""
+    state, rng = grammars.state(json_grammar(schema)), np.random.default_rng(1)
+    for number in range(most):
+        if (allowed := state.allowed()) is None:
+            return number
+        state.take(int(rng.choice(np.flatnonzero(allowed))))
+    return most
+
+
+@pytest.mark.long
+def test_a_pattern_that_takes_long_at_each_token_ends_its_own_output(many_tokens: Grammars) -> None:
+    """In each of 64 outputs it took 8 ms of every step, and memory for 250,000 states until all had ended."""
+    ways = [{"type": "string", "pattern": f"^(.)*{number}.{{300}}$"} for number in range(60)]
+    assert followed(many_tokens, {"anyOf": ways}, 25) < 25
+    assert followed(many_tokens, {"type": "string", "pattern": "^(.)*[ae].{60}$"}, 800) < 800
+
+
+def test_usual_patterns_and_many_properties_do_not(many_tokens: Grammars) -> None:
+    uuid = {"type": "string", "pattern": "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"}
+    fields = {"a": uuid, "b": {"type": "array", "items": uuid}, "c": {"type": "string", "maxLength": 200}}
+    fields |= {"d": {"type": "string", "format": "date-time"}, "e": {"type": "string", "format": "uri"}}
+    assert followed(many_tokens, {"type": "object", "properties": fields, "required": [*fields]}, 150) == 150
+    assert (
+        followed(many_tokens, {"type": "object", "properties": dict.fromkeys(map(str, range(300)), uuid)}, 150) == 150
+    )
+    assert followed(many_tokens, {"enum": [f"value number {number}" for number in range(2500)]}, 10) == 10
