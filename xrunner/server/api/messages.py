@@ -185,7 +185,7 @@ def _messages(message: Message) -> list[ChatMessage]:
                 content = "" if block.content is None else _texts(block.content, "messages")
                 results.append(ChatMessage("tool", content or "", tool_call_id=block.tool_use_id))
             case "tool_use", "assistant" if block.name is not None:
-                arguments = json.dumps(block.input or {}, ensure_ascii=False)
+                arguments = msgspec.json.encode(block.input or {}).decode()
                 calls.append(ToolCall(FunctionCall(block.name, arguments), block.id))
             case "thinking", "assistant":
                 thoughts.append(block.thinking or "")

@@ -188,7 +188,9 @@ def _messages(items: str | list[Item]) -> list[ChatMessage]:
         if item.type == "function_call" and item.name is not None:
             call = ToolCall(FunctionCall(item.name, item.arguments), item.call_id)
             if is_open and not thought:
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+                if messages[-1].tool_calls is None:
+                    messages[-1].tool_calls = []
+                messages[-1].tool_calls.append(call)
                 continue
             message = ChatMessage("assistant", tool_calls=[call])
         elif item.type == "function_call_output":
@@ -249,6 +251,9 @@ def _format(text: TextConfig | None) -> TextFormat | JsonObjectFormat | JsonSche
 class ResponsesWriter(BlockWriter):
     """Writes a chat's answer as a response of OpenAI's."""
 
+    times_scored = 5
+    """A stream repeats a text with its log probabilities when it ends: alone, as a part, an item and an answer."""
+
     def __init__(self, request: ResponsesRequest) -> None:
         super().__init__()
         said = {
@@ -274,7 +279,8 @@ class ResponsesWriter(BlockWriter):
         self._said = msgspec.json.encode(said)
         self.num_kept_bytes = len(self._said)
         self._items: list[dict[str, Any]] = []
-        self._logprobs: list[Any] = []
+        self._logprobs = bytearray()
+        """Log probabilities of the open block, as items of a JSON list: objects would take ten times the memory."""
         self._num_events = 0
 
     def begin(self, prompt: PromptTokens) -> Iterator[bytes]:
@@ -283,10 +289,10 @@ class ResponsesWriter(BlockWriter):
 
     def opened(self, block: AnswerBlock) -> Iterator[bytes]:
         index = len(self._items)
-        item = _item(block, None, "in_progress", [])
+        item = _item(block, None, "in_progress")
         yield self._event("response.output_item.added", output_index=index, item=item)
         if block.kind != "call":
-            part = _part(block, "", [])
+            part = _part(block, "")
             yield self._event("response.content_part.added", **self._place(block), content_index=0, part=part)
 
     def added(self, block: AnswerBlock, text: str, logprobs: LogprobsJson | None) -> bytes:
@@ -295,13 +301,13 @@ class ResponsesWriter(BlockWriter):
             return self._event("response.function_call_arguments.delta", **members)
         if block.kind == "reasoning":
             return self._event("response.reasoning_text.delta", **members, content_index=0)
-        scored = [] if logprobs is None else msgspec.json.decode(logprobs.render())["content"]
-        self._logprobs += scored
-        return self._event("response.output_text.delta", **members, content_index=0, logprobs=scored)
+        scored = b"" if logprobs is None else logprobs.items("content")
+        self._logprobs += b"," + scored if scored and self._logprobs else scored
+        return self._event("response.output_text.delta", **members, content_index=0, logprobs=_listed(scored))
 
     def closed(self, block: AnswerBlock, text: str) -> Iterator[bytes]:
-        place, logprobs = self._place(block), self._logprobs
-        self._logprobs = []
+        place, logprobs = self._place(block), _listed(self._logprobs)
+        self._logprobs = bytearray()
         if block.kind == "call":
             assert block.call is not None
             done = place | {"name": block.call.name, "arguments": text}
@@ -328,10 +334,10 @@ class ResponsesWriter(BlockWriter):
         return self._event("error", code=code, message=str(error), param=error.param)
 
     def answer(self, choice: Choice, prompt: PromptTokens) -> dict[str, Any]:
-        logprobs = [] if choice.logprobs is None else msgspec.json.decode(choice.logprobs.render())["content"]
+        logprobs = _listed(b"" if choice.logprobs is None else choice.logprobs.items("content"))
         items = []
         if choice.reasoning:
-            items.append(_item(AnswerBlock("reasoning", 0, new_id("rs")), choice.reasoning, "completed", []))
+            items.append(_item(AnswerBlock("reasoning", 0, new_id("rs")), choice.reasoning, "completed"))
         if choice.text or not (items or choice.calls):
             items.append(_item(AnswerBlock("text", 0, new_id("msg")), choice.text, "completed", logprobs))
         items += [_call(new_id("fc"), call.id, call.function.name, call.function.arguments) for call in choice.calls]
@@ -374,13 +380,18 @@ def _status(finish: str | None) -> str:
     return "incomplete" if finish == "length" else "completed"
 
 
-def _part(block: AnswerBlock, text: str, logprobs: list[Any]) -> dict[str, Any]:
+def _listed(items: bytes | bytearray) -> msgspec.Raw:
+    """Return a JSON list of these items."""
+    return msgspec.Raw(b"[" + items + b"]")
+
+
+def _part(block: AnswerBlock, text: str, logprobs: msgspec.Raw | None = None) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
 
 
-def _item(block: AnswerBlock, text: str | None, status: str, logprobs: list[Any]) -> dict[str, Any]:
+def _item(block: AnswerBlock, text: str | None, status: str, logprobs: msgspec.Raw | None = None) -> dict[str, Any]:
     """Return a block as an item of the output; with `text` None, the block has only begun."""
     if block.kind == "call":
         assert block.call is not None

@@ -80,6 +80,8 @@ class AnswerWriter(ABC):
     """Further members of the object `logprobs`."""
     num_kept_bytes: int = 0
     """Memory of the parts of the request that it keeps."""
+    times_scored: ClassVar[int] = 1
+    """How often an answer repeats a log probability."""
 
     @abstractmethod
     def chunk(self, delta: Delta, timings: dict[str, float] | None, prompt: PromptTokens, num_tokens: int) -> bytes:
@@ -219,6 +221,10 @@ class LogprobsJson:
             if len(written) > 1:
                 written += b","
             written += msgspec.json.encode(item)
+
+    def items(self, name: str) -> bytes:
+        """Return the items of a list, without its brackets."""
+        return bytes(self._lists.get(name, b"[")[1:])
 
     def render(self) -> bytes:
         lists: dict[str, Any] = {name: msgspec.Raw(bytes(written) + b"]") for name, written in self._lists.items()}

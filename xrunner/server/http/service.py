@@ -294,7 +294,8 @@ class Service:
             prompt.allowance.max_output + len(prompt.tokens) * is_scored + -(-len(prompt.echo) // CHARACTERS_A_TOKEN)
             for prompt in checked
         )
-        if (num_values := num_tokens * (1 + (request.num_logprobs or 0))) > MAX_VALUES:
+        times = writer.times_scored if request.stream else 1
+        if (num_values := num_tokens * (1 + times * (request.num_logprobs or 0))) > MAX_VALUES:
             refuse(
                 "max_tokens",
                 f"{num_tokens} tokens of all choices, {num_values} values with log probabilities, are more than "

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,9 @@ from tests.fakes import FakeExecutor, byte_codec, byte_tokenizer, eventually, fa
 from xgpt.core.errors import MAX_SHOWN
 from xrunner.server import ApiKeys, Limits, TextCodec, log_json
 from xrunner.server.api.errors import ApiError
-from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion
+from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion, parse_responses
+from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
+from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
 from xrunner.server.http import bodies
 
 COMPLETION: dict[str, Any] = {"model": "fake", "prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
@@ -192,3 +195,32 @@ def test_long_bodies_go_on_one_in_each_turn_of_the_loop() -> None:
     asyncio.run(run())
     assert [number for _, number in went_on] == [0, 1, 2, 3, 4] * 3
     assert len({turn for turn, _ in went_on}) == 15
+
+
+def test_a_stream_keeps_log_probabilities_as_text() -> None:
+    """As objects, those of a long response took half a gigabyte until it had ended."""
+    writer = ResponsesWriter(ResponsesRequest(model="fake", input="x", stream=True))
+    prompt = PromptTokens(1, 0)
+    tracemalloc.start()
+    try:
+        for number in range(300):
+            logprobs = LogprobsJson(writer)
+            logprobs.add(TokenReport("x", -1.0, number, [(f"token {i}", -2.0, b"token") for i in range(20)], b"x"))
+            writer.chunk(Delta(0, "x", 5, None, logprobs), None, prompt, number)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    written = writer.end(prompt, 300).decode()
+    last = json.loads(written.strip().rpartition("data: ")[2])["response"]["output"][0]["content"][0]
+    assert last["text"] == "x" * 300 and [len(one["top_logprobs"]) for one in last["logprobs"]] == [20] * 300
+    assert kept < len(written) / 3
+
+
+def test_calls_in_a_long_input_are_read_in_a_time_that_grows_with_their_number() -> None:
+    """Each once copied the list of those before it: 30,000 took a second of the event loop."""
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    body = json.dumps({"model": "fake", "input": [call] * 30_000}).encode()
+    begin_s = time.process_time()
+    (message,) = parse_responses(body).chat.messages
+    assert time.process_time() - begin_s < 0.5
+    assert message.tool_calls is not None and len(message.tool_calls) == 30_000
