@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from tests.attack.client import ADMIN_KEY, connect, read_all, request
-from tests.attack.target import OURS, PROBE, Target
+from tests.attack.target import FAKE_VLLM, OURS, PROBE, Target
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 Body = dict[str, Any]
@@ -88,7 +89,50 @@ BODIES: dict[str, tuple[str, Body, set[int]]] = {
     ),
     "CVE-2026-34756 astronomically many choices": (COMPLETIONS, {**PROMPT, "n": 10**12}, {400}),
     "CVE-2026-34756 in a chat": (CHAT, chat(n=10**12), {400}),
-    # llama.cpp, SGLang, Triton, TGI
+    "CVE-2026-116173 scores of many tokens": (COMPLETIONS, {**PROMPT, "logprob_token_ids": [*range(500)]}, {400}),
+    "CVE-2026-93989 words beyond the vocabulary": (COMPLETIONS, {**PROMPT, "bad_words": ["\uffff"]}, {400}),
+    "CVE-2026-93840 tokens beyond the vocabulary": (COMPLETIONS, {**PROMPT, "allowed_token_ids": [2**31]}, {400}),
+    "CVE-2026-93840 ends beyond the vocabulary": (COMPLETIONS, {**PROMPT, "stop_token_ids": [2**31 - 1]}, {400}),
+    "GHSA-fpch-3xrf-7q96 a budget of thought": (CHAT, chat(thinking_token_budget=1), {400}),
+    "CVE-2026-105756 a salt of control characters": (COMPLETIONS, {**PROMPT, "cache_salt": "\0/\x1b" * 400}, {400}),
+    "CVE-2026-105757 an empty expression": (CHAT, chat(structured_outputs={"regex": ""}), {400}),
+    "CVE-2026-105757 an empty schema": (
+        CHAT,
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}),
+        {200},
+    ),
+    "CVE-2026-105757 no schema": (CHAT, chat(response_format={"type": "json_schema"}), {400}),
+    "CVE-2026-105757 empty tags": (
+        CHAT,
+        chat(response_format={"type": "structural_tag", "structures": [], "triggers": []}),
+        {200, 400},
+    ),
+    "PYSEC-2026-4349 a template among a response's variables": (
+        RESPONSES,
+        {
+            "input": "x",
+            "max_output_tokens": 2,
+            "chat_template_kwargs": {"chat_template": "{% for i in range(10**9) %}"},
+        },
+        {200},
+    ),
+    "PYSEC-2026-4349 a template among variables to count": (
+        "/tokenize",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": {"chat_template": "{{ 'x' * 10**9 }}"},
+        },
+        {200},
+    ),
+    "CVE-2026-71486 an answer to render": ("/v1/chat/completions/derender", {"choices": [{"token_ids": [3]}]}, {404}),
+    # llama.cpp, SGLang, Triton, TGI, LiteLLM
+    "CVE-2026-107183 a parser of its own": (COMPLETIONS, {**PROMPT, "chat_parser": '{"a": 1}'}, {400}),
+    "CVE-2026-86793 weights of the client's": (
+        "/update_weights_from_tensor",
+        {"serialized_named_tensors": "gAN"},
+        {404},
+    ),
+    "PYSEC-2026-4070 another server": (CHAT, chat(user_config={"api_base": "http://127.0.0.1:1"}), {400}),
     "CVE-2026-21869 a negative count to discard": (COMPLETIONS, {**PROMPT, "n_discard": -(2**31), "n_keep": -1}, {400}),
     "CVE-2026-7304 a processor of logits": (COMPLETIONS, {**PROMPT, "custom_logit_processor": "80049507"}, {400}),
     "CVE-2026-7302 a file name that climbs": (
@@ -208,6 +252,71 @@ def test_a_body(name: str, target: Target) -> None:
     assert len(answer) < 5000 or status == 200
 
 
+DEADLINES = ["nan", "inf", "-inf", "-1", "0", "1e400", "1e-400", "0x1p3", "1_0", "\xb2", "1;2", "9" * 5000, "", " "]
+
+
+@pytest.mark.point(28)
+def test_deadlines_that_are_none(target: Target) -> None:
+    for text in DEADLINES:
+        status, answer = target.ask(
+            "POST", COMPLETIONS, {"model": target.model, **PROMPT}, target.headers | {"X-Deadline-S": text}
+        )
+        assert status == 400, (text, answer)
+
+
+@pytest.mark.point(28)
+def test_requests_of_one_id_are_two_requests(target: Target) -> None:
+    """PYSEC-2026-4198 (vLLM): one that bore another's X-Request-Id had that one's answer, or changed it."""
+    prompts = [[3 + number, 50, 61] for number in range(12)]
+    headers = target.headers | {"X-Request-Id": "victim"}
+
+    def ask(prompt: list[int], headers: dict[str, str]) -> list[int]:
+        body = {"model": target.model, "prompt": prompt, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+        status, answer = target.ask("POST", COMPLETIONS, body, headers)
+        assert status == 200, answer
+        tokens: list[int] = json.loads(answer)["choices"][0]["token_ids"]
+        return tokens
+
+    alone = [ask(prompt, target.headers) for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        with connect(target.address) as leaves:
+            leaves.sendall(request({"prompt": [7] * 50, "max_tokens": 300}, extra="X-Request-Id: victim\r\n"))
+            found = [threads.submit(ask, prompt, headers) for prompt in prompts]
+        assert [one.result() for one in found] == alone
+
+
+SETTINGS: list[Body] = [
+    {"logit_bias": {str(token): -100 for token in range(1000)}},
+    {"presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 10},
+    {"temperature": 2, "top_k": 1, "logprobs": 20},
+    {"logit_bias": {"9": 100}, "repetition_penalty": 0.1},
+]
+"""What narrows an output, each of another kind."""
+
+
+@pytest.mark.point(28)
+def test_what_narrows_an_output_does_not_reach_another(target: Target) -> None:
+    """CVE-2026-114049, CVE-2026-93840, PYSEC-2026-145 (vLLM): a place in a batch kept what narrowed an earlier output,
+    or a penalty of one output failed all.
+    """
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array", "items": {"enum": [1]}}}}
+    alone = target.probe()
+
+    def narrow(number: int) -> int:
+        length = 1 + 5 * (number % 4)  # places are taken over again and again
+        if number % 5 == 4 and target.flavour != FAKE_VLLM:
+            body = chat(response_format=schema, temperature=1) | {"max_tokens": length}
+            return target.ask("POST", CHAT, {"model": target.model, **body})[0]
+        status, _ = target.complete(prompt=[number % 99], max_tokens=length, ignore_eos=True, **SETTINGS[number % 4])
+        return status
+
+    with ThreadPoolExecutor(14) as threads:
+        narrowed = [threads.submit(narrow, number) for number in range(60)]
+        probes = [threads.submit(target.probe) for _ in range(20)]
+        assert [probe.result() for probe in probes] == [alone] * 20
+        assert {one.result() for one in narrowed} <= ({200} if target.flavour != FAKE_VLLM else {200, 400})
+
+
 HEADS: dict[str, tuple[str, str, str, set[int]]] = {
     "CVE-2026-48746 a path in Host": ("GET", "/v1/models", "Host: 127.0.0.1/health?\r\n", {400, 401, 421}),
     "CVE-2026-48746 a fragment in Host": ("GET", "/plan", "Host: 127.0.0.1#/health\r\n", {400, 401, 421}),
@@ -263,6 +372,18 @@ HEADS: dict[str, tuple[str, str, str, set[int]]] = {
         COMPLETIONS,
         "Host: 127.0.0.1\r\nOrigin: null\r\nContent-Length: 0\r\n",
         {401, 403},
+    ),
+    "CVE-2026-35030 a key with the same beginning": (
+        "GET",
+        "/v1/models",
+        f"Host: 127.0.0.1\r\nAuthorization: Bearer {ADMIN_KEY[:20]}{'0' * (len(ADMIN_KEY) - 20)}\r\n",
+        {401},
+    ),
+    "a key that is no text": (
+        "GET",
+        "/v1/models",
+        "Host: 127.0.0.1\r\nAuthorization: Basic \xff\xfe=\r\n",
+        {401},
     ),
     "many qualities": ("GET", "/metrics", f"Host: 127.0.0.1\r\nAccept: {'a;q=0.1,' * 5000}\r\n", {400, 401}),
     "a length for no body": ("GET", "/plan", "Host: 127.0.0.1\r\nContent-Length: 99999999\r\n", {401, 413}),
@@ -345,4 +466,6 @@ def test_pages_load_nothing_of_others(target: Target) -> None:
     status, page = target.ask("GET", "/")
     assert status == 200
     assert b'src="http' not in page and b"@import" not in page
+    ranges = target.headers | {"Range": f"bytes={'0-,' * 5000}0-"}  # CVE-2025-62727 (Starlette): quadratic
+    assert target.ask("GET", "/", headers=ranges) == (200, page)
     assert json.loads(target.ask("GET", "/openapi.json")[1])["openapi"]
