@@ -64,8 +64,9 @@ STEPS_A_STRETCH = 3
 """Number of consecutive typical steps that vary together about as much as the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
 """If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six more times."""
-BRIEF_PASSES, BRIEF_TOKENS = 2, 256
-"""On a busy machine: number of passes, and tokens of the largest measured step."""
+BRIEF_PASSES, BRIEF_TOKENS = 2, 512
+"""On a busy machine: number of passes, and tokens of the largest measured step. Steps of more than 128 tokens have no
+logits, so two of them must be measured before larger ones lie on their line."""
 LEAST_TRIMMED = 3
 """With up to this number of calls, all of a point's calls count."""
 WARM_STEPS, LOOP_STEPS = 4, 12
