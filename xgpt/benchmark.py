@@ -27,7 +27,6 @@ from xgpt.core.io import dump_json, read_step_log, sha256
 from xgpt.core.policies.routing import share_of_replica
 from xgpt.core.processes import end_with_parent
 from xgpt.core.schema import (
-    PACES_AT_REST,
     Batching,
     BenchReport,
     Comparison,
@@ -40,6 +39,7 @@ from xgpt.core.schema import (
 )
 from xgpt.core.schema.step_log import StepRecord
 from xgpt.core.workload import Floats, Ints, TraceLengths, sample
+from xgpt.observation.paces import record, usual
 from xgpt.resolve import load_workload
 from xprofiler.others import differences, gflops
 from xprofiler.store import profile_of
@@ -298,8 +298,10 @@ def _report(
     pace = None if steps is None else steps.ratio
     predicted = _claimed(plan, load) or _simulated(plan, profile, load, drawn, 1.0)
     at_pace = {} if pace is None else _simulated(plan, profile, load, drawn, pace)
-    at_rest = [] if profile is None or not profile.is_served else _at_rest(plan, profile, load, drawn)
-    ranges = [predicted, *at_rest] if at_rest else []
+    usually = [] if profile is None or not profile.is_served else _at_usual_paces(plan, profile, load, drawn)
+    ranges = [predicted, *usually] if usually else []
+    if pace is not None:
+        record(plan, pace * plan.profile.slowdown)
     seen = _figures(measured, times)
     constraint, bound = plan.constraint, plan.constraint.latency_bound_s
     kept: bool | None = None
@@ -344,9 +346,9 @@ def _report(
     )
 
 
-def _at_rest(plan: Plan, profile: Profile, load: Load, drawn: Drawn) -> list[dict[str, float]]:
-    """Return the figures of the requests at the slowest and the fastest pace of idle machines."""
-    return [_simulated(plan, profile, load, drawn, pace) for pace in PACES_AT_REST]
+def _at_usual_paces(plan: Plan, profile: Profile, load: Load, drawn: Drawn) -> list[dict[str, float]]:
+    """Return the figures of the requests at the fastest and the slowest usual pace of this machine."""
+    return [_simulated(plan, profile, load, drawn, pace) for pace in usual(profile.device)]
 
 
 def _core_waits(

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.progress import Progress
-from xgpt.core.schema import PACES_AT_REST, Plan
+from xgpt.core.schema import Plan
 from xgpt.core.schema.policy import POLICY_GROUPS
 from xgpt.core.schema.profile import KNOWN_ERROR
 from xgpt.core.workload import TraceLengths
+from xgpt.observation.paces import usual
 from xgpt.problems import resolve
 from xgpt.requests import PlanRequest
 from xgpt.resolve import load_trace
@@ -159,8 +160,8 @@ RANGED = ("latency_s", "ttft_s", "itl_p99_s")
 
 
 def _with_ranges(plan: Plan) -> Plan:
-    """Return the plan with the ranges of its figures on an idle machine."""
-    fast, slow = PACES_AT_REST
+    """Return the plan with the ranges of its figures at the usual paces of this machine."""
+    fast, slow = usual(plan.cluster.device.name)
     estimate, found = plan.estimate, plan.estimate.capacity
     ranges = {"throughput_rps": (estimate.throughput_rps / slow, estimate.throughput_rps / fast)}
     ranges |= {name: (fast * getattr(estimate, name), slow * getattr(estimate, name)) for name in RANGED}
@@ -168,7 +169,8 @@ def _with_ranges(plan: Plan) -> Plan:
         # Another pace tightens or loosens the bounds by its factor; the two rates are those of bounds that differ by
         # 5%.
         gain = (1 / fast - 1) / 0.05 * (found.rate_under_looser_per_s - found.rate_per_s)
-        ranges["rate_per_s"] = found.rate_under_tighter_per_s / slow, (found.rate_per_s + gain) / fast
+        loss = (1 - 1 / slow) / 0.05 * (found.rate_per_s - found.rate_under_tighter_per_s)
+        ranges["rate_per_s"] = max(0.0, found.rate_per_s - loss) / slow, (found.rate_per_s + gain) / fast
     return plan.with_estimate(ranges=ranges)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schema import Constraint, Plan, PolicySettings, Profile, SearchCertificate, SearchMethod
+from xgpt.core.schema.profile import MOST_HEADROOM
+from xgpt.observation.paces import usual
 from xscheduler.candidates import Candidates
 from xscheduler.expression import objective_value
 from xscheduler.frontier import TradeOff, frontier
@@ -130,8 +132,15 @@ def _key(plan: Plan) -> tuple[PolicySettings, int, int]:
 
 
 def headroom_of(constraint: Constraint, profile: Profile) -> float:
-    """Return the headroom to plan with: the constraint's if it names one, else the profile's."""
-    return constraint.headroom if "headroom" in constraint.model_fields_set else profile.headroom
+    """Return the headroom to plan with: the constraint's if it names one, else the profile's.
+
+    On a machine whose steps were slower in earlier loads, it covers their usual slowest pace, up to `MOST_HEADROOM`.
+    """
+    if "headroom" in constraint.model_fields_set:
+        return constraint.headroom
+    if not profile.is_served:
+        return profile.headroom
+    return round(max(profile.headroom, min(usual(profile.device)[1] - 1, MOST_HEADROOM)), 4)
 
 
 def scheduler(problem: Problem, search: SearchMethod = "branch-and-bound") -> Scheduler:

@@ -258,7 +258,7 @@ def bench_table(report: BenchReport) -> Table:
     ]
     load = f"at {report.arrival_rate_per_s:.4g} requests/s" if arrives else "always waiting"
     title = f"{report.policy} on {report.workload}"
-    found = table(title, ["", "predicted", "range at rest", "measured", "error"], rows)
+    found = table(title, ["", "predicted", "usual range", "measured", "error"], rows)
     found.caption, found.caption_justify = f"{report.num_requests} requests {load}, {report.window_s:.0f} s", "left"
     return found
 

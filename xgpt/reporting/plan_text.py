@@ -173,7 +173,7 @@ def ranges_on_this_machine(plan: Plan) -> list[str]:
     }
     ranges = {} if plan.estimate.ranges_from else plan.estimate.ranges
     found = [f"{ranges[name][0]:.3g} to {ranges[name][1]:.3g} {text}" for name, text in names.items() if name in ranges]
-    return [f"ranges on this machine when idle: {', '.join(found)}"] if found else []
+    return [f"usual ranges on this machine: {', '.join(found)}"] if found else []
 
 
 def profile_in_words(plan: Plan) -> str:

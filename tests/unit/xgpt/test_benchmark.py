@@ -158,7 +158,7 @@ def test_figures_of_a_machine_at_rest_lie_in_their_ranges(
         assert figure.low <= figure.predicted <= figure.high, figure.metric
     notes = " ".join(render.bench_notes(report))
     assert ("diagnosis" in notes) == is_outside
-    assert "range at rest" in [column.header for column in render.bench_table(report).columns]
+    assert "usual range" in [column.header for column in render.bench_table(report).columns]
 
 
 def test_the_pace_is_that_of_the_steps_that_measured_requests_met(monkeypatch: pytest.MonkeyPatch) -> None:

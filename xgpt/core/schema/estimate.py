@@ -131,7 +131,7 @@ class Estimate(Frozen):
     """Step times that the scheduling rule uses; None: it uses none."""
     ranges: dict[str, tuple[float, float]] = Field(default_factory=dict, exclude_if=lambda ranges: not ranges)
     """Lowest and highest value of these figures, and of the capacity's `rate_per_s`, in nine of ten cases: of loads on
-    this machine when idle, if its profile is fitted to a served engine, or of the measured rows of `ranges_from`."""
+    this machine, if its profile is fitted to a served engine, or of the measured rows of `ranges_from`."""
     ranges_from: dict[str, str] = Field(default_factory=dict, exclude_if=lambda rows: not rows)
     """Measured rows whose errors give a range, by figure; empty: ranges are of this machine, or not known."""
     warnings: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ class Comparison(Frozen):
             requests.
         at_pace: value from a simulation of the sent requests on a machine at the pace of the measured steps; None: not
             known.
-        low, high: lowest and highest value for these requests on an idle machine (`PACES_AT_REST`); None: not known.
+        low, high: lowest and highest value for these requests at the usual paces of this machine; None: not known.
     """
 
     metric: str

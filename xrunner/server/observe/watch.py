@@ -15,6 +15,7 @@ from collections.abc import Callable
 from xgpt.core.errors import XgptError
 from xgpt.core.schema import Decision, Observation, Plan, Planner
 from xgpt.core.schema.step_log import StepRecord
+from xgpt.observation import paces
 from xgpt.observation.observer import Observer, Snapshot
 from xgpt.observation.windows import Seen
 from xrunner.server.observe.recent import Ended, Recent
@@ -22,6 +23,8 @@ from xrunner.server.observe.recent import Ended, Recent
 logger = logging.getLogger(__name__)
 
 MAX_HISTORY = 256
+RECORD_EVERY_S = 600.0
+"""Time between two records of the machine's pace."""
 
 
 class Watch:
@@ -37,6 +40,9 @@ class Watch:
         self.loop_s = 0.0
         """Longest time for which a check has held the event loop."""
         self._observer = Observer(plan)
+        self._recorded_s = time.perf_counter()
+        """When the pace was recorded last, or the start."""
+        self._recording: asyncio.Task[None] | None = None
         self._planner = planner
         self._apply: Callable[[Plan], None] | None = None
         self._before: Plan | None = None
@@ -54,6 +60,7 @@ class Watch:
         self._apply = apply
 
     async def stop(self) -> None:
+        await self._record_pace()
         if self._judging is not None:
             self._judging.cancel()
             await asyncio.gather(self._judging, return_exceptions=True)
@@ -108,7 +115,15 @@ class Watch:
         if predicted_s is None:
             return
         self._observer.pace.note(record.end_ns / 1e9, (record.end_ns - record.start_ns) / 1e9, predicted_s)
+        if time.perf_counter() - self._recorded_s >= RECORD_EVERY_S:
+            self._recording = asyncio.create_task(self._record_pace())
         self._look()
+
+    async def _record_pace(self) -> None:
+        """Remember the current pace for later plans on this machine."""
+        self._recorded_s, slowdown = time.perf_counter(), self._observer.slowdown
+        if slowdown is not None and self._observer.pace.is_known:
+            await asyncio.to_thread(paces.record, self.plan, slowdown)
 
     async def observation(self, *, lengths_alone: bool = False) -> Observation | None:
         """Return what was observed recently; None if no request has ended yet.

@@ -1,0 +1,80 @@
+"""Remember how long served steps took on this machine, compared with the profiles that predicted them.
+
+A profile is measured in a minute. The neighbours of a virtual machine, or a GPU's power limit, change its speed for
+longer than that, so the variation within a profile does not show by how much the next load will differ from it. Earlier
+loads do: `xgpt bench` and servers record their paces in the cache, and plans take ranges and headroom from them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.errors import MachineError
+from xgpt.core.io import cache_dir, write_atomic
+from xgpt.core.schema import PACES_AT_REST, SERVED, Plan
+
+KEPT = 200
+"""Number of loads that are remembered for each kind of device."""
+ENOUGH = 8
+"""Number of loads from which they are representative."""
+KEPT_S = 30 * 86400.0
+"""Loads are forgotten after this time."""
+INSIDE = (0.05, 0.95)
+"""Quantiles of the paces between which nine of ten loads lie."""
+
+
+def record(plan: Plan, pace: float) -> None:
+    """Remember a load's pace; do nothing if the cache cannot be written.
+
+    Args:
+        plan: the plan that was served; it counts only if its profile is fitted to a served engine, since others have a
+            known error of their own.
+        pace: measured time of its steps over that of the profile.
+    """
+    if SERVED not in plan.profile.provenance:
+        return
+    path = _path(plan.cluster.device.name)
+    lines = [*_lines(path), json.dumps({"time_s": round(time.time()), "pace": round(pace, 4)})]
+    with suppress(MachineError):
+        write_atomic(path, "\n".join(lines[-KEPT:]) + "\n")
+
+
+def usual(device: str) -> tuple[float, float]:
+    """Return the fastest and the slowest pace that loads on this machine usually have, relative to their profiles.
+
+    They are those of an idle machine (`PACES_AT_REST`) until enough loads are remembered, and contain these afterwards.
+
+    Args:
+        device: name of the kind of device.
+    """
+    paces = [entry["pace"] for entry in map(json.loads, _lines(_path(device)))]
+    fast, slow = PACES_AT_REST
+    if len(paces) < ENOUGH:
+        return fast, slow
+    return min(fast, float(np.quantile(paces, INSIDE[0]))), max(slow, float(np.quantile(paces, INSIDE[1])))
+
+
+def _path(device: str) -> Path:
+    return cache_dir() / "paces" / f"{device}.jsonl"
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the recent lines of a record; lines of other versions, or of a damaged file, are left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [line for line in lines if _is_recent(line)]
+
+
+def _is_recent(line: str) -> bool:
+    try:
+        entry = json.loads(line)
+        return time.time() - KEPT_S <= entry["time_s"] and entry["pace"] > 0
+    except (ValueError, TypeError, KeyError):
+        return False
