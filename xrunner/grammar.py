@@ -162,7 +162,7 @@ class Grammars:
         self._in_use: WeakValueDictionary[str, Compiled] = WeakValueDictionary()
         """Compiled grammars that are referenced anywhere."""
         self._lock = Lock()
-        self.why_not = lru_cache(KEPT_ANSWERS)(self._why_not)
+        self._known = lru_cache(KEPT_ANSWERS)(self._try)
         self._read: Future[LLTokenizer] = Future()
         Thread(target=self._load, args=(tokenizer,), daemon=True).start()
 
@@ -174,14 +174,17 @@ class Grammars:
         except Exception as error:
             self._read.set_exception(MachineError(f"{path} cannot be used for grammars: {error}"))
 
-    def _why_not(self, grammar: str) -> str | None:
-        """Return why a grammar is refused; None if it is accepted. It is not kept: another process follows it.
+    def why_not(self, grammar: str) -> str | None:
+        """Return why a grammar is refused; None if it is accepted. Any thread may call this.
 
         Raises:
             MachineError: the tokenizer cannot be used.
         """
-        if len(grammar.encode()) > MAX_BYTES:
-            return f"it is longer than {MAX_BYTES} bytes"
+        # Answers are remembered with their grammars, so long ones must not come this far.
+        return f"it is longer than {MAX_BYTES} bytes" if len(grammar.encode()) > MAX_BYTES else self._known(grammar)
+
+    def _try(self, grammar: str) -> str | None:
+        """Compile a grammar and return why it is refused. It is not kept: another process follows it."""
         compiled = self._compile(grammar)
         if compiled.matcher.is_error():
             return cut(compiled.matcher.get_error())

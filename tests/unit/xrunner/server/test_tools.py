@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import time
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -444,3 +445,16 @@ def test_usual_patterns_and_many_properties_do_not(many_tokens: Grammars) -> Non
         followed(many_tokens, {"type": "object", "properties": dict.fromkeys(map(str, range(300)), uuid)}, 150) == 150
     )
     assert followed(many_tokens, {"enum": [f"value number {number}" for number in range(2500)]}, 10) == 10
+
+
+def test_nothing_is_kept_of_a_schema_that_is_too_long(many_tokens: Grammars) -> None:
+    """The answers to 64 of them were remembered with their text, which may be more than a mebibyte each."""
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            reason = many_tokens.why_not(json_grammar({"enum": [f"{number} " + "x" * (1 << 20)]}))
+            assert reason is not None and reason.startswith("it is longer than")
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 4 << 20
