@@ -26,10 +26,18 @@ class Prefixes:
         self._secret = secrets.token_bytes(32)
         self._roots: dict[str, bytes] = {}
         """The start of each account's chains."""
+        self._last: tuple[Sequence[int], int, str, Chain] = ((), 0, "", ())
+        """The last prompt, its size of blocks, its account and its chain, which a request's choices share."""
 
     def of_prompt(self, generation: Generation, block_size: int) -> Chain:
         """Return the keys of a prompt's full blocks; none if the prompt is scored, as all its tokens are computed."""
-        return () if generation.is_scored else self.extend((), generation.prompt, block_size, generation.account)
+        if generation.is_scored:
+            return ()
+        prompt, size, account, chain = self._last
+        if not (generation.prompt is prompt and block_size == size and generation.account.key == account):
+            chain = self.extend((), generation.prompt, block_size, generation.account)
+            self._last = generation.prompt, block_size, generation.account.key, chain
+        return chain
 
     def of_output(self, request: Request, sequence: Sequence[int], block_size: int) -> Chain:
         """Return the keys of the full blocks that a request leaves after those of its prompt."""

@@ -19,7 +19,7 @@ from xgpt.serving.engines import build_engine
 from xgpt.serving.order import EngineOrder
 from xrunner.channel.ends import EngineEnd
 from xrunner.channel.host import EngineHost, HostedEngine
-from xrunner.channel.messages import decode_down
+from xrunner.channel.messages import DecodeDown
 from xrunner.channel.remote import OnStep
 from xrunner.core_waits import CoreWaitMeter
 from xrunner.cores import take_cores
@@ -39,7 +39,7 @@ def main() -> None:
     log_json(order.log_level)
     if _is_alone(order):
         keep_freed_memory()  # before another thread allocates memory, so that the engine gets no separate arena
-    host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), decode_down), partial(_build, order))
+    host = EngineHost(EngineEnd(socket.socket(fileno=int(sys.argv[1])), DecodeDown()), partial(_build, order))
     engine = threading.Thread(target=host.run, name="engine", daemon=True)
     engine.start()
     host.read()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from xrunner.channel.messages import encode
+from xrunner.channel.messages import Shortening, encode
 
 READ_BYTES = 1 << 18
 FRAME_BYTES = 256 << 20
@@ -121,6 +121,7 @@ class FrontEnd(Generic[T]):
         self._frames = _Frames()
         self._received: deque[bytes] = deque()
         self._unsent = bytearray()
+        self._shortened = Shortening()
         self._is_blocked = False
         """Whether unsent bytes wait for room in the socket."""
         self._selector = selectors.DefaultSelector()
@@ -141,7 +142,7 @@ class FrontEnd(Generic[T]):
     def send(self, message: object) -> None:
         """Send a message at once, or as soon as the socket has room."""
         is_first = not self._unsent
-        self._unsent += _frame(message)
+        self._unsent += _frame(self._shortened(message))
         if is_first:
             self._write()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,10 +18,14 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
     Attributes:
         transfer: for one lane of several vLLMs: where the prompt's K/V is, as reported by the other lane's connector.
+        same_prompt, same_rules: on the way, its prompt, or its biases and grammar, are left out, since they are those
+            of the request before.
     """
 
     generation: Generation
     transfer: dict[str, Any] | None = None
+    same_prompt: bool = False
+    same_rules: bool = False
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
@@ -130,6 +135,65 @@ def _enc_hook(value: Any) -> str:
     return str(value)
 
 
+class _Before:
+    """What a request may share with the one before: its prompt, its biases and its grammar."""
+
+    def __init__(self) -> None:
+        self.prompt: tuple[int, ...] = ()
+        self.biases: tuple[tuple[int, float], ...] = ()
+        self.grammar: str | None = None
+
+    def take(self, generation: Generation) -> None:
+        """Remember what the next request may share with this one."""
+        self.prompt = generation.prompt
+        self.biases, self.grammar = generation.sampling.logit_bias, generation.sampling.grammar
+
+
+class Shortening:
+    """Leaves out of requests what they share with the one before: a request's choices, up to a thousand, have one
+    prompt, which otherwise each would hold in the engine's memory. One for each connection."""
+
+    def __init__(self) -> None:
+        self._before = _Before()
+
+    def __call__(self, message: object) -> object:
+        """Return a message as it is sent."""
+        if not isinstance(message, Submit):
+            return message
+        generation, before = message.generation, self._before
+        sampling = generation.sampling
+        has_rules = bool(sampling.logit_bias) or sampling.grammar is not None
+        same_prompt = generation.prompt is before.prompt
+        same_rules = has_rules and sampling.logit_bias is before.biases and sampling.grammar is before.grammar
+        before.take(generation)
+        if same_prompt:
+            generation = replace(generation, prompt=())
+        if same_rules:
+            generation = replace(generation, sampling=replace(sampling, logit_bias=(), grammar=None))
+        return Submit(generation, message.transfer, same_prompt, same_rules)
+
+
+class DecodeDown:
+    """Decodes the front's messages, and gives requests what was left out of them. One for each connection."""
+
+    def __init__(self) -> None:
+        self._before = _Before()
+
+    def __call__(self, content: bytes) -> Down:
+        """Return the message."""
+        message = _decode_down(content)
+        if isinstance(message, Submit):
+            generation, before = message.generation, self._before
+            if message.same_prompt:
+                generation = replace(generation, prompt=before.prompt)
+            if message.same_rules:
+                sampling = replace(generation.sampling, logit_bias=before.biases, grammar=before.grammar)
+                generation = replace(generation, sampling=sampling)
+            before.take(generation)
+            return Submit(generation, message.transfer)
+        return message
+
+
 encode = msgspec.msgpack.Encoder(enc_hook=_enc_hook).encode
-decode_down = msgspec.msgpack.Decoder(Down).decode
+_decode_down = msgspec.msgpack.Decoder(Down).decode
 decode_up = msgspec.msgpack.Decoder(Up).decode

@@ -22,6 +22,7 @@ from xrunner.channel.messages import (
     Alive,
     Began,
     Cancel,
+    DecodeDown,
     Down,
     Failed,
     Follow,
@@ -33,7 +34,6 @@ from xrunner.channel.messages import (
     Stepped,
     Submit,
     Up,
-    decode_down,
     decode_up,
 )
 from xrunner.executor import Use
@@ -228,7 +228,7 @@ class EngineThreads:
     def __init__(self, engine: ListenedEngine) -> None:
         ours, self._theirs = pair()
         self.front: FrontConnection = FrontEnd(ours, decode_up)
-        end = EngineEnd(self._theirs, decode_down)
+        end = EngineEnd(self._theirs, DecodeDown())
 
         def build(on_step: OnStep) -> HostedEngine:
             engine.listen(on_step)

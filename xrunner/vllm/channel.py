@@ -57,7 +57,7 @@ class VllmEnd:
     def __init__(self, directory: str, lane: LaneName, *, plans: bool | None = None) -> None:
         connected = socket.socket(socket.AF_UNIX)
         connected.connect(f"{directory}/{_FRONT}")
-        self._end = EngineEnd(connected, messages.decode_down)
+        self._end = EngineEnd(connected, messages.DecodeDown())
         self.send(VllmHello(lane, plans))
 
     def fileno(self) -> int:
