@@ -90,13 +90,13 @@ def there_is_none(spec: ModelSpec, cluster: str, policy: str, fix: Mapping[str, 
     if two_lanes and cluster == "local":
         return "two lanes need two devices"
     if two_lanes and fix:
-        return "of two devices each lane has one"
+        return "each lane has only one of the two devices (so TP or PP within a lane is impossible)"
     if policy == "chunked" and spec.is_encoder_decoder:
         return "an encoder reads whole prompts"
     if fix.get("tp") == 2 and 2 not in degrees(spec, 2):
-        return "heads, or keys' and values', that two devices do not share evenly"
+        return "the number of heads, or of K/V heads, is odd, so two devices cannot divide it"
     layers = min(spec.num_layers, spec.num_encoder_layers or spec.num_layers)
-    return "one layer makes no pipeline" if fix.get("pp") == 2 and layers < 2 else None
+    return "a model of one layer cannot be divided into stages" if fix.get("pp") == 2 and layers < 2 else None
 
 
 def rows_of(number: int, workers: Workers) -> Iterator[Row]:
@@ -182,9 +182,10 @@ def markdown(rows: Sequence[Row]) -> str:
     answered = sum(row.policy == "auto" for row in rows)
     text = (
         f"`python -m benchmarks.checkpoints`: {len(numbers)} checkpoints of {len({row.family for row in rows})} "
-        "families, of shapes drawn at random, planned by `xgpt plan` from measured profiles under every policy on one "
-        f"device and two, and run: {equal} plans gave the tokens of `transformers` for every prompt, {answered} of "
-        f"them behind the endpoint; {right - equal} combinations have no plan, and {len(rows) - right} failed."
+        "families, with random shapes, were planned by `xgpt plan` from measured profiles, under every policy, on one "
+        f"device and on two, and then run. {equal} plans gave the same tokens as `transformers` for every prompt "
+        f"({answered} of them behind the endpoint), {right - equal} combinations have no plan, and {len(rows) - right} "
+        "failed."
     )
     lines = [
         "# Random checkpoints",

@@ -56,7 +56,7 @@ on {device}, with memory limited to {memory} GiB so that it must be divided. Req
 waiting: one of {prompts} common prompts ({prompt_tokens} tokens in the mean, the n-th with a probability in proportion
 to n^-0.8), a question of {mean_input:.0f} tokens, and an answer of {mean_output:.0f}. The simulated engine runs the
 same requests as the machine; {count} are measured. TTFT and latency, at the quantile's length, count from admission.
-"At the pace": every step takes as many times its prediction as the run's steps did.
+"At the pace": in the simulation every step takes longer than predicted by the same factor as the steps of the run did.
 
 | plan | reuse | budget | batch | closed form, req/s | simulated | measured | error | at the pace | pace |
 |---|---|---|---|---|---|---|---|---|---|
@@ -74,7 +74,7 @@ same requests as the machine; {count} are measured. TTFT and latency, at the qua
 """
 CURVE = """`python -m benchmarks.reuse curve`: the share of prompt tokens found, predicted in one pass over the trace,
 and replayed block by block on the engine's own blocks. `conversation_trace` and `synthetic_trace` are of Mooncake's
-FAST'25 release. Of its third one, `toolagent_trace`, 93 rows could be had (`toolagent_extract`)."""
+FAST'25 release. Of its third trace, `toolagent_trace`, only 93 rows were available (`toolagent_extract`)."""
 
 
 @click.group()
@@ -122,8 +122,8 @@ def overhead(work: Path, requests: int) -> None:
         lines += ["## Overhead", ""]
         lines.append(
             f"`python -m benchmarks.reuse overhead`: CPU time of one pinned thread, the least of {REPEATS} rounds of "
-            f"{requests} requests. By the line through them a request costs {request:.1f} us, and each block of "
-            f"{BLOCK} tokens {each:.2f} us."
+            f"{requests} requests. A line fitted to the figures gives {request:.1f} us for each request and "
+            f"{each:.2f} us for each block of {BLOCK} tokens."
         )
         lines += ["", "| blocks of a prompt | hashed, us | rule, us | together | the line |", "|---|---|---|---|---|"]
         for count, (hashed, ruled) in zip(counts, found, strict=True):
@@ -291,9 +291,10 @@ def served(work: Path, requests: int, latency_bound: float) -> None:
         click.echo(rates[-1] + "\n" + firsts[-1])
     even = [shown.rate * shown.pace for shown in measured]
     gained = (
-        f"Weighing batch against cache serves {measured[0].rate / measured[1].rate:.2f} times what the plan that "
-        f"ignores reuse does, and {measured[0].rate / measured[2].rate:.2f} times what that one does with reuse off; "
-        f"at one pace of all three runs, {even[0] / even[1]:.2f} and {even[0] / even[2]:.2f} times."
+        f"The plan that weighs the batch against the cache serves {measured[0].rate / measured[1].rate:.2f} times as "
+        f"much as the plan that ignores reuse, and {measured[0].rate / measured[2].rate:.2f} times as much as that "
+        f"plan with reuse off; if all three runs had the same pace, {even[0] / even[1]:.2f} and "
+        f"{even[0] / even[2]:.2f} times."
     )
     with _part(work, f"served-{latency_bound:g}") as lines:
         tables = {"rates": rates, "firsts": firsts, "latencies": latencies}

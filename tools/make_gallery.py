@@ -145,9 +145,9 @@ ENTRIES = (
         lambda found: (
             f"The plan for arrivals ({policy(found['arrivals'])}) keeps the bound up to {rate(found['arrivals']):.1f} "
             f"requests a second, the one for saturation ({policy(found['saturated'])}) up to "
-            f"{rate(found['saturated']):.1f}. Saturated, the second serves "
+            f"{rate(found['saturated']):.1f}. While requests are always waiting, the second serves "
             f"{throughput(found['saturated']) / throughput(found['arrivals']):.2f} times as much, but requests that "
-            "arrive by themselves also wait."
+            f"arrive one by one also wait."
         ),
     ),
     Entry(
@@ -180,8 +180,9 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"ORCA's schedule takes {ratio(found, 'orca', 'static'):.1f} times as many requests as static batches, "
-            f"with prompts cut {ratio(found, 'chunked', 'static'):.1f} times. A static batch keeps the slots of short "
+            f"ORCA's schedule serves {ratio(found, 'orca', 'static'):.1f} times as many requests as static batches, "
+            f"and chunked prefill also {ratio(found, 'chunked', 'static'):.1f} times. A static batch keeps the slots "
+            f"of short "
             "outputs until its longest has ended."
         ),
     ),
@@ -236,8 +237,9 @@ ENTRIES = (
         rate,
         "arrivals/s",
         lambda found: (
-            f"With the loop, the captured batches and the scheduling of 0.32 the same device takes "
-            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times what it takes with those of 0.10. What each engine "
+            f"With the loop, the captured batches and the scheduling of vLLM 0.32, the same device serves "
+            f"{ratio(found, 'vllm-0.32', 'vllm-0.10'):.2f} times as many requests as with those of 0.10. What each "
+            f"engine "
             "does besides its steps stands in configs/engines, with its source."
         ),
     ),

@@ -399,7 +399,7 @@ def replan(plan: Plan | PathLike, lengths: PathLike, **asked: Unpack[ReplanKeywo
 
     Args:
         lengths: a trace (CSV, JSON lines), or the URL of a running server, whose current plan is then judged under the
-        lengths that it has observed.
+            lengths that it has observed.
         **asked
 
     Raises:

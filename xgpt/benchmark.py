@@ -63,7 +63,9 @@ FIGURES = ("throughput_rps", "latency_s", "ttft_s", "itl_p99_s")
 NOTABLE_WAIT = 0.1
 """Share of a step's time from which its wait for a core counts."""
 MARGIN = 0.01
-"""Share by which figures of two equal runs differ, from the end of the window and the times of sending."""
+"""Share by which the figures of two equal runs may differ, because their windows end and their requests are sent at
+slightly different times.
+"""
 URL_VOCABULARY = 1000
 """Token ids below this number are sent to an endpoint with an unknown vocabulary; any vocabulary is larger."""
 
@@ -171,8 +173,8 @@ def bench_plan(
     simulation of the same requests.
 
     Args:
-        profile: the plan's profile; None: it is not on this machine, and not needed if the plan's workload saturates
-            it.
+        profile: the plan's profile; None: this machine does not have it. It is not needed if the load is the plan's own
+            workload at saturation.
 
     Raises:
         MachineError: the server does not start, or dies.
@@ -254,7 +256,8 @@ def draw(plan: Plan, load: Load, rng: np.random.Generator) -> Drawn:
     workload, arrivals = load.workload or plan.workload, load.arrivals
     check_fits(plan, workload)
     counted = requests_to_end(plan, load.num_requests) if arrivals is None else load.num_requests
-    total = counted + plan.replicas * outstanding_requests(plan)  # as many are outstanding when those have ended
+    # After the measured requests have ended, as many as before are still outstanding.
+    total = counted + plan.replicas * outstanding_requests(plan)
     inputs, outputs = sample(workload, total, rng)
     times = np.zeros(total) if arrivals is None else arrivals.times(total, rng)
     return Drawn(inputs, outputs, times, workload.output.lengths[-1])

@@ -133,7 +133,7 @@ def _fit(plan: Plan, profile: Profile, loads: Sequence[tuple[MeasuredLoad, Figur
     pace = float(np.mean([np.log(load.tpot_s / figures[2]) for load, figures in loads]))
     lowest, highest = (-2.0, 0.0, -known_s / first_s - 1e-9), (3.0, 1.0, 1.0)
     start = np.clip((pace, 0.05, 0.05), np.add(lowest, 1e-6), np.subtract(highest, 1e-6))
-    # Its steps are relative to the variables, so these are shifted away from 0.
+    # The optimiser's steps are relative to the variables, so the variables are shifted away from 0.
     bounds = np.add(lowest, SHIFT), np.add(highest, SHIFT)
     fit = least_squares(
         lambda x: errors(x - SHIFT),

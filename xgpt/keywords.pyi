@@ -13,7 +13,7 @@ class PlanKeywords(TypedDict, total=False):
     speculative_tokens: int | None
     """Draft tokens in a step, with `speculative`."""
     acceptance: float | Sequence[float] | str | PathLike[str] | None
-    """Acceptance of drafts, with `speculative`: the shares of steps in which the first draft token is accepted, the first two, and so on; or one share, of tokens that are accepted if all before them are; or a server's metrics page (vLLM, SGLang), saved to a file."""
+    """Acceptance of drafts, with `speculative`. Either the shares of steps in which at least one draft token is accepted, at least two, and so on; or a single share, the probability that a draft token is accepted if all those before it are; or a server's metrics page (vLLM, SGLang), saved to a file."""
     draft_model: str | PathLike[str] | None
     """Checkpoint of the draft, for the engine's command."""
     burstiness: float | None
@@ -73,7 +73,7 @@ class PlanKeywords(TypedDict, total=False):
     order: Literal["fcfs", "in-time", "sjf", "lpt", "edf", "das"] | None
     """The waiting request that enters next: fcfs, the earliest arrival; in-time, so that most requests keep `ttft_s`, with the longest prompts last; sjf, the shortest prompt; lpt, the longest output (finishes a given set of requests soonest); edf, the earliest deadline; das, by prompt length and deadline (TCB)."""
     fix: Mapping[str | PathLike[str], int] | None
-    """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas, and tp_devices, the number of devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 fix [2 1] on three devices. With `order=das` there are eta_percent and, for rows, row_tokens (L in TCB) and row_batches: with 2, a batch enters slots that the last batch has left. Policies without the variable are left out. Repeatable."""
+    """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp, replicas, and tp_devices, the number of devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 fix [2 1] on three devices. With `order=das` there are also eta_percent and, for a plan that runs in rows, row_tokens (L in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies without the variable are left out. Repeatable."""
 
 class FleetKeywords(TypedDict, total=False):
     policy: Literal["auto", "exegpt", "rra", "waa", "waa-c", "waa-m", "chunked", "orca", "static", "slack"] | None

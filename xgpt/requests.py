@@ -238,9 +238,10 @@ class Speculated(RequestBase):
     acceptance: Annotated[
         float | tuple[float, ...] | Name | None, Option(metavar="SHARE|SHARE,…|FILE", kind="acceptance")
     ] = None
-    """Acceptance of drafts, with `speculative`: the shares of steps in which the first draft token is accepted, the
-    first two, and so on; or one share, of tokens that are accepted if all before them are; or a server's metrics page
-    (vLLM, SGLang), saved to a file."""
+    """Acceptance of drafts, with `speculative`. Either the shares of steps in which at least one draft token is
+    accepted, at least two, and so on; or a single share, the probability that a draft token is accepted if all those
+    before it are; or a server's metrics page (vLLM, SGLang), saved to a file.
+    """
     draft_model: Annotated[Name | None, Option(metavar="NAME", unset="none for mtp and ngram")] = None
     """Checkpoint of the draft, for the engine's command."""
 
@@ -270,9 +271,10 @@ class PlanRequest(ProblemRequest, Policy, ArrivalFields, Speculated):
     fix: Annotated[dict[str, NonNegativeInt], Option(metavar="NAME=N", kind="held")] = Field(default_factory=dict)
     """Fix a control variable, such as token_budget=8192 or max_batch=128. Variables of the placement are tp, ep, pp,
     replicas, and tp_devices, the number of devices of a replica in tensor-parallel groups: tp=2 and tp_devices=2 fix
-    [2 1] on three devices. With `order=das` there are eta_percent and, for rows, row_tokens (L in TCB) and
-    row_batches: with 2, a batch enters slots that the last batch has left. Policies without the variable are left
-    out. Repeatable."""
+    [2 1] on three devices. With `order=das` there are also eta_percent and, for a plan that runs in rows, row_tokens (L
+    in TCB) and row_batches; row_batches=2 lets a batch enter the slots that the previous batch has freed. Policies
+    without the variable are left out. Repeatable.
+    """
 
 
 class CompareRequest(ProblemRequest):

@@ -34,7 +34,7 @@ LEAST_STEPS = 100
 
 
 class _Load(NamedTuple):
-    """Sizes of the load's steps, and the largest number of its requests: steps as a plan for such a device has them."""
+    """Sizes of the load's steps, and its largest number of requests, chosen like those of a plan for such a device."""
 
     token_budget: int
     max_batch: int

@@ -57,7 +57,7 @@ class Planned:
 
     @property
     def may_be_uneven(self) -> bool:
-        """Whether a planner of only equal stages could find another plan."""
+        """Whether a planner that supports only equal stages would find a different plan."""
         constraint = self.problem.constraint
         one_way = constraint.arrival_rate_per_s is not None or constraint.maximise is not None
         return self.problem.cluster.num_devices > 1 and not one_way
@@ -72,7 +72,8 @@ class Planned:
     def best_uniform(self) -> Plan | None:
         """Return the best plan of equal stages, without rra and waa; None: none keeps the bound.
 
-        If the best plan of these policies has equal stages, it is that plan; otherwise it is searched.
+        If the best plan of these policies already has equal stages, that plan is returned; otherwise a separate search
+        finds one.
         """
         all_tried = set(UNIFORM_KINDS) <= set(POLICY_GROUPS.get(self.request.policy, ()))
         of_kinds = (plan for plan in self.plans.values() if plan.policy.kind in UNIFORM_KINDS)

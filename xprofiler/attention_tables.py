@@ -38,8 +38,8 @@ LONGEST = 2**20
 def latent_attention(
     tables: Tables, hidden: int, attention: Attention, t: int, dtype: str, slower: float
 ) -> tuple[Surface, Surface, Shapes] | None:
-    """Return the seconds of latent attention of prompts and of decode on one of t devices, and (n, k) of the matrix
-    products around it that they do not include; None: no table has these sizes.
+    """Return the seconds of latent attention of prompts and of decode on one of t devices, and the sizes (n, k) of the
+    matrix products around it that these seconds do not include; None if no table has these sizes.
 
     Raises:
         InputError: these sizes were not measured with this type of weights or K/V.

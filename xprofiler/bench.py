@@ -45,7 +45,9 @@ STAIR = 128
 rise in stairs."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = tuple(n - BLOCK_SIZE // 2 for n in (16, 64, 128, 256, 512, 1024, 2048))
-"""Half a block less than whole blocks, since kernels read whole blocks: half a block too much on average."""
+"""Contexts are half a block shorter than a number of whole blocks: kernels read whole blocks, which is half a block too
+much on average.
+"""
 PROMPTS = (8, 24, *CONTEXTS[1:])
 ENCODE_BATCHES = (1, 4, 16)
 STEP_PROMPT = 128
@@ -61,9 +63,11 @@ JITTER_QUANTILES = 100
 JOBS_A_STEP = 16
 """Number of points after which the typical step is measured again and workers wait for each other."""
 STEPS_A_STRETCH = 3
-"""Number of consecutive typical steps that vary together about as much as the steps of one request."""
+"""Number of consecutive typical steps whose mean varies about as much as the mean over the steps of one request."""
 WORST_ONE_IN, MORE_PASSES = 4, 6
-"""If the machine is restless (`RESTLESS`), the least certain quarter of the points is measured six more times."""
+"""If the measured times vary too much (`RESTLESS`), the least certain quarter of the points is measured six more
+times.
+"""
 BRIEF_PASSES, BRIEF_TOKENS = 2, 512
 """On a busy machine: number of passes, and tokens of the largest measured step. Steps of more than 128 tokens have no
 logits, so two of them must be measured before larger ones lie on their line."""
@@ -402,7 +406,8 @@ class Bench:
     def overhead(self, num_requests: int) -> float:
         """Return the seconds of the engine's step without the model: scheduling, building the batch, and settling.
 
-        On a GPU they are what a step's time in the loop exceeds the model's, since the next step runs meanwhile.
+        On a GPU they are the amount by which a step in the loop takes longer than the model alone, since most of the
+        loop's work is hidden behind the next step, which already runs.
         """
         if isinstance(self.worker, AheadWorker):
             return max(0.0, self._decoding(self.worker, num_requests) - self.step([(BLOCK_SIZE, 1)] * num_requests))

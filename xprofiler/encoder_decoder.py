@@ -1,9 +1,9 @@
 """Measure step times of an encoder-decoder: its encoder's layers, and its decoder's with their cross-attention.
 
 The rest of a decoder layer is a decode step less self- and cross-attention, embedding and head. A step that encodes
-also passes the decoder with its start token; less that time and less the computation of the prompts' keys and values,
-it gives the rest of an encoder layer. So the parts of a step add up to measured whole steps in the way in which
-`xsimulator.costs.step_cost` adds them.
+also passes the decoder with its start token; its time, minus that of this decoder pass and minus that of computing the
+prompts' keys and values, gives the rest of an encoder layer. So the parts of a step add up to measured whole steps in
+the way in which `xsimulator.costs.step_cost` adds them.
 """
 
 from __future__ import annotations

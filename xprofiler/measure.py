@@ -306,11 +306,11 @@ def _sliced(of_tokens: Curve) -> Curve:
 
 
 def _with_loop(spec: ModelSpec, layer: LayerTimes, head: Curve, alone: Timings) -> LayerTimes:
-    """Return a GPU's times of a layer, with what a step with prompts takes beyond its parts counted as attention of
-    prompts.
+    """Return the times of a layer on a GPU. The time by which a step with prompts exceeds the sum of its parts is
+    counted as attention of prompts.
 
-    The loop is not hidden behind such a step, which is launched when its predecessor has ended. Captured, it also
-    computes the logits of more tokens, and launches programs for more sequences, than it has.
+    The loop is not hidden behind such a step, which is launched when its predecessor has ended. A captured step also
+    computes logits for more tokens, and launches programs for more sequences, than its batch has.
     """
     assert layer.last is not None
 

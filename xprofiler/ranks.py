@@ -3,8 +3,8 @@
 Devices of a machine share memory bandwidth, and cores of a socket share power, so each device is measured while the
 others do the same. Tensor-parallel groups are measured as whole steps of all of their ranks, all-reduces included.
 
-Ranks wait for each other before every call of a group; if each computes by itself, before every few calls, since a wait
-costs a process switch, which on a loaded machine takes longer than a small model's call.
+In a group, ranks wait for each other before every call. If each computes by itself, they wait only before every few
+calls, since a wait costs a process switch, which on a loaded machine takes longer than a call of a small model.
 """
 
 from __future__ import annotations

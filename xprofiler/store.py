@@ -40,7 +40,7 @@ def dtype_of(spec: ModelSpec, cluster: ClusterSpec, dtype: DType | None = None, 
     if on_cpu and dtype not in CPU_DTYPES and engine != "vllm":
         raise InputError("dtype", dtype, f"on a CPU models run in {', '.join(CPU_DTYPES)}")
     if dtype == "int8" and (not on_cpu or engine == "vllm"):
-        raise InputError("dtype", dtype, "it runs only in xgpt's own engine on CPUs: use another")
+        raise InputError("dtype", dtype, "this type runs only in xgpt's own engine on CPUs: use another type")
     if dtype not in spec.run_dtypes and (dtype != "float8" or cluster.is_local):
         accepted = f"{spec.name} ({spec.family}) runs in {', '.join(spec.run_dtypes)}: give one as `dtype`"
         raise InputError("dtype", dtype, accepted)

@@ -19,7 +19,7 @@ Array = npt.NDArray[np.float64]
 WIDTHS = {"fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of an element by the tables' names of types; others: two."""
 LEAST_S = 1e-12
-"""Seconds in place of none, whose logarithm is not finite."""
+"""Seconds that stand for a time of 0, whose logarithm would not be finite."""
 
 
 class Tables:
@@ -69,8 +69,9 @@ class Tables:
     ) -> Array:
         """Return the seconds of the matrix product of [m, k] and [k, n].
 
-        Products in FP8 were measured with the computation of the scale of [m, k], which a checkpoint may hold. That
-        computation was also measured by itself and is subtracted, but not below the device's roofline.
+        Products in FP8 were measured including the computation of the scale of [m, k], although a checkpoint may
+        already contain that scale. That computation was also measured by itself and is subtracted, but not below the
+        device's roofline.
 
         In FP8 by blocks, small products were measured with a launch each, and took tens of microseconds longer than in
         half precision, which reads twice the bytes. Captured graphs avoid launches, so the shorter time is used.
@@ -276,7 +277,9 @@ class Tables:
         try:
             from pyarrow import ArrowInvalid, parquet
         except ImportError:
-            raise InputError("import_from", self.root.name, "it needs pyarrow: pip install xgpt[import]") from None
+            raise InputError(
+                "import_from", self.root.name, "it needs pyarrow: pip install 'xgpt-serve[import]'"
+            ) from None
         try:
             present = parquet.read_schema(path).names
             wanted = [*columns, *(name for name in optional if name in present)]

@@ -9,12 +9,12 @@ engine core. They are separated into parts as follows:
     a prompt in pieces                                                 -> attention of prompts: how much longer later
                                                                           pieces take
 
-So `head` contains each request after a step's first, with all of the loop's work for it, and `overhead` is 0. Times are
-means over passes, as in `measure`. A few long steps may all meet the same clock rate and then stand out among their
-neighbours; since more tokens in a step never cost more per token, such sizes are averaged. The attention of prompts, a
-few hundredths of a step at usual lengths, is fitted to all pieces at once. Steps that decode and encode a piece of a
-prompt are also measured: `provenance` says by how much they differ from the sum of decodes and prompts. Decodes over
-long contexts use K/V that was never computed, from a vLLM connector made for that.
+So `head` contains the cost of each request in a step after the first one, including the loop's work for it, and
+`overhead` is 0. Times are means over passes, as in `measure`. A few long steps may all meet the same clock rate and
+then stand out among their neighbours; since more tokens in a step never cost more per token, such sizes are averaged.
+The attention of prompts, a few hundredths of a step at usual lengths, is fitted to all pieces at once. Steps that
+decode and encode a piece of a prompt are also measured: `provenance` says by how much they differ from the sum of
+decodes and prompts. Decodes over long contexts use K/V that was never computed, from a vLLM connector made for that.
 """
 
 from __future__ import annotations
@@ -272,8 +272,9 @@ def _decode_attention(spec: ModelSpec, step: dict[Probe, float], rest: _Line, he
 def _encode_attention(spec: ModelSpec, times: dict[Probe, list[float]], rest: _Line) -> Surface:
     """Return the attention of a layer for one prompt; several prompts count as their sum.
 
-    A piece of p tokens also attends to the tokens before it; p of these cost twice as much as its own causal attention.
-    So if a piece takes c seconds more for each token before it, the attention of a prompt of n tokens is c n^2 / 2p.
+    A piece of p tokens also attends to the tokens before it; attention to p earlier tokens costs twice as much as the
+    causal attention within the piece. So if a piece takes c seconds more for each token before it, the attention of a
+    prompt of n tokens is c n^2 / 2p.
     """
     lengths = tuple(2**k for k in range(SHORT.bit_length() - 1, spec.max_context.bit_length()))
     lengths = tuple(sorted({*lengths, *(3 * n // 2 for n in lengths[:-1])}))

@@ -13,8 +13,8 @@ TASKS = Path("/proc/self/task")
 
 
 class CoreWaitMeter:
-    """Passes each record on with the longest time that a thread of this process was ready to run during the step while
-    other threads had the cores. Call it in the thread that executes steps.
+    """Passes records on. To each it adds the longest time for which, during the step, a thread of this process was
+    ready to run while other threads occupied the cores. Call it in the thread that executes steps.
 
     The main thread is left out if another thread executes steps: it answers requests, and no step waits for it. Time
     spent waiting to wake up since the last step counts towards this step.

@@ -247,7 +247,9 @@ class Engine:
             self.on_begin(taken_up)
 
     def _settle(self, step: Step, sampled: dict[int, int]) -> list[Token]:
-        """Account for the step's tokens; requests that a static batch computes after their end return no more."""
+        """Account for the step's tokens. A static batch goes on computing requests that have ended; their further
+        tokens are not returned.
+        """
         logprobs, failed, pool = self.executor.logprobs, self.executor.failed, self._schedule.pool
         tokens = []
         for id_, chosen in sampled.items():

@@ -25,7 +25,7 @@ class SamplingParams:
         top_p: of these, keep only the most probable ones that together have this probability.
         min_p: of these, keep only those at least this probable, relative to the most probable.
         seed: equal seeds give equal tokens if logits are equal. Other requests in the batch may change the last bits of
-            logits, which changes a drawn token as rarely as the highest logit (`sampling`).
+            logits. That changes a sampled token about as rarely as it changes which logit is highest (`sampling`).
         presence_penalty: subtracted from the logit of every token in the output.
         frequency_penalty: subtracted from a token's logit once for each time that the output has it.
         repetition_penalty: divides positive logits, and multiplies negative ones, of every token in the prompt or the

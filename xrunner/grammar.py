@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 16
 """Largest grammar in bytes. Grammars of the tools in use are a tenth of that."""
 KEPT_S = 0.3
-"""The most recently used grammars are kept, as many as took this many processor seconds to compile together. Their
-memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms."""
+"""The most recently used grammars are kept, as long as compiling them took no more than this many processor seconds in
+total. Their memory grows with that time: one of the longest takes 0.2 s and 15 MiB, one of eight usual tools 8 ms.
+"""
 LONG_BYTES = 1 << 13
 """After a longer grammar, and after an output that kept to it, the process gives freed memory back to the system."""
 STEP_FUEL, STEP_ITEMS, STATES = 20_000, 20_000, 30_000

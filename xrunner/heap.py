@@ -1,4 +1,4 @@
-"""Give memory that a large request has freed back to the system: engines on CPUs have the C library keep it."""
+"""Return memory that a large request has freed to the system; in engines on CPUs, the C library would keep it."""
 
 from __future__ import annotations
 

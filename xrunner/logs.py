@@ -45,8 +45,8 @@ ANSWERED, OTHERS = Rate(2000, 1000), Rate(100, 2)
 class NoFlood(logging.Filter):
     """Drops lines if there are too many of a kind; the next one that is written says how many (`left_out`).
 
-    A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status. Each writes less
-    than 100 MB a day of what is no success.
+    A kind is a logger, a level, a message (before its arguments are filled in) and an HTTP status. Each kind writes
+    less than 100 MB a day, successes not counted.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def _short(value: object) -> object:
-    """Return a field as it is written: numbers as they are, of texts the beginning, of lists the first ones."""
+    """Return a field in the form in which it is logged: numbers unchanged, texts and lists cut after their first
+    characters or items.
+    """
     if isinstance(value, str):
         return cut(value)
     if isinstance(value, list):

@@ -51,8 +51,8 @@ _GREEDY = np.array((0, 0, 1, 0, 0, 0, 0, 1, -1, -1), _SETTINGS)
 class Sampler:
     """Chooses the next tokens of a batch by the sampling parameters of each row's request.
 
-    If all rows are greedy and ask for nothing else, `is_idle` holds, and the caller may use `highest` instead; where
-    `takes_highest` holds, `highest` of logits and `clocks` together.
+    If all rows are greedy and ask for nothing else, `is_idle` is true, and the caller may use `highest` instead. If
+    `takes_highest` is true, the caller may use `highest` of the sum of logits and `clocks`.
 
     Attributes:
         failed: why the last call has chosen no token, by index into its rows; rows of logits that are not finite are
@@ -349,7 +349,8 @@ def _lowest_kept(scores: Tensor, settings: np.ndarray, width: int = CANDIDATES) 
 
 
 def clocks_of(keys: np.ndarray, noise: Tensor) -> Iterator[Tensor]:
-    """Return numbers whose highest sum with the tokens' log weights is at a token drawn by weight.
+    """Return random numbers such that the token with the highest sum of log weight and random number is a sample drawn
+    by weight.
 
     They are negative logarithms of exponential clocks: among clocks with these rates, each is the first with a
     probability in proportion to its rate. A token's clock depends only on the row's key and the token. So if weights

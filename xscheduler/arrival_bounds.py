@@ -9,11 +9,11 @@ length of an iteration:
 - A request of d decode iterations and i prompt tokens takes at least `first(i) + d t` after its arrival, where t is the
   mean iteration that it meets; waiting only adds to that. The quantile of all requests must keep the bound. If all
   prompts were alike and every request met the same iterations, `first(mean i) + S_q t` would have to keep it, with S_q
-  the quantile of d. In reality both vary, which helps if there are only few distinct lengths: if the long requests are
-  slightly more than may break the bound, those with short prompts or at quiet times may still keep it. Therefore
-  `loosened` takes the lowest quantile of `first(i) / t + d` times a normal factor, over all ratios of prompt time to
-  iteration time and all deviations up to `SPREAD`, and loosens the bound by the difference. A distribution with a
-  smooth tail needs no loosening.
+  the quantile of d. In reality prompts and iterations vary. That matters if there are only few distinct lengths: if
+  slightly more requests are long than may break the bound, some of the long ones, with short prompts or at quiet times,
+  may still keep it. Therefore `loosened` takes the lowest quantile of `first(i) / t + d` times a normal factor, over
+  all ratios of prompt time to iteration time and all deviations up to `SPREAD`, and loosens the bound by the
+  difference. A distribution with a smooth tail needs no loosening.
 - If prompts pass one after the other in order of arrival, a request also waits for the prompts before it (Lindley's
   recursion; Kiefer and Wolfowitz's for several micro-batches; on drawn prompts and arrivals). A prompt takes at least
   its share of the least time of the slowest stage or, if steps take prompts at any time (orca, chunked), of full steps
@@ -29,9 +29,9 @@ length of an iteration:
 
 Three assumptions: requests of all lengths meet the same iterations (no schedule knows an output's length in advance);
 the closed forms at saturation are right; and the mean iteration varies by at most `SPREAD` between long requests.
-Fluctuations, such as bursts of prompts, lower the rate that a schedule keeps but not this bound, so the bound is
-loosest if a few long prompts decide. A search compares its simulated rates with the bound and widens the gap if a rate
-exceeds it; `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them.
+Fluctuations, such as bursts of prompts, lower the rate that a schedule keeps but do not lower this bound. So the bound
+is loosest if a few long prompts determine that rate. A search compares its simulated rates with the bound and widens
+the gap if a rate exceeds it; `xscheduler.box_bounds.breach` tests the bound on random boxes and points inside them.
 """
 
 from __future__ import annotations

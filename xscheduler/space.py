@@ -133,8 +133,9 @@ class Space:
 
         Args:
             bound: throughput, all replicas together, that no point exceeds.
-            between: whether a point stands for all real batch sizes between its own and one less: its own has the
-                throughput, and the smallest one the times that must keep the constraint (`Evaluation.lesser`).
+            between: whether a point stands for all real batch sizes from one less than its own up to its own. The
+                throughput is then that of its own batch size, and the times that must keep the constraint are those of
+                the smallest (`Evaluation.lesser`).
             left: share of the latency bound that settings may use, by token budget; 0: they are not allowed; None: all
                 of it.
         """

@@ -244,7 +244,8 @@ def simulate(
     arrivals: ArrivalProcess | None = None,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Return the figures and steps of sampled requests on the simulated engine, all at once or as they arrive.
+    """Return the figures and steps of a simulated run of sampled requests, which are all there at the start or arrive
+    over time.
 
     One replica is simulated with its share of the arrivals; throughput is that of all replicas.
 
@@ -291,8 +292,9 @@ def run_replica(
     num_requests: int,
     on_span: OnSpan | None = None,
 ) -> tuple[Measured, list[StepRecord]]:
-    """Return the figures and steps of one replica's requests, all at once if they have no times; throughput is of all
-    replicas."""
+    """Return the figures and steps of a simulated run of one replica's requests, which are all there at the start if
+    they have no times; throughput is that of all replicas.
+    """
     check_fits(plan, workload)
     log = run_requests(plan, profile, requests, workload.output.lengths[-1], on_span)
     measured = read_log(plan, workload, log, num_requests, saturated=requests.timestamp_s is None)

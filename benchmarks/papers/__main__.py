@@ -72,7 +72,7 @@ says measured, ours is a prediction: profiles computed from datasheets with one 
 `xscheduler` (`--objective saturated`). No parameter was set for a row. "Holds if" is the goal of a row. If a row does
 not hold, the last column names the assumption that decides, and the value at which the row would hold.
 
-Statements without a figure are left out, and so is their Table 4 (seconds to load weights over PCIe), whose slowest
+Statements without a figure are left out, and so is ExeGPT's Table 4 (seconds to load weights over PCIe), whose slowest
 rate the planner uses for GPUs; [several devices](devices.md) measures loading on CPUs. [Formulas](formulas.md) corrects
 two of ExeGPT's.
 

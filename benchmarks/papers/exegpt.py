@@ -292,8 +292,9 @@ def figures_6_and_8() -> Iterator[Found]:
         "ExeGPT Figures 6 and 8: requests a second",
         (*columns, "over FT", "over FT at p99"),
         tuple(rows),
-        "FT keeps the bound up to its longest output, as in the paper; `FT at p99` at the 99th percentile's length, as "
-        "all others. `python -m benchmarks.scheduler --check` sweeps the same spaces whole.",
+        "FT must keep the bound for its longest output, as in the paper; `FT at p99` must keep it, like all others, "
+        "for an output at the 99th percentile of lengths. `python -m benchmarks.scheduler --check` sweeps the same "
+        "spaces whole.",
     )
 
 

@@ -76,7 +76,7 @@ def test_bounds_on_first_tokens_and_gaps_are_dropped_where_a_mean_may_be_above_t
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("monotone", few([False, True]))
 def test_no_real_batch_between_settings_beats_the_bound(kind: str, seed: int, monotone: bool) -> None:
-    """Arriving requests fill a batch in the mean, which need not be a whole number."""
+    """Arriving requests fill a batch to some average, which need not be a whole number."""
     spaces, rng = Spaces(kind, seed, monotone=monotone), np.random.default_rng(seed)
     for latency_bound_s in spaces.bounds():
         between = [space.under(space.constraint, space.bound, between=True) for space in spaces.spaces(latency_bound_s)]

@@ -49,7 +49,9 @@ def read_spec(directory: Path) -> ModelSpec:
     if _read_object(directory / "config.json") is None:
         raise InputError("model", str(directory), "the directory must hold a config.json")
     if (adapter := directory / "adapter_config.json").is_file():
-        raise InputError("model", str(adapter), "adapters are not supported: merge it into the weights, or remove it")
+        raise InputError(
+            "model", str(adapter), "adapters are not supported: merge this one into the weights, or remove it"
+        )
     return _read_spec(directory / "config.json", directory)
 
 

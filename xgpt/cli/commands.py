@@ -19,7 +19,7 @@ from xgpt.cli.values import Whole
 def plan() -> None:
     """Find the schedule with the highest throughput under a latency bound, and write plan.json.
 
-    --objective chooses the throughput; by default it is the highest arrival rate within the bound.
+    --objective chooses what throughput means; by default, the highest arrival rate within the bound.
 
     \b
     Examples:
@@ -119,8 +119,8 @@ def serve() -> None:
     "--simulate",
     "simulated_trace",
     metavar="FILE",
-    help="Instead, follow the recommendations over a day's trace on the simulated clock, and print the share of "
-    "requests that keep the bounds, and the cost.",
+    help="Do not publish: follow the recommendations over a day's trace on the simulated clock, and print the cost "
+    "and the share of requests that keep the bounds.",
 )
 @json_option
 def autoscale() -> None:

@@ -112,7 +112,7 @@ def _option(field: dict[str, Any], flags: dict[str, str]) -> Callable[[F], F]:
         settings["shell_complete"] = _names(field["names"])
     if field["is_required"]:
         settings["required"] = True
-        del settings["default"]  # click takes a default of None for a given value
+        del settings["default"]  # click would count a default of None as a value that was given
     add = click.option(field["flag"], field["name"], cls=RequestOption, help=text, **settings)
 
     def add_in_group(function: F) -> F:

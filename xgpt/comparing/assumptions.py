@@ -1,5 +1,6 @@
-"""The dependence of a gain over the current deployment on assumptions: cost of mixed steps, pace, lengths and
-bursts."""
+"""How a gain over the current deployment depends on assumptions: the cost of mixed steps, the pace, lengths and
+bursts.
+"""
 
 from __future__ import annotations
 

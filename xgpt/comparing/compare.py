@@ -87,7 +87,7 @@ class Compared:
 
     @property
     def keeps_current(self) -> bool:
-        """Whether no plan gains over the current deployment under every assumption, so that it should stay."""
+        """Whether the current deployment should be kept, because no plan gains under every assumption."""
         return bool(self.ranges) and max(each.least for each in self.ranges.values()) < 1
 
     @property
@@ -169,8 +169,9 @@ def compare(
 
 
 def _what_holds(plans: dict[str, Plan], gains: dict[str, Range], kind: str) -> list[str]:
-    """Return lines if the plan with the largest gain has not the best worst case, or if no plan gains in the worst
-    case."""
+    """Return notes: one if the plan with the largest gain does not have the largest gain in its worst case, and one if
+    no plan gains in its worst case.
+    """
     first, lines = next(iter(plans)), []
     if kind != first:
         lines.append(
@@ -279,7 +280,7 @@ def score_current(problem: Problem, current: CurrentEngine, longest: int | None 
 
 
 def gain_of(best: Plan, current: Plan) -> Gain | None:
-    """Return a plan's gain over the current deployment; None: that keeps the bounds at no arrival rate."""
+    """Return a plan's gain over the current deployment; None if the deployment keeps the bounds at no arrival rate."""
     if rate_of(current) <= 0:
         return None
     devices = [plan.num_devices for plan in (best, current)]

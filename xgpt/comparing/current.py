@@ -93,7 +93,7 @@ def is_model(served: str, name: str) -> bool:
 
 
 def check_model(current: CurrentEngine, name: str) -> None:
-    """Check that a command does not serve another model on the Hub than the plans are for.
+    """Check that a command does not name a Hub model other than the one that the plans are for.
 
     Raises:
         InputError: it does. A path or a name without an owner may be any model.

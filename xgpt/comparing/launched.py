@@ -313,8 +313,9 @@ def _environment(node: dict[str, Any]) -> dict[str, str]:
 
 
 def _filled(word: str, environment: Mapping[str, str]) -> str:
-    """Return a word in which variables that the container defines, or that have a default, are replaced by their
-    values."""
+    """Return a word after replacing the variables that the container defines, or that have a default, by their
+    values.
+    """
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[2] or match[4], match[3]

@@ -167,4 +167,4 @@ def _defaults(cluster: ClusterSpec, replica_devices: int) -> tuple[int, int]:
     for least, seqs, tokens in DEFAULTS:
         if gibibytes >= least and not (is_a100 and 0 < least < A100_LIMIT):
             return seqs, tokens
-    raise AssertionError("the last has no least memory")
+    raise AssertionError("the last entry must have no least memory")

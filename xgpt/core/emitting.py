@@ -22,7 +22,9 @@ REPLACED = (
 )
 """Methods of numba on which this depends; a version without one of them compiles as usual."""
 LOOP_BODY = "__numba_parfor_gufunc"
-"""In the names of functions that hold the body of a parallel loop; only the loop's function calls them."""
+"""A text that occurs in the names of functions that hold the body of a parallel loop; only the function with the loop
+calls them.
+"""
 _set_env = codegen.JITCPUCodegen.set_env
 
 
@@ -71,13 +73,13 @@ class Library(codegen.JITCodeLibrary):
 
 
 def set_env(self: Any, env_name: str, env: object) -> None:
-    """Set a function's environment if its code has been emitted; without code, it has no place for one."""
+    """Set a function's environment if its code has been emitted; before that, there is no place to store it."""
     if self._engine.is_symbol_defined(env_name):
         _set_env(self, env_name, env)
 
 
 def install() -> None:
-    """Make numba compile like this from now on."""
+    """Make numba compile in the way that this module describes, from now on."""
     if all(hasattr(codegen.JITCodeLibrary, name) for name in REPLACED):
         codegen.JITCPUCodegen._library_class = Library
         codegen.JITCPUCodegen.set_env = set_env  # type: ignore[method-assign]

@@ -74,7 +74,8 @@ class ReuseCurve:
 
 
 def _whole_outputs(trace: TraceLengths, size: int, block_size: int) -> Ints:
-    """Return how many of a trace's blocks of `size` tokens follow each prompt's full ones when the request ends.
+    """Return for each request how many further blocks of `size` tokens, after the full blocks of its prompt, are cached
+    when it ends.
 
     K/V blocks of `block_size` tokens are cached; if these are smaller than the trace's blocks, the count is rounded.
     """

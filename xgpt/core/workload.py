@@ -78,7 +78,8 @@ class TraceLengths(NamedTuple):
 def histogram(distribution: LengthDistribution) -> Histogram:
     """Return the exact probability of every integer length.
 
-    A truncated normal gives length k the mass of its density over [k - 1/2, k + 1/2], over min to max.
+    Under a truncated normal, the probability of length k is the mass of the density over [k - 1/2, k + 1/2], divided by
+    its mass from min - 1/2 to max + 1/2.
 
     Raises:
         InputError: min is above max, or a normal distribution has no mass between them.

@@ -121,7 +121,7 @@ def quick(search: Scheduler, kinds: tuple[str, ...]) -> dict[str, tuple[Plan, fl
         search.best_of_each(kinds)  # raises the reason, if even requests that do not wait break the bounds
         name = next(name for name in BOUNDS if getattr(search.problem.constraint, name) is not None)
         raise InfeasibleError(
-            f"{name}: no schedule keeps the bounds with waiting included, in closed form",
+            f"{name}: by the closed forms, no schedule keeps the bounds once waiting is included",
             nearest_bound_s=None,
             binding=name,
         )

@@ -124,8 +124,9 @@ _OWN_IMAGE = "is made by the Dockerfile of xgpt's repository, with PyTorch for C
 
 
 def _leader_worker_set(plan: Plan, names: Names) -> dict[str, str]:
-    """Return a LeaderWorkerSet with a group of pods for each replica, in which all compute and the leader answers
-    requests."""
+    """Return a LeaderWorkerSet with a group of pods for each replica, in which all pods compute and the leader answers
+    requests.
+    """
     in_vllm = plan.profile.engine != "native"
     check_engine(plan, "vllm" if in_vllm else "native")
     nodes = num_nodes(plan)

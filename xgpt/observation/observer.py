@@ -43,7 +43,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def is_slower(slowdown: float, other: float, spread: float) -> bool:
-    """Return whether a slowdown exceeds the headroom of a plan for the other slowdown."""
+    """Return whether the first slowdown is larger than a plan made for the second one allows for with its headroom."""
     return slowdown > other * (1 + max(spread, LEAST_HEADROOM))
 
 

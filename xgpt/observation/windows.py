@@ -35,8 +35,9 @@ LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95)
 MOST_NATS = 500.0
 """Logarithm above which a probability is computed by its asymptote, since the number itself would be 0."""
 CERTAIN = 1e5
-"""The weight, in requests, of planned lengths that count as certain: two requests of an unplanned length are then a
-change."""
+"""The number of requests that planned lengths count for if they are certain: so many that two requests of an unplanned
+length already count as a change.
+"""
 
 
 @dataclass(slots=True)
@@ -46,7 +47,8 @@ class Seen:
     Attributes:
         max_output: output tokens that its client allowed.
         generated: output tokens so far.
-        has_ended: whether its output is complete; that of a cancelled request never is, and counts as at least so long.
+        has_ended: whether its output is complete; the output of a cancelled request never is, and counts as at least as
+            long as it was.
     """
 
     arrival_s: float

@@ -159,7 +159,7 @@ def histogram(edges: npt.ArrayLike, shares: npt.ArrayLike, mean: float, label: s
 
 
 class DayChart(NamedTuple):
-    """The load, replicas, kept requests and costs of a fleet over a day, by interval."""
+    """A fleet over a day, by interval: load, replicas, requests that kept their bounds, and costs."""
 
     hours: Sequence[float]  # the intervals' edges
     load: Sequence[float]  # requests a second

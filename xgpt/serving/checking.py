@@ -131,7 +131,7 @@ def check_plan(plan: Plan, ray: str | None = None) -> None:
 
 
 def check_planned(plan: Plan) -> None:
-    """Check that `xgpt serve` could run a new plan on this machine, with some weights.
+    """Check that `xgpt serve` could run a new plan on this machine, whatever its weights.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -144,7 +144,7 @@ def check_planned(plan: Plan) -> None:
 
 
 def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") -> None:
-    """Check that an engine can run a plan here, with some weights.
+    """Check that an engine can run a plan here; the weights are not checked.
 
     Raises:
         MachineError: devices or memory are missing.
@@ -158,7 +158,8 @@ def check_runs(plan: Plan, num_nodes: int = 1, engine: EngineKind = "native") ->
     needed = max(plan.estimate.memory_bytes)
     if needed > offered:
         raise MachineError(
-            f"the plan needs {needed / 2**30:.1f} GiB a device, but this machine has {offered / 2**30:.1f}: plan for it"
+            f"the plan needs {needed / 2**30:.1f} GiB a device, but this machine has {offered / 2**30:.1f}: "
+            "plan for this machine"
         )
 
 

@@ -286,7 +286,7 @@ class RemoteEngine:
         try:
             while not isinstance(ready := self._receive(), Ready):
                 if self._is_closed:
-                    raise MachineError("the engine is closed while it starts")
+                    raise MachineError("the engine was closed while it was starting")
                 if isinstance(ready, Alive):
                     self._heard_s = time.monotonic()
                 self._check_alive()

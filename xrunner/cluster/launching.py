@@ -43,11 +43,11 @@ class LauncherSettings(msgspec.Struct, frozen=True):
 
 
 class StartWorkers(msgspec.Struct, frozen=True):
-    """A later line: end the running workers, and start these.
+    """A further line to a launcher, after its first: end the running workers, and start these.
 
     Attributes:
-        epoch: workers of the same one belong together.
-        first, count: numbers of this machine's workers.
+        epoch: number of the epoch; workers of one epoch belong together.
+        first, count: number of this machine's first worker, and how many workers it has.
         total: workers on all machines.
     """
 
@@ -102,7 +102,7 @@ class MachineLauncher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """The machines on which workers run, as many on each.
+    """The machines on which workers run, the same number on each.
 
     Attributes:
         launches: for each machine, what starts its launcher.

@@ -155,7 +155,7 @@ class RayLauncher:
         """Have Ray start the actor, with the order that it has to carry out."""
         self._placed_s = time.monotonic()
         self._calls: list[Any] = []
-        """Calls to the actor that have not been answered; none: it died before it was there."""
+        """Calls to the actor that have not been answered; empty: the actor died before it had started."""
         try:
             self._actor = self._create()
             self._calls.append(self._actor.exited.remote())

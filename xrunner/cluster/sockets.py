@@ -1,8 +1,8 @@
 """Sockets of the control plane: encrypted with a secret that all sides share.
 
 Processes of one machine reach each other through Unix sockets, to which the kernel lets no other user. Those of several
-machines bind to one named interface. There a stranger can connect, and is known only after a handshake: until then,
-and later, a message beyond a limit ends its connection.
+machines bind to one named interface. There a stranger can connect, and only the handshake shows who a peer is. Before
+and after the handshake, a message beyond a limit ends the connection.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Wakeup:
             self._waker.send(b"\0")
 
     def clear(self) -> None:
-        """Take back the wake-ups so far, of which there is at least one."""
+        """Read and discard all wake-ups so far; call it only if there is at least one."""
         self.socket.recv(WAKEUP_BYTES)
 
     def close(self) -> None:

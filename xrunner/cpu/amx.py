@@ -299,7 +299,9 @@ def soften(
 
 
 def _quarters(*ends: int) -> list[int]:
-    """Return in each quarter these elements of the first register's quarter (0 to 3) and of the second's (4 to 7)."""
+    """Return a register in which each quarter holds the chosen elements: 0 to 3 are those of the first register's same
+    quarter, 4 to 7 those of the second's.
+    """
     return [4 * quarter + end % 4 + SQUARE * (end // 4) for quarter in range(4) for end in ends]
 
 

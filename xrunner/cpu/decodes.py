@@ -65,10 +65,11 @@ def limit(scores, count, cap):
 def decode(q, keys, num_kv_heads, scored, acc, floats):
     """Compute the attention of one token's queries that read some K/V heads: acc = softmax(q K^T) V.
 
-    In a block the heads lie one after the other, so reading block by block and head by head is one run of memory.
+    Within a block the heads lie one after the other, so reading block by block, and in each head by head, reads memory
+    in order.
 
     Args:
-        q, acc: whole vectors of a cache line. # [num_kv_heads * group, head_dim]
+        q, acc: whole vectors, each as long as a cache line. # [num_kv_heads * group, head_dim]
         keys: keys of the first of the heads; blocks hold whole lines.
         floats: scratch memory: each head's weights for a line of keys, and their sums. # [2 * num_kv_heads * group *
             LINE]
@@ -125,7 +126,7 @@ def decode(q, keys, num_kv_heads, scored, acc, floats):
         total = np.sum(totals[g * LINE : (g + 1) * LINE])
         if len(scored.sinks):
             further = scored.sinks[first_head * group + g] * LOG2_E
-            total += np.float32(2.0) ** (further - highest[g])  # infinite if it has all the weight
+            total += np.float32(2.0) ** (further - highest[g])  # infinite if the attention sink has all the weight
         for d in range(head_dim):
             acc[g, d] /= total
 

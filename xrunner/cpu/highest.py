@@ -57,7 +57,8 @@ class Screen:
         self._rest = self._left = 0
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums whose highest in each row is the highest in float32, and no other sum of the row is above it.
+        """Return sums in which each row's highest value is at the output that is highest in float32; the row's other
+        sums may be wrong, but none is above it.
 
         # float32 [rows, in] -> [rows, out]
 

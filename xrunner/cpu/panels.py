@@ -105,12 +105,12 @@ def pack(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
 
 
 def pack_bfloat16(weight: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """Return the same product for a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
+    """Return the product x W^T + b with a weight in bfloat16 [out, in]; x is rounded to bfloat16, sums are float32."""
     return _packed(lay_out(weight, finish), None, None, BFLOAT16)
 
 
 def pack_int8(weight: Tensor, scales: Tensor, finish: Finish = Finish.NOTHING) -> Product:
-    """Return the same product in eight bits; x is rounded to them row by row.
+    """Return the product x W^T + b with a weight in eight bits; each row of x is rounded to eight bits.
 
     Args:
         weight: the weight. # int8 [out, in]
@@ -176,7 +176,12 @@ def product_of(weight: Panels) -> Product:
 
 
 def _packed(weight: Panels, scales: Tensor | None, begin: Tensor | None, kind: int) -> Product:
-    """# scales: of outputs [out]; begin: what sums begin with, bits of their own kind [out]; None: the bias"""
+    """Return the product with a packed weight.
+
+    Args:
+        scales: scale of each output. # [out]
+        begin: initial value of each sum, as bits of the sums' type; None: the bias. # [out]
+    """
     outputs, panels, block = weight
     of_outputs = np.ones_like(outputs.bias(None)) if scales is None else outputs.in_panels(scales).numpy()
     start = None if begin is None else outputs.in_panels(begin).numpy()

@@ -317,7 +317,8 @@ def _end_tile(way, span, head_dim, rules, space, tile, lanes):
     for r in range(lanes):
         if rules.has_sinks:
             head = (span.first + min(tile * WIDE + r, span.num_rows - 1)) % span.group
-            total[r] += np.float32(2.0) ** (rules.sinks[head] * LOG2_E - highest[r])  # inf if it has all the weight
+            # Infinite if the attention sink has all the weight.
+            total[r] += np.float32(2.0) ** (rules.sinks[head] * LOG2_E - highest[r])
         total[r] = np.float32(1.0) / total[r]
     for r in range(lanes):
         row = at(rows, places[r])
@@ -351,7 +352,8 @@ def _pass(way, context, rules, space, span, piece, lanes):
         for t in range(begin, end):
             for r in range(lanes):
                 scores[t * lanes + r] += rules.bias[place - t + min(r, last)] * LOG2_E
-    # A row that has seen no key yet counts hidden keys, until its first key shrinks them to nothing.
+    # In a row that has not seen a visible key yet, hidden keys count at first; when its first visible key comes, their
+    # weights shrink to nothing.
     if window:
         hide(scores, limits, before, begin, end, window, lanes)
     elif before + end > limits[0]:

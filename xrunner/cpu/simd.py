@@ -63,7 +63,9 @@ _PAIRS = (
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Return what numba calls, without the first parameter, and lowers to the instructions that `generate` appends."""
+    """Return a function that numba can call, without the first parameter of `generate`, and that is compiled to the
+    instructions which `generate` appends.
+    """
     return intrinsic(prefer_literal=True)(function)
 
 
@@ -339,7 +341,7 @@ class Emit:
         return vectors[0]
 
     def is_between(self, begin: ir.Value, end: ir.Value) -> ir.Value:
-        """Return in which lanes a number is at least the one and less than the other."""
+        """Return for each lane whether a number is at least the first bound and below the second."""
         numbers = ir.Constant(self.integers, list(range(self.lanes)))
         bounds = [self.spread_integer(bound) for bound in (begin, end)]
         not_before = self.builder.icmp_signed(">=", numbers, bounds[0])

@@ -13,10 +13,11 @@ Contract of `Generate`:
     of the text     stop, include_stop_str_in_output, skip_special_tokens, spaces_between_special_tokens: the gateway's.
     refused         what would change the output and cannot be done here ends with INVALID_ARGUMENT and names the field.
     answer          a stream: a chunk for each step, and `complete` for each output with all of its tokens; without
-                    `stream`, only the latter. The token that ends an output is part of it, and `matched_token_id`.
+                    `stream`, only the latter. The token that ends an output is included in the output, and is also its
+                    `matched_token_id`.
 
 In addition to the messages, metadata of a call (keys of `METADATA`) carries what schedules need and messages have no
-field for. A caller that goes away, or `Abort`, takes a request out. Too many waiting requests end with
+field for. A request is removed when its caller disconnects, or by `Abort`. Too many waiting requests end with
 RESOURCE_EXHAUSTED, a passed deadline with DEADLINE_EXCEEDED, a failed engine with UNAVAILABLE.
 """
 

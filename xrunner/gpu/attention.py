@@ -31,7 +31,9 @@ LEAST_DOT = 16
 
 
 class Tile(NamedTuple):
-    """How a kernel is divided: query rows and keys at a time, and options for the compiler's schedule."""
+    """How a kernel's work is divided: how many query rows and keys a program takes at a time, and options for the
+    compiler.
+    """
 
     rows: int
     keys: int

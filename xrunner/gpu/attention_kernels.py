@@ -81,7 +81,7 @@ def attend_kernel(
     """Attend from a tile of queries to one split of its sequence's keys. Grid: tiles, K/V heads, splits.
 
     It covers the decodes, or the sequences from `first_sequence` on. The grid of a captured step suits any batch of its
-    size: programs beyond the batch's own end at once.
+    size: programs that the batch does not need return at once.
     """
     TOKENS: tl.constexpr = 1 if IS_DECODE else ROWS // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -216,7 +216,9 @@ def combine_kernel(
     PROGRAMS: tl.constexpr,
     IS_CAPTURED: tl.constexpr,
 ):
-    """Combine a decode's splits into its result. Grid: (decode, head) pairs; in a captured step, of most decodes."""
+    """Combine a decode's splits into its result. Grid: (decode, head) pairs; in a captured step, as many as for the
+    largest number of decodes.
+    """
     row = tl.program_id(0).to(tl.int64)
     sequence = row // NUM_HEADS
     in_use = splits

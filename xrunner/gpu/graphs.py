@@ -90,7 +90,7 @@ class GraphedModel:
 
 
 def size_of(count: int, sizes: tuple[int, ...]) -> int:
-    """Return the smallest size that holds `count` tokens; the largest one does."""
+    """Return the smallest size that holds `count` tokens; the caller makes sure that the largest one does."""
     return sizes[bisect_left(sizes, count)]
 
 

@@ -98,7 +98,7 @@ class Model(nn.Module):
         self.has_embedding = self.has_head = self.runs_decoder = True
         self.first_layers: dict[str, int] = {}
         self._rotaries: dict[bool, Rotary] = {}
-        """Rotary embeddings, by whether the layers' positions are the model's own."""
+        """Rotary embeddings. True: with the model's own settings; False: with those of layers that have a window."""
         self.token_embedding = Embedding(empty, spec.vocab_size, spec.hidden_size)
         tied = self.token_embedding.weight if spec.tie_embeddings else None
         self.lm_head = Head(empty, spec.hidden_size, spec.vocab_size, weight=tied)

@@ -155,7 +155,8 @@ class Rotary(nn.Module):
     weights. If a model's spec has a `rotary_dim`, the dimensions after it do not rotate.
 
     Layers that share one of these objects share a step's angles, which take longer to compute than rotating a few rows.
-    A table over Llama 3.1's context would take 64 MiB.
+    Angles are computed for each step and not stored, since a table for the whole context of Llama 3.1 would take 64
+    MiB.
 
     Source: RoFormer (arXiv 2104.09864); see the scalings' own types.
     """

@@ -21,7 +21,8 @@ class HighestLinear(Protocol):
     """A product of which only each row's highest sum is needed."""
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Return sums whose highest in each row is that of float32; no other sum is above it.
+        """Return sums in which each row's highest value is at the output that is highest in float32; the row's other
+        sums may be wrong, but none is above it.
 
         # float32 [rows, in] -> [rows, out]
 

@@ -70,8 +70,9 @@ class Rows(ABC):
         self._sees_prompt = same_owner(numbers, self._owner)
         """Which prompt tokens a request's generated token sees."""
         self._sees_own = torch.eye(layout.most, dtype=torch.bool, device=self._device).repeat(1, most_steps)[None]
-        """Which generated tokens it sees. A step's tokens are adjacent, so each request sees one in `most` of them.
-        # bool [1, most, steps * most]"""
+        """Which generated tokens it sees. The tokens of one step are adjacent, one for each of the `most` requests of a
+        slot, so each request sees every `most`-th token. # bool [1, most, steps * most]
+        """
 
     @abstractmethod
     def first(self) -> Tensor:

@@ -26,7 +26,9 @@ from xrunner.channel.messages import Alive, Down, Follow, Followed, Ready, Reste
 WARM_UP = -1
 """The number of a host's own warm-up request."""
 _NONE_NOW = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Errors of an `accept` to try again later: without a free file it fails even if nobody connects."""
+"""Errors of `accept` after which to try again later: if no file descriptor is free, `accept` fails even though nobody
+connects.
+"""
 _FRONT = "front"
 """Name of the front's socket in a run's directory."""
 

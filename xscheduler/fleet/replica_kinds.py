@@ -35,8 +35,9 @@ class Candidate:
 
 
 def devices_here(cluster: ClusterSpec, num_threads: int | None) -> int:
-    """Return how many replicas' devices this machine has: a CPU counts once for every replica whose threads its cores
-    hold."""
+    """Return the number of devices that this machine offers to replicas. A CPU counts as often as its cores hold the
+    threads of one replica.
+    """
     count = cluster.num_devices
     if cluster.device.type == "gpu" or num_threads is None:
         return count

@@ -118,7 +118,9 @@ def _check_tunable(problem: Problem, policy: str) -> None:
     if not by_rate or constraint.tpot_s is None:
         raise InputError("policy", policy, "it needs `objective=arrivals` and a bound on the time per token, `tpot_s`")
     if problem.model.is_encoder_decoder or problem.reused is not None:
-        raise InputError("policy", policy, f"{problem.model.name}: it needs a decoder-only model; use chunked")
+        raise InputError(
+            "policy", policy, f"it needs a decoder-only model, which {problem.model.name} is not; use chunked"
+        )
 
 
 def _check_maximised(problem: Problem) -> None:

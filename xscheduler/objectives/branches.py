@@ -152,7 +152,8 @@ class _Searched(NamedTuple):
     def holds(self, relaxed: Space, left: Array, at_least: float) -> bool:
         """Return whether its bound holds for the settings in less time, and searching them could not lower it.
 
-        It could not if the best point is still allowed: the bound exceeds that by no more than the search's precision.
+        Searching could not lower the bound if the best point found is still allowed, since the bound exceeds that
+        point's throughput by no more than the precision of the search.
         """
         throughput, best = self.bound
         if (left > self.left).any():

@@ -32,7 +32,9 @@ from xsimulator.run import check_fits, encode_emits, outstanding_requests, seen_
 AGREES = 0.1
 """The figures of the closed form are kept if the simulation differs by at most this share."""
 MORE = 2.0
-"""If the plan that promises most serves more in simulation than it promises, other plans may do so by this factor."""
+"""If the plan with the highest predicted throughput serves more in simulation than predicted, other plans may also
+exceed their predictions, by up to this factor.
+"""
 LEAST_REQUESTS = 1000
 LIFETIMES = 16
 """Number of simulated requests per request of the decode batch; at least `LEAST_REQUESTS` in all."""

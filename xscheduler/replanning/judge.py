@@ -96,7 +96,7 @@ class Judge(ABC):
         return None
 
     def near(self, nearest_bound_s: float) -> Judge | None:
-        """Return a judge under a bound slightly looser than the nearest one that any plan keeps.
+        """Return the judge for a bound that is slightly looser than the tightest one that any plan can keep.
 
         None if the running plan keeps that bound or has no latency bound.
         """

@@ -203,7 +203,7 @@ class LaneCost:
         return Table(x, values)
 
     def encode(self, lengths: Lengths) -> Table:
-        """Return the seconds of steps that only encode whole prompts, by their number. # [kinds]"""
+        """Return the seconds of steps that only encode whole prompts, by the number of prompts. # [kinds]"""
         prompts = self.prompts(lengths)
         each = 1.0 if self.has_encoder else lengths.mean_input
         others = [self.tokens.points / each, self.samples.points, self.overhead.points]

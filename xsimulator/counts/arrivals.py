@@ -3,8 +3,8 @@
 All requests that decode in a micro-batch advance together. So a step needs only their number and the tokens that they
 attend to in all, and each request only the iteration in which it ends. Requests enter in order of arrival; memory for
 their longest output is reserved ("reserve") or, in one micro-batch of orca and chunked, they take the blocks of their
-prompt ("quantile"). Other schedules are simulated request by request (`xsimulator.events`). Both give the same times:
-tests/contract/test_counts.py.
+prompt ("quantile"). Other schedules are simulated request by request (`xsimulator.events`). For schedules that both can
+simulate, the times are the same (tests/contract/test_counts.py).
 
 numba compiles the loops when they are first run, and keeps them on disk: see `xsimulator.counts.compiled`.
 """

@@ -45,8 +45,9 @@ def size_for(each: Array) -> int:
 def locate(y: Array, level: Array) -> tuple[npt.NDArray[np.intp], Array]:
     """Return where each row passes its level for the last time: the point before, and the share of the way to the next.
 
-    If larger batches take longer per request, a row may fall in between. Once chance has taken a lane past such a
-    stretch, it serves too little to come back, so it stays at the last passage. # [n, grid], [n] -> [n], [n]
+    If larger batches take longer per request, a row may fall in between. Once a random fluctuation has taken a lane
+    past such a stretch, the lane serves too few requests to return, so the last passage is the lasting state.
+    # [n, grid], [n] -> [n], [n]
     """
     below = y <= level[:, None]
     last = y.shape[1] - 1 - below[:, ::-1].argmax(axis=1)

@@ -97,9 +97,9 @@ class RandomSteps:
 
         (E[c; shorter] + E[through; as long]) / (1 - p + M p),   p = P(as long).
 
-    The best such length gives a lower bound on a step's time: such a path does not look ahead. That every M steps take
-    as long as the longest among them is too long if M is large. The truth lies between, nearer to the latter for few
-    micro-batches.
+    The length with the highest gain gives a lower bound on a step's time. It is only a lower bound, because such a path
+    does not look ahead. An upper estimate is that every M steps take as long as the longest of them; if M is large,
+    this is too long. The truth lies between, nearer to the latter for few micro-batches.
 
     Args:
         through, slowest: seconds of each kind of step on all stages, and on the slowest. # [steps, n]

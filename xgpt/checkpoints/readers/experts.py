@@ -63,7 +63,9 @@ def _gpt_oss(config: dict[str, Any]) -> dict[str, Any]:
 def _minimax_m2(config: dict[str, Any]) -> dict[str, Any]:
     config = {"head_dim": 128} | config
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
-        raise InputError("config.json: attn_type_list", config["attn_type_list"], "only 1 (attention to all tokens)")
+        raise InputError(
+            "config.json: attn_type_list", config["attn_type_list"], "only 1 (attention to all tokens) is supported"
+        )
     if (rotary := config.get("rotary_dim")) is not None:
         config["partial_rotary_factor"] = rotary / count(config, "head_dim")
     fields = gated(config)

@@ -78,8 +78,9 @@ def _llama4(config: Config) -> Config:
 
 
 def _longcat_flash(config: Config) -> Config:
-    """Split each layer into two of attention and a dense block, the first with experts, some of which are
-    identities."""
+    """Split each layer into two, each with attention and a dense block; the first also has the experts, some of which
+    return their input unchanged.
+    """
     number, real = 2 * config["num_layers"], config["n_routed_experts"]
     config |= {"num_hidden_layers": number, "moe_layers": list(range(0, number, 2))}
     config["moe_intermediate_size"] = config["expert_ffn_hidden_size"]
@@ -88,8 +89,9 @@ def _longcat_flash(config: Config) -> Config:
 
 
 def _glm_moe_dsa(config: Config) -> Config:
-    """Set which layers have an index: after the first ones, one of `index_topk_freq`, whose choice the next layers
-    share."""
+    """Set which layers have an index: the first ones, and after them one in every `index_topk_freq` layers; the layers
+    after it use its choice.
+    """
     every, first = config.get("index_topk_freq") or 1, config.get("index_skip_topk_offset") or 0
     if "indexer_types" not in config and every > 1:
         places = range(config["num_hidden_layers"])

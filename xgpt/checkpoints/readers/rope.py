@@ -54,7 +54,11 @@ def rope(
     if share != 1.0 and head_dim is not None:
         turned = int(head_dim * share)
         if not 2 <= turned < head_dim or turned % 2:
-            raise InputError("config.json: partial_rotary_factor", share, f"an even part of a head's {head_dim}")
+            raise InputError(
+                "config.json: partial_rotary_factor",
+                share,
+                f"it must be an even number of a head's {head_dim} dimensions",
+            )
         fields["rotary_dim"] = turned
     if kind != "default":
         fields["rope_scaling"] = _scaling(kind, found, config)

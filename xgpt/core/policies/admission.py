@@ -26,7 +26,7 @@ from xgpt.core.policies.request import Request
 from xgpt.core.schema import AdmissionOrder
 
 QueuePlace = Literal["front", "order", "overdue", "back"]
-"""The part of its account's queue in which a request waits, or the reason why it enters."""
+"""Where a request waits in the queue of its account, or why it enters."""
 
 
 class Queue:
@@ -207,7 +207,7 @@ class Queue:
         return row
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Return requests that `fill_row` has taken to the places that they had."""
+        """Put requests that `fill_row` has taken back in the places that they had."""
         for request in requests:
             number = self._taken[request.id]
             self._waiting[request.id], self._numbers[request.id] = request, number

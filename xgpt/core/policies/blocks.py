@@ -71,7 +71,7 @@ class Blocks:
         self._uses: dict[int, int] = {}
         """Number of requests that use each block with a present or former key; other blocks belong to one request."""
         self._kept: OrderedDict[int, None] = OrderedDict()
-        """Blocks with a key that no request uses, the one released first comes first."""
+        """Blocks that have a key and that no request uses, in the order of their release."""
         self._found: dict[int, Found] = {}
         """Results of `find` since keys or uses last changed, by the identity of the chain, since waiting requests are
         looked up at every step."""

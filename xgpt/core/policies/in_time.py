@@ -139,8 +139,9 @@ class InTimeOrder(Order):
                 self._late.add(request, number)
 
     def plan(self, begun: Sequence[Job], pace: Pace) -> set[int]:
-        """Decide which requests give way; return the begun ones among them, and begun requests that are due later than
-        a waiting one that does not give way."""
+        """Decide which requests give way. Return the requests with begun prompts that must pause: those that give way,
+        and those that are due later than a waiting request that does not.
+        """
         jobs = sorted([*begun, *self._jobs]) if begun else self._jobs
         self._giving_way = that_give_way(jobs, self._now_ns, pace)
         if not begun:

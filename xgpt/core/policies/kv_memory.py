@@ -82,7 +82,9 @@ class KvMemory:
         request.table = self.decodes.share(self._find(self.decodes, request).blocks)
 
     def lacks(self, request: Request) -> bool:
-        """Return whether the blocks promised to a request that `open` was called for do not fit yet."""
+        """Given a request for which `open` was called, return whether there is still too little memory for the blocks
+        promised to it.
+        """
         assert request.table is not None
         return self.num_reserved + request.blocks - request.table.found > self.decodes.count
 
@@ -113,7 +115,9 @@ class KvMemory:
         return self.decodes.grow(request.table)
 
     def num_spare(self, request: Request) -> int:
-        """Return how many more tokens than those of its next decode step a request's blocks hold; below 0: too few."""
+        """Return for how many tokens beyond the next decode step a request's blocks have room; below 0: they lack room
+        for that step.
+        """
         assert request.table is not None
         return len(request.table.blocks) * self.block_size - self.num_cached(request)
 

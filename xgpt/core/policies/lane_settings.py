@@ -39,7 +39,8 @@ class LaneSettings:
         ahead: whether a step is scheduled while the previous one runs, as if all its requests went on (only with `mix`
             and one micro-batch).
         prompts_first: whether prompts are encoded in separate steps that precede decode steps (only with `mix`).
-        whole_prompts: whether a prompt waits for a step with room for all of it, or an empty one (only with `mix`).
+        whole_prompts: whether a prompt waits for a step that has room for all of it or that is otherwise empty (only
+            with `mix`).
         batch_wait_steps: number of steps for which prompts wait for more prompts while requests decode (only with
             `mix`).
         batch_wait_tokens: prompts stop waiting once the step would have this many tokens.

@@ -123,10 +123,10 @@ class DasOrder(Order):
     """Deadline-aware scheduling: TCB Algorithm 1, extended to requests that keep arriving.
 
     A row holds `row_tokens` prompt tokens. Let s be the number of the shortest requests that would fill it. First, the
-    ceil(eta s) shortest requests enter. Then, of the requests whose utility is at least q = 1 - eta of the mean of
-    these, those with the earliest deadlines; then again the shortest. A request that does not fit in the rest of the
-    row is skipped; if none fits, the next row begins. For a fixed set of requests this reaches eta q / (eta q + 1) of
-    the best schedule's utility (Theorem 5.1).
+    ceil(eta s) shortest requests enter. Then those with the earliest deadlines, among the requests whose utility is at
+    least q = 1 - eta times the mean utility of the former; then again the shortest. A request that does not fit in the
+    rest of the row is skipped; if none fits, the next row begins. For a fixed set of requests this reaches eta q / (eta
+    q + 1) of the best schedule's utility (Theorem 5.1).
 
     A request longer than a row fits in none: it enters once no other request waits.
     """
@@ -250,7 +250,7 @@ class EarliestUpTo:
             tree[node] = _least(tree[2 * node], tree[2 * node + 1])
 
     def up_to(self, limit: int) -> int | None:
-        """Return the length; None if no request is that short."""
+        """Return the length up to `limit` whose deadline is earliest; None if no waiting request is that short."""
         size = len(self._tree) // 2
         if limit >= size - 1:
             best = self._tree[1]

@@ -18,8 +18,10 @@ from xgpt.core.schema import KvPromise
 from xgpt.core.schema.step_log import Chain
 
 MOST_SCORED = 512
-"""Prompt tokens that a step scores at most, since each takes a row of logits: prompts beyond wait for the next step. A
-longer prompt is cut where steps mix prompts and decodes, and otherwise the only one that its step scores."""
+"""Largest number of prompt tokens that a step scores, since each takes a row of logits; further prompts wait for the
+next step. A longer prompt is cut if steps mix prompts and decodes; otherwise it is the only prompt that its step
+scores.
+"""
 
 
 class Pool(Running):

@@ -155,8 +155,8 @@ class Running:
                 batch.recall(request, max(1, min(num_spare, num_left)))
 
     def _grow(self, request: Request, num_spare: int) -> int:
-        """Give a request another block if it was promised one or cannot go on without; return how many more tokens than
-        those of its next step its blocks then hold.
+        """Give a request another block if it was promised one or cannot continue without one. Return for how many
+        tokens beyond its next step its blocks then have room.
         """
         memory = self.memory
         if not memory.take_promised(request):

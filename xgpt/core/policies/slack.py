@@ -15,7 +15,7 @@ from xgpt.core.schema import SlackBudget, StepTimes
 
 
 class StepClock:
-    """Predicts the times of steps from a plan's step times."""
+    """Predicts how long a step will take, from the few numbers in a plan's `step_times`."""
 
     def __init__(self, times: StepTimes) -> None:
         self._tokens, self._tokens_s = times.tokens, times.tokens_s

@@ -2,9 +2,9 @@
 
 The encode lane takes a batch of prompts when all of it fits under the cap. The batch leaves with its first tokens and
 waits until its keys and values are moved ("transfer" steps, one at a time, each with everything encoded meanwhile).
-Then it joins the micro-batch of the decode lane whose turn it is, but not before the buffer time since its beginning
-has passed, which is counted in decode iterations because a rule reads no clock. Source: ExeGPT sec. 4.1, 5.2, Figure 4
-(b) and (c).
+Then it joins the micro-batch of the decode lane whose turn it is, but not before the buffer time has passed since the
+batch began. The buffer time is counted in decode iterations, because a rule reads no clock. Source: ExeGPT sec. 4.1,
+5.2, Figure 4 (b) and (c).
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class CalibrateOutput(Frozen):
 
 
 class SimulateOutput(Frozen):
-    """Figures of a simulated run: from arrival with --arrival-rate, else from admission."""
+    """Figures of a simulated run; times count from arrival with --arrival-rate, else from admission."""
 
     num_requests: int
     """Number of requests that finished in the window."""

@@ -65,8 +65,9 @@ class Capacity(Frozen):
     error: float | None = None
     """Relative standard deviation of the rate over further draws of lengths and arrivals; None: only one draw."""
     rate_under_tighter_per_s: float | None = None
-    """The rate under bounds that are 5% tighter; None: not simulated, which happens for all plans except a chosen one
-    without slack."""
+    """The rate under bounds that are 5% tighter; None: not simulated (it is simulated only for the chosen plan, and not
+    for policy slack).
+    """
     rate_under_looser_per_s: float | None = None
     """The rate under bounds that are 5% looser."""
     whole_s: float

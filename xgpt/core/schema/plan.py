@@ -60,8 +60,9 @@ class Stage(Frozen):
     """Tensor-parallel degree."""
     ep: PositiveInt = 1
     """Number of parts into which the devices divide a layer's experts; the devices of a part hold slices of its
-    experts. If it exceeds `tp`, replicas run in step and hold the experts together, each device whole experts, while
-    each replica has its own attention and K/V (attention by data parallelism)."""
+    experts. If it exceeds `tp`, several replicas run in step and divide the experts among them, so that each device
+    holds whole experts; each replica still has its own attention and K/V (attention by data parallelism).
+    """
     kv_blocks: PositiveInt
     """Number of K/V blocks of the stage's layers."""
 

@@ -97,7 +97,7 @@ class ApiKeys:
         return cls(_parse(text, "keys", classes))
 
     def reload(self) -> None:
-        """Read the file again; if it is broken, keep the present keys. A line of log says which."""
+        """Read the file again; if it is broken, keep the present keys. A log line states which of the two happened."""
         assert self.path is not None
         try:
             self._keys = _read(self.path, self._classes)
@@ -187,7 +187,11 @@ def _key(name: str, settings: list[str], where: str, classes: Collection[str], *
         has = f"the plan's are {', '.join(classes)}{nearest(of_class, classes)}" if classes else "the plan has none"
         raise InputError(FIELD, f"{where}, class={of_class}", f"{has}: name one of the plan's classes")
     if of_class and (both := next((name for name in OF_CLASS if name in numbers), None)):
-        raise InputError(FIELD, where, f"{both}= is a setting of its class: leave it or class= out")
+        raise InputError(
+            FIELD,
+            where,
+            f"{both}= conflicts with class=, which sets it for all requests of the class: leave out one of the two",
+        )
     ttft_ns, tpot_ns = (None if (s := numbers.get(bound)) is None else round(1e9 * s) for bound in ("ttft", "tpot"))
     account = Account(name, numbers.get("share", 1.0), int(numbers.get("priority", 0)), ttft_ns, tpot_ns)
     return Key(

@@ -1,8 +1,8 @@
 """Compute how many tokens a request may have, from its own fields, the server's limits, the context and the K/V memory.
 
 A chat without max_tokens may continue to the end of the context, or to --default-max-tokens. K/V memory is reserved for
-the plan's quantile of outputs. An output that outgrows its share while others need the memory waits, and then
-continues.
+the plan's quantile of outputs. If an output outgrows its share while others need the memory, it waits and continues
+later.
 """
 
 from __future__ import annotations

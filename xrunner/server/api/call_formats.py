@@ -55,7 +55,7 @@ class CallFormat(ABC):
         return replace(self, special=found, free=frozenset(added.values()))
 
     def within(self, vocab_size: int) -> Self:
-        """Return the format for a model that has no logits of tokens from this number on."""
+        """Return the format for a model whose logits cover only the first `vocab_size` tokens."""
         return replace(self, free=frozenset(token for token in self.free if token < vocab_size))
 
     def grammar(self, schemas: Schemas) -> str:
@@ -83,7 +83,8 @@ class CallFormat(ABC):
     @property
     def streams(self) -> bool:
         """Return whether a call can be read while it is written, because its object begins with the name
-        (`opening_of`)."""
+        (`call_reader.Calls`).
+        """
         return False
 
     @abstractmethod
@@ -126,8 +127,8 @@ class CallFormat(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ObjectCalls(CallFormat):
-    """Calls written as `mark`, an object with the name and the arguments, `closing`. The trigger is the mark, or the
-    object's beginning.
+    """A format in which a call is the text `mark`, an object with the name and the arguments, and the text `closing`.
+    The trigger is the mark or, without one, the beginning of the object.
     """
 
     mark: str = ""

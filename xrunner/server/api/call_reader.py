@@ -63,7 +63,9 @@ class CallList:
         return self._calls[: self._most]
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last call of this method, at most one piece for each."""
+        """Return what the output has added to its function calls since this method was last called: at most one piece
+        for each function call.
+        """
         found: list[CallPiece] = []
         for piece in self._pieces:
             if found and found[-1].number == piece.number:
@@ -112,7 +114,9 @@ class Calls:
         return self._list.calls()
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last call of this method, at most one piece for each."""
+        """Return what the output has added to its function calls since this method was last called: at most one piece
+        for each function call.
+        """
         return self._list.pieces()
 
     def _read(self, *, is_end: bool) -> Iterator[str]:

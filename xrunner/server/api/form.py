@@ -39,7 +39,9 @@ class ChatReader:
         return [] if self._calls is None else self._calls.calls
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last call of this method, at most one piece for each."""
+        """Return what the output has added to its function calls since this method was last called: at most one piece
+        for each function call.
+        """
         return [] if self._calls is None else self._calls.pieces()
 
 
@@ -79,7 +81,7 @@ class OutputForm:
         return cls(format_.written_with(added), marks, tokens={t: id_ for t, id_ in added.items() if t in around})
 
     def within(self, vocab_size: int) -> OutputForm:
-        """Return the form for a model that has no logits of tokens from this number on."""
+        """Return the form for a model whose logits cover only the first `vocab_size` tokens."""
         return replace(self, calls=self.calls.within(vocab_size))
 
     def after(self, prompt: str) -> OutputForm:

@@ -125,7 +125,9 @@ class HarmonyReader:
         return self._list.calls()
 
     def pieces(self) -> list[CallPiece]:
-        """Return what has been added to calls since the last call of this method, at most one piece for each."""
+        """Return what the output has added to its function calls since this method was last called: at most one piece
+        for each function call.
+        """
         return self._list.pieces()
 
     def _read_head(self, *, is_end: bool) -> None:

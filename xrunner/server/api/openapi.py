@@ -121,7 +121,9 @@ _POSTS: tuple[tuple[str, str, str, Sequence[str], str, str], ...] = (
     ("/tokenize", "Token ids of a text, or of a chat.", "Tokens", _READING + _WITH_BODY, "Error", ""),
     ("/detokenize", "The text of token ids.", "Text", _READING + _WITH_BODY, "Error", ""),
 )
-"""Path, summary, schemas of the answer and of errors, error statuses in between, and further members."""
+"""For each path: its summary, the schema of its answer, the statuses of its errors, the schema of its errors, and
+further members.
+"""
 
 
 def _json(schema: str | Json, *, stream: bool = False) -> Json:

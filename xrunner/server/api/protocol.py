@@ -4,14 +4,14 @@ In addition to OpenAI's fields a request may carry:
     top_k, min_p: further limits on the distribution.
     repetition_penalty: a factor on the logits of tokens in the prompt or the output, as in vLLM.
     ignore_eos: go on to max_tokens, whatever tokens come.
-    min_tokens: as many as max_tokens, so that nothing ends the output earlier, as load generators ask for it.
+    min_tokens: accepted if it equals max_tokens, so that nothing ends the output earlier; load generators send this.
     stop_token_ids: tokens that end an output.
     include_stop_str_in_output: leave the stop string in the text.
     output_length: for benchmarks, end after exactly this many tokens; the schedule knows max_tokens only.
-    add_special_tokens: let a prompt begin with the tokens that the tokenizer puts in front; a completion's does unless
-        told otherwise, a chat's does not.
+    add_special_tokens: let a prompt begin with the special tokens that the tokenizer adds; by default true for
+        completions and false for chats.
     truncate_prompt_tokens: keep this many tokens at the end of a prompt; -1: all that fit.
-    skip_special_tokens: true, as it is always.
+    skip_special_tokens: only true is accepted; special tokens are never shown.
     deadline_s: seconds after which the answer is useless (also in the header X-Deadline-S; the shorter one counts): an
         answer that is not complete by then ends with 504, deadline_exceeded.
     add_generation_prompt, chat_template_kwargs (chat): variables of the template; `reasoning_effort` is one, too.

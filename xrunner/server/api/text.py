@@ -192,10 +192,10 @@ class Detokenizer:
 class StopStrings:
     """Ends a text at the first stop string, however the text is cut into pieces.
 
-    A possible beginning of a stop string is held back until it is certain that it is none. Of several stop strings, the
-    one that is complete first ends the text; if several are complete at once, the longest. Each character is examined
-    once for each stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput. 1977),
-    whatever strings a client sends.
+    Text that may be the beginning of a stop string is held back until it turns out not to be one. Of several stop
+    strings, the one that is complete first ends the text; if several are complete at once, the longest. Each character
+    is examined once for each stop string (Knuth, Morris and Pratt, Fast pattern matching in strings, SIAM J. Comput.
+    1977), whatever strings a client sends.
 
     Args:
         include: leave the stop string in the text.

@@ -308,7 +308,8 @@ _LINE_ENDS = str.maketrans({character: f"\\u{ord(character):04x}" for character 
 def event_line(event: str) -> bytes:
     """Return an event with this JSON on one line, also for clients that end lines at Unicode's line separators.
 
-    httpx's `aiter_lines` does, and clients that read streams with it; JSON itself escapes the others.
+    httpx's `aiter_lines` ends lines there, and so do clients that read streams with it. Other line separators are
+    escaped by JSON itself.
     """
     return f"data: {event if event.isascii() else event.translate(_LINE_ENDS)}\n\n".encode()
 

@@ -35,7 +35,9 @@ WRITE_TIMEOUT_S = 30.0
 REST_TIMEOUT_S = 5.0
 """Time for the rest of a body that has been answered already, and for the last bytes of a closing connection."""
 READ_AT_ONCE = 16 << 10
-"""Bytes given to the parser at once. It refuses a longer head only if the head has not arrived whole."""
+"""Bytes given to the parser at once. The parser refuses a head that is longer than its limit only if the head arrives
+in several pieces, so pieces must be small.
+"""
 BACKLOG = 2048
 """Connections that the system may hold until they are accepted."""
 ACCEPT_AT_ONCE = 16

@@ -231,7 +231,7 @@ class Service:
         if request.stops and self._codec is None:
             refuse("stop", "this model has no tokenizer; send stop_token_ids")
         if request.seed is not None and not self._engine.remote.takes_seeds:
-            refuse("seed", "vLLM does not support seeds on CPUs; leave it out")
+            refuse("seed", "vLLM does not support seeds on CPUs; leave seed out")
         for token, _ in request.biases:
             if token >= self._spec.vocab_size:
                 refuse("logit_bias", f"token {token} is outside of the vocabulary of {self._spec.vocab_size}")
@@ -298,8 +298,8 @@ class Service:
         if (num_values := num_tokens * (1 + times * (request.num_logprobs or 0))) > MAX_VALUES:
             refuse(
                 "max_tokens",
-                f"{num_tokens} tokens of all choices, {num_values} values with log probabilities, are more than "
-                f"one answer's {MAX_VALUES}; lower max_tokens, n or logprobs, leave echo out, or send several "
+                f"all choices together may have {num_tokens} tokens ({num_values} values with log probabilities), and "
+                f"one answer may have {MAX_VALUES}; lower max_tokens, n or logprobs, leave echo out, or send several "
                 "requests",
             )
         request.forget_text()

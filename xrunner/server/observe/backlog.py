@@ -23,9 +23,9 @@ class Backlog:
     """The waiting requests, and the rate at which they start while more wait than the engine admits.
 
     The rate is measured between two steps that each admitted some requests and left others waiting that had arrived
-    before the step. A step that admitted all waiting requests does not show how many more it could have admitted, and
-    it did not leave out a request that arrived while it ran. The rate counts prompt tokens: a phase takes a planned
-    number of them, in however many requests. Times are seconds of any monotonic clock.
+    before the step. A step that admitted all waiting requests does not show how many more it could have admitted. A
+    request that arrived while a step ran does not count as left waiting by that step. The rate counts prompt tokens: a
+    phase takes a planned number of them, in however many requests. Times are seconds of any monotonic clock.
 
     Args:
         memory_s: age in seconds at which an observation's weight has fallen to a third.
