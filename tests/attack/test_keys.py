@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.attack.client import elsewhere, flood, request
+from tests.attack.test_grammars import costly, formatted
 from tests.attack.target import FAKE_VLLM, FLAVOURS, REAL_VLLM, Target, attacked
 from tests.fakes import eventually
 from xgpt.core.schema import Admission, Plan
@@ -208,6 +209,29 @@ def test_outputs_without_an_end_do_not_hold_up_a_request_for_two_tokens(checkpoi
         for one in chats:
             status, body = one.result()
             assert (status, json.loads(body)["usage"]["total_tokens"]) == (200, 512)
+
+
+@pytest.mark.long
+@pytest.mark.point(18)
+def test_schemas_of_one_key_do_not_hold_up_another(checkpoint: Path, tmp_path: Path) -> None:
+    """Those that were compiled but had to wait for their turn once held up the requests of all other keys."""
+    ended: list[str] = []
+    with attacked(
+        "one", checkpoint, tmp_path, keys=f"alice {ALICE}\nbob {BOB} priority=1\n", change=batch_of(1)
+    ) as target:
+
+        def ask(name: str, key: str, schema: Any) -> None:
+            body = {"model": target.model, **formatted(schema), "max_tokens": 100}
+            assert target.ask("POST", "/v1/chat/completions", body, headers(key))[0] == 200
+            ended.append(name)
+
+        with ThreadPoolExecutor(12) as threads:
+            asked = [threads.submit(ask, "alice", ALICE, costly(number)) for number in range(10)]
+            assert eventually(lambda: target.metric("xgpt_requests_waiting") >= 6, 60)
+            asked.append(threads.submit(ask, "bob", BOB, {"type": "array", "items": {"enum": [1]}}))
+            for one in asked:
+                one.result()
+    assert len(ended) - ended.index("bob") > 4
 
 
 @pytest.mark.long
