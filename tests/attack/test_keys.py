@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from tests.attack.client import elsewhere, flood, request
-from tests.attack.test_grammars import costly, formatted
 from tests.attack.target import FAKE_VLLM, FLAVOURS, REAL_VLLM, Target, attacked
+from tests.attack.test_grammars import costly, formatted
 from tests.fakes import eventually
 from xgpt.core.schema import Admission, Plan
 
