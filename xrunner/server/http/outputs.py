@@ -71,6 +71,10 @@ class Outputs:
         self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self._streams: dict[int, TokenStream] = {}
         self._choices: dict[int, Choice] = {}
+        self._unwritten: dict[int, TokenStream] = {}
+        """Streams with tokens that are taken from the inbox and not written yet."""
+        self._prompt_tokens: PromptTokens | None = None
+        """None: a choice has begun since these were counted."""
         self.num_running = 0
         self.inbox: Inbox = asyncio.Queue()
         ends = frozenset(request.stop_token_ids or ())
@@ -178,8 +182,11 @@ class Outputs:
         choice = self._choices[id_]
         if choice.finish:
             return []
-        if tokens[0].logprobs is not None and choice.num_tokens == 0:
-            await self._tell_prompt(choice, tokens[0].logprobs.prompt)
+        self._unwritten[id_] = self._streams[id_]
+        if choice.num_tokens == 0:
+            self._prompt_tokens = None
+            if tokens[0].logprobs is not None:
+                await self._tell_prompt(choice, tokens[0].logprobs.prompt)
         deltas = []
         for start in range(0, len(tokens), TOKENS_AT_ONCE):
             if start:
@@ -209,6 +216,7 @@ class Outputs:
             left: why unfinished outputs were given up.
         """
         log = self._info.log
+        self._prompt_tokens = None
         log["prompt_tokens"] = self._num_prompt_tokens
         log["cached_tokens"] = self.prompt_tokens().cached
         log["output_tokens"] = self._num_output_tokens
@@ -220,9 +228,11 @@ class Outputs:
 
     def prompt_tokens(self) -> PromptTokens:
         """Prompt and cached tokens; each prompt counts once, with the cached tokens of its first choice."""
-        streams = list(self._streams.values())
-        cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
-        return PromptTokens(self._num_prompt_tokens, cached)
+        if self._prompt_tokens is None:
+            streams = list(self._streams.values())
+            cached = sum(stream.cached_tokens for stream in streams[:: self._request.num_choices])
+            self._prompt_tokens = PromptTokens(self._num_prompt_tokens, cached)
+        return self._prompt_tokens
 
     @property
     def _num_output_tokens(self) -> int:
@@ -237,10 +247,11 @@ class Outputs:
     def take_unwritten(self) -> float:
         """Return and reset the end of the step that sampled the oldest token about to be written."""
         oldest_s = float("inf")
-        for stream in self._streams.values():
+        for stream in self._unwritten.values():
             if stream.unwritten_s:
                 oldest_s = min(oldest_s, stream.unwritten_s)
                 stream.unwritten_s = 0.0
+        self._unwritten.clear()
         return min(oldest_s, time.perf_counter())
 
     def _phases(self) -> Iterator[tuple[str, float, float]]:

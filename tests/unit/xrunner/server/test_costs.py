@@ -26,7 +26,7 @@ from xrunner.server.api.errors import ApiError
 from xrunner.server.api.parsing import MAX_FREE_BYTES, parse_chat, parse_completion, parse_responses
 from xrunner.server.api.responses import ResponsesRequest, ResponsesWriter
 from xrunner.server.api.writers import Delta, LogprobsJson, PromptTokens, TokenReport
-from xrunner.server.http import bodies
+from xrunner.server.http import bodies, outputs
 
 COMPLETION: dict[str, Any] = {"model": "fake", "prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
@@ -253,3 +253,12 @@ def test_choices_share_their_prompt_and_their_rules_in_the_engine() -> None:
     assert len({id(prefixes.of_prompt(generation, 16)) for generation in received}) == 3
     front.close()
     engine.close()
+
+
+def test_a_token_of_many_outputs_costs_no_look_at_all_of_them(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each token of a stream all of its outputs were looked at: with a thousand, half of the time of a token."""
+    looks = []
+    monkeypatch.setattr(outputs, "PromptTokens", lambda *counts: looks.append(counts) or PromptTokens(*counts))
+    body = {**COMPLETION, "prompt": [[5, 6]] * 100, "max_tokens": 8, "stream": True}
+    assert post(url, body).text.count("data: {") >= 800
+    assert 0 < len(looks) < 300
