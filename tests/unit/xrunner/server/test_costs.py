@@ -257,8 +257,13 @@ def test_choices_share_their_prompt_and_their_rules_in_the_engine() -> None:
 
 def test_a_token_of_many_outputs_costs_no_look_at_all_of_them(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each token of a stream all of its outputs were looked at: with a thousand, half of the time of a token."""
-    looks = []
-    monkeypatch.setattr(outputs, "PromptTokens", lambda *counts: looks.append(counts) or PromptTokens(*counts))
+    looks: list[PromptTokens] = []
+
+    def look(total: int, cached: int) -> PromptTokens:
+        looks.append(PromptTokens(total, cached))
+        return looks[-1]
+
+    monkeypatch.setattr(outputs, "PromptTokens", look)
     body = {**COMPLETION, "prompt": [[5, 6]] * 100, "max_tokens": 8, "stream": True}
     assert post(url, body).text.count("data: {") >= 800
     assert 0 < len(looks) < 300
