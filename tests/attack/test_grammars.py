@@ -109,6 +109,15 @@ def test_a_dear_schema_is_compiled_once_for_all_choices(target: Target, unharmed
     assert took_s < 10
 
 
+@pytest.mark.long
+def test_a_long_text_without_a_choice_in_many_outputs(target: Target, unharmed: Unharmed) -> None:
+    """At each token of each output the rest of the text was once followed: half a second of every step for 64."""
+    with unharmed(150):
+        body = formatted({"const": "a" * 60_000}, n=64, max_tokens=40)
+        status, answer = target.ask("POST", PATH, {"model": target.model, **body})
+    assert status == 200, answer
+
+
 def test_dear_schemas_at_once(target: Target, unharmed: Unharmed) -> None:
     """Each another one, so that nothing that was kept helps. Once an engine compiled each as it began, and the other
     stream waited 0.2 s of processor time for each."""

@@ -46,7 +46,7 @@ class Harmony(CallFormat):
 
     def grammar(self, schemas: Schemas) -> str:
         return (
-            "%llguidance {}\nstart: (tag | other)* TEXT\n"
+            "start: (tag | other)* TEXT\n"
             f"other: TEXT <[{ranges(self.free)}]>\ntag: to_function name\n"
             'to_function[lazy]: TEXT "to=functions."\nTEXT: /(.|\\n)*/\n' + self._names(schemas)
         )
