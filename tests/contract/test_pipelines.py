@@ -58,7 +58,7 @@ def test_cores_that_move_keys_and_values_do_nothing_else_meanwhile() -> None:
     assert found[1] < 0.97 * found[None]
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 3))
+@pytest.mark.parametrize("kind", few(KINDS, 2))
 @pytest.mark.parametrize(("model", "cluster"), few([("t5-11b", "a40x8"), ("opt-13b", "a40x4")]))
 def test_plans_do_in_simulation_what_they_claim(model: str, cluster: str, kind: str) -> None:
     """On the stages, blocks and settings that the plan itself names, with K/V memory as it binds."""

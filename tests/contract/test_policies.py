@@ -20,7 +20,7 @@ KINDS = tuple(kind for kind in POLICIES if kind != "waa")
 DEVICES = (("opt-125m", "h200x1"), ("opt-125m", "v100x1"), ("llama-3.1-8b", "h200x1"), ("opt-13b", "a40x4"))
 WORKLOADS = ("summarization", "translation", "code-generation", "chat-short", "chat-long", "orca")
 
-NUM_CASES = examples(25, 10)
+NUM_CASES = examples(25, 5)
 LARGEST_BATCH = 300
 
 DIRECTION_TOLERANCE = 0.02

@@ -178,6 +178,7 @@ def test_what_binds_is_named_with_a_value_that_works(name: str, headroom: float)
     best(nearest)
 
 
+@pytest.mark.long
 def test_same_input_same_plan() -> None:
     def text() -> str:
         plan = Scheduler(problem("opt-13b", "a40x4", "summarization", 20.0)).best()

@@ -9,13 +9,14 @@ import numpy as np
 
 from benchmarks.papers.exegpt import opt_on_four_a40, waa_placement
 from benchmarks.papers.settings import problem, workload_of
+from tests.rings import examples
 from xgpt.core.schema import WaaSettings
 from xscheduler.schedule import Scheduler
 from xsimulator.costs.step_cost import StepCounts
 from xsimulator.forecast import FORECASTS, TwoLaneModel
 from xsimulator.run import simulate
 
-CAPS = ((4, 16), (10, 20), (10, 40), (20, 40), (20, 80), (40, 80))
+CAPS = ((10, 20), (20, 80), (4, 16), (10, 40), (20, 40), (40, 80))[: examples(6, 2)]
 """Encode batch, and the most requests inside."""
 
 

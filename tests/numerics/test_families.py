@@ -32,7 +32,7 @@ INT8_SIMILARITY = 0.98
 
 FIRST_SHAPES = [next(name for name in CHECKPOINTS if name.startswith(family)) for family in FAMILIES]
 OTHER_SHAPES = [name for name in CHECKPOINTS if name not in FIRST_SHAPES]
-MAIN_FIRST = few([*FIRST_SHAPES, *OTHER_SHAPES], 5)
+MAIN_FIRST = few([*FIRST_SHAPES, *OTHER_SHAPES], 3)
 EACH_FAMILY = few([*FIRST_SHAPES, *OTHER_SHAPES], len(FIRST_SHAPES))
 DECODERS = [name for name in FIRST_SHAPES if not name.startswith("t5")]
 ROTARY = [name for name in DECODERS if not name.startswith(("gpt2", "opt"))]
@@ -376,7 +376,7 @@ def solitary(model, id_, prompt, max_output):
     "policy, backend",
     few([("chunked", "numba"), *((name, "numba") for name in OTHERS), ("chunked", "reference")]),
 )
-@pytest.mark.parametrize("name", few(FIRST_SHAPES, 4))
+@pytest.mark.parametrize("name", few(FIRST_SHAPES, 2))
 def test_greedy_tokens_equal_transformers_whatever_shares_the_batch(checkpoint, expected_tokens, name, policy, backend):
     directory, _ = checkpoint(name)
     expected = expected_tokens(name)

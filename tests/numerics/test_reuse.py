@@ -104,7 +104,7 @@ def run(
     return tokens, preempted, executor._count and len([n for n in lost_at if n <= executor._count]), found
 
 
-@pytest.mark.parametrize("name", few(DECODERS, 2))
+@pytest.mark.parametrize("name", few(DECODERS))
 def test_tokens_are_the_same(worker_of, name: str) -> None:
     worker = worker_of(name)
     alone, *_ = run(worker, "orca", "reserve", 0, reuse=False, alone=True)

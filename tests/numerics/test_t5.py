@@ -172,6 +172,7 @@ def test_preempted_requests_have_the_same_tokens(checkpoint, monkeypatch, kv_blo
     assert len(preempted) > 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", few(["waa", "rra", "orca"]))
 def test_quantile_plans_are_simulated_and_replayed(kind):
     subject = replace(problem("t5-11b", "a40x4", "translation", 20.0), kv="quantile")

@@ -94,16 +94,17 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def called_name(call: ast.Call) -> str:
-    """Return the last name of what is called; empty if it has none."""
-    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+def last_name(node: ast.expr) -> str:
+    """Return the last name of `a` or `a.b`; empty for any other expression."""
+    return getattr(node, "attr", None) or getattr(node, "id", "")
 
 
 def type_checking_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
 
 
-def imports_of(path: Path, root: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path, root: Path) -> list[Import]:
     """All imports of a file as absolute names; `from a import b` is a.b, whether b is a module or not."""
     package = name_of(path, root).split(".")
     if path.name != "__init__.py":
@@ -116,7 +117,7 @@ def imports_of(path: Path, root: Path) -> Iterator[Import]:
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             yield from (Import(f"{base}.{alias.name}", late, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and called_name(node) in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("import_module", "__import__"):
             target = node.args[0]
             named = target.value if isinstance(target, ast.Constant) else "<computed>"
             yield Import(str(named), late, node.lineno)
@@ -124,7 +125,7 @@ def imports_of(path: Path, root: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, inside or type_checking_only(node))
 
-    yield from walk(tree_of(path), False)
+    return list(walk(tree_of(path), False))
 
 
 def complaints(root: Path) -> list[str]:

@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -72,11 +73,12 @@ def test_no_field_is_declared_twice() -> None:
     assert all(text for _, text in declared)
 
 
-def lists_of(source: str) -> list[set[str]]:
+@cache
+def lists_of(path: Path) -> list[set[str]]:
     """The choices that code spells out: lists, tuples, sets and Literals of texts."""
     return [
         {element.value for element in node.elts if isinstance(element, ast.Constant) and isinstance(element.value, str)}
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.List | ast.Tuple | ast.Set)
     ]
 
@@ -85,7 +87,7 @@ def lists_of(source: str) -> list[set[str]]:
 def test_a_list_of_choices_stands_once(choices: object) -> None:
     known = set(get_args(choices))
     paths = [path for package in ("xgpt", "xscheduler") for path in sorted((ROOT / package).rglob("*.py"))]
-    found = [path for path in paths for spelt in lists_of(path.read_text(encoding="utf-8")) if known <= spelt]
+    found = [path for path in paths for spelt in lists_of(path) if known <= spelt]
     assert len(found) <= 1 and all(path.is_relative_to(ROOT / "xgpt/core/schema") for path in found)
 
 

@@ -200,6 +200,7 @@ def test_a_plan_is_measured_at_the_rate_that_it_promises(monkeypatch: pytest.Mon
     assert [load.arrivals for load in loads] == [ArrivalProcess.at(found.rate_per_s), ArrivalProcess.at(1.0), None]
 
 
+@pytest.mark.long
 def test_where_waits_are_not_known_none_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert benched("chunked", Load(60), monkeypatch).core_waits is None
 
@@ -216,6 +217,7 @@ def test_saturated_the_drawn_requests_are_no_error_of_the_model(monkeypatch: pyt
     assert report.bound_kept is None  # it is one on requests that arrive
 
 
+@pytest.mark.long
 def test_saturated_the_prediction_is_what_the_plan_states(monkeypatch: pytest.MonkeyPatch) -> None:
     throughput = benched("chunked", Load(examples(1500, 700)), monkeypatch).figure("throughput_rps")
     assert throughput.error == pytest.approx(PACE - 1, abs=0.06)

@@ -55,6 +55,7 @@ def test_the_report_says_what_the_plan_says(kind: str) -> None:
     assert page == page_of(plan), "same plan, same page"
 
 
+@pytest.mark.long
 def test_a_bound_on_all_requests_stands_beside_what_all_simulated_ones_took() -> None:
     plan = a_plan("rra")
     plan = plan.model_copy(update={"constraint": plan.constraint.model_copy(update={"sla": "request"})})

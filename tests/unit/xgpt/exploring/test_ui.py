@@ -224,6 +224,7 @@ def test_a_body_in_chunks_is_no_longer_than_another(url: str) -> None:
     assert (answer.status_code, answer.json()) == (413, {"error": f"at most {MOST_BYTES} bytes"})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("noticed", few(["gone", "silent"]))
 def test_a_question_right_behind_the_end_of_the_process_is_answered(noticed: str) -> None:
     """It had the last word of the process that was gone for its answer, or might have waited for ever."""

@@ -183,7 +183,7 @@ def test_the_exported_script_is_not_for_others_without_keys(tmp_path: Path) -> N
     assert isinstance(refused.exception, InputError) and "--api-key-file" in str(refused.exception)
 
 
-@pytest.mark.parametrize("name", few(HOSTILE, 4))
+@pytest.mark.parametrize("name", few(HOSTILE, 2))
 @pytest.mark.parametrize("target", ["vllm", "k8s", "dynamo", "llm-d", "script"])
 def test_a_name_stays_a_name(name: str, target: Target, tmp_path: Path) -> None:
     plain, files = export(hostile("opt"), target), export(hostile(name), target)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fakes import SPEC, FakeExecutor, byte_codec, eventually, fake_app, fake_engine, fake_plan, running
+from tests.rings import few
 from tests.unit.xgpt.core.policies.test_in_time import nanosecond_a_token
 from xgpt.core.errors import InputError
 from xgpt.core.policies import LaneSettings, OneLane, Pool
@@ -146,7 +147,7 @@ def test_limits_of_one_key_leave_the_others_alone() -> None:
 # Shares -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", get_args(AdmissionOrder))
+@pytest.mark.parametrize("order", few(get_args(AdmissionOrder), 2))
 def test_two_keys_at_three_times_capacity_are_served_by_their_shares(order: AdmissionOrder) -> None:
     """On the simulated clock, by the rule that serves; each sends 1.5 times what the engine can do, b longer outputs.
     Before, both got the half."""

@@ -116,6 +116,7 @@ def test_load_balancers_learn_of_the_end_before_it_comes() -> None:
     assert (process.returncode, out, err) == (0, "cleaned up\n", "")
 
 
+@pytest.mark.long
 def test_a_second_signal_does_not_wait_for_load_balancers() -> None:
     process, _ = start("shutdown_delay_s=60")
     with process:

@@ -166,6 +166,7 @@ def test_a_request_that_ends_every_vllm_is_found_and_ended(start: Start) -> None
         assert "lost 4 times within 10 minutes, the last time: " in says and "the device has gone" in says
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", few([ORCA, WAA]), ids=["one lane", "waa"])
 def test_a_vllm_that_makes_no_step_is_noticed(plan: Plan, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(plan)
@@ -228,6 +229,7 @@ def test_deadlines_reach_the_rule(start: Start) -> None:
     assert begun.index(2) < begun.index(1) and 3 not in begun and 3 not in got
 
 
+@pytest.mark.long
 def test_a_plan_changes_between_two_steps(start: Start) -> None:
     engine = start(ORCA)
     submit(engine, PROMPTS, max_output=100)
@@ -298,6 +300,7 @@ def test_what_vllm_cannot_run_is_refused_before_it_is_asked(start: Start) -> Non
             start(plan)
 
 
+@pytest.mark.long
 def test_a_prompt_that_the_encode_lane_cannot_hold_fails_alone(start: Start) -> None:
     """200 blocks of 16 tokens hold it in the decode lane alone."""
     stages = tuple(stage.model_copy(update={"kv_blocks": 4 if stage.lane == "encode" else 800}) for stage in WAA.stages)

@@ -82,7 +82,7 @@ def judge(
 
 
 @pytest.mark.parametrize("kind", ["rra", "chunked", "orca"])
-@pytest.mark.parametrize(("input_", "output"), [(0.8, 1.4), (1.3, 0.7)])
+@pytest.mark.parametrize(("input_", "output"), few([(0.8, 1.4), (1.3, 0.7)]))
 def test_a_running_plan_under_other_lengths(kind: str, input_: float, output: float) -> None:
     plan = plan_of(kind, 6.0)
     lengths = scaled(plan.workload, input_, output)

@@ -89,6 +89,7 @@ def test_the_bound_is_broken_where_more_arrive_than_it_is_kept_for(share: float,
     assert decision.running.keeps_bound is keeps
 
 
+@pytest.mark.long
 def test_on_one_device_a_static_batch_may_give_way_to_another_policy() -> None:
     plan = free(plan_each(OF.under(Constraint(latency_bound_s=8.0, objective="arrivals")), "static")["static"])
     decision, then = propose(plan, OF.profile, observed(1.0, 1.0))

@@ -71,7 +71,7 @@ ACCOUNTS = (Account("a", 3.0), Account("b"), Account("c", 0.5, 1))
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=examples(60, 20))
+@settings(max_examples=examples(60, 10))
 @given(data=st.data(), patience_ns=st.none() | st.integers(1, 60), accounts=st.sampled_from([ACCOUNTS[:1], ACCOUNTS]))
 def test_no_request_is_lost_or_served_twice(order, data, patience_ns, accounts):
     """Whatever comes, leaves, expires and returns: the queue is a set of requests, and the right ones expire."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.fakes import fake_plan
 from tools.structured import conversations, shared_prompts
@@ -38,6 +39,7 @@ def found(trace: TraceLengths, tokens: float) -> float:
     return ReuseCurve(trace, 16).share(tokens)
 
 
+@pytest.mark.long
 def test_a_replica_finds_nearly_as_much_as_one_that_has_all_requests() -> None:
     """With half of the requests and a quarter of the memory; routed one by one in turns it finds much less."""
     plan = fake_plan(replicas=4, block_size=16)
