@@ -448,10 +448,9 @@ def test_placements_are_held(xgpt: Xgpt) -> None:
         fixes = ("--fix", "tp=2", "--fix", f"ep={ep}", "--fix", "replicas=1", "--fix", "max_batch=32")
         document = json.loads(xgpt("plan", "--latency-bound", "60", *experts, *fixes, "--json").out)
         assert {(stage["tp"], stage["ep"]) for stage in document["stages"]} == {(2, ep)}
-    waa = json.loads(
-        xgpt("plan", "--latency-bound", "60", *place, "--policy", "waa", "--fix", "encode_batch=3", "--json").out
-    )
-    assert waa["policy"]["encode_batch"] == 3
+    fixes = ("--policy", "waa", "--fix", "encode_batch=3", "--fix", "buffer_iterations=2")
+    waa = json.loads(xgpt("plan", "--latency-bound", "60", *place, *fixes, "--json").out)["policy"]
+    assert (waa["encode_batch"], waa["buffer_iterations"]) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from xscheduler.expression import names_in
 from xscheduler.objectives.arrivals import Arrivals
 from xscheduler.objectives.base import Objective
 from xscheduler.objectives.saturation import Saturated, with_simulated_figures
-from xscheduler.objectives.steadying import steadied
 from xscheduler.objectives.tuning import TunedArrivals
 from xscheduler.placement import PLACED, Placement
 from xscheduler.problem import Problem
@@ -75,7 +74,6 @@ class Task:
             raise InputError("fix", f"eta_percent={percent}", "give 1 to 99")
         kinds = kinds_of(self.problem, self.policy)
         plans = _distinct(self._objective(progress).settle(kinds))
-        plans = {kind: steadied(plan, self.problem) for kind, plan in plans.items()}
         pinned = Pinned(policy=self.policy, fixed=dict(self.problem.fixed))
         return {kind: plan.model_copy(update={"pinned": pinned}) for kind, plan in plans.items()}
 
