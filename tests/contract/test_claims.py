@@ -272,7 +272,8 @@ KNOWN = (
 """Problems for which a claim once failed; the first ones, of every policy, are in the first ring."""
 
 
-@settings(max_examples=examples(300, 1))
+@pytest.mark.timeout(3600)
+@settings(max_examples=examples(100, 1))
 @given(cases)
 @known(KNOWN, 1)
 def test_claims_hold(case: Case) -> None:
@@ -303,6 +304,7 @@ KNOWN_RATES = (
 """Problems for which a stated rate was once wrong."""
 
 
+@pytest.mark.timeout(3600)
 @settings(max_examples=12, phases=tuple(Phase) if ALL else [Phase.explicit])
 @given(rated)
 @known(KNOWN_RATES, 1)
@@ -311,7 +313,8 @@ def test_rates_hold(case: Case) -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=5000, derandomize=False)
+@pytest.mark.timeout(3600)
+@settings(max_examples=100, derandomize=False)
 @given(cases)
 def test_claims_hold_of_many(case: Case) -> None:
     claims_hold(case)
