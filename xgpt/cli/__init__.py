@@ -11,13 +11,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from xgpt.cli import commands
-from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable
+from xgpt.core.errors import InfeasibleError, XgptError, nearest, not_installed, printable, similar
 from xgpt.core.version import __version__
 
 COMMANDS = (
@@ -64,8 +63,8 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = get_close_matches(args[0], COMMANDS, n=1)
-            way_out = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
+            near = similar(args[0], COMMANDS)
+            way_out = f"Did you mean {near}?" if near else f"There are {', '.join(COMMANDS)}."
             raise click.UsageError(f"{error.message} {way_out}", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -125,9 +124,8 @@ def _elsewhere(error: click.NoSuchOption) -> str:
     for here, elsewhere in OPTIONS_ELSEWHERE.items():
         if error.option_name in elsewhere:
             return f" Give {here}."
-    near = get_close_matches(error.option_name, error.possibilities or [], cutoff=0.7)
-    near = near or [each for each in error.possibilities or [] if each.startswith(error.option_name)]
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    near = similar(error.option_name, error.possibilities or [], cutoff=0.7)
+    return f" Did you mean {near}?" if near else ""
 
 
 def _takes(name: str, option: str) -> bool:

@@ -48,24 +48,22 @@ LONG_S = {"latency_bound_s": 600, "ttft_s": 60, "tpot_s": 2}
 
 
 class Seconds(click.ParamType):
-    """A time above zero; `inf`, if allowed, means no bound and becomes None."""
+    """A time above zero; `inf`, if allowed, means no bound."""
 
     name = "seconds"
 
     def __init__(self, *, allow_inf: bool = False) -> None:
         self.allow_inf = allow_inf
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | None:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         accepted = "seconds above 0" + (", or inf for no bound" if self.allow_inf else "")
         try:
             seconds = math.inf if value == "inf" else decimal(str(value))
         except ValueError:
             self.fail(f"{value!r} is not a number; give {accepted}", param, ctx)
-        if self.allow_inf and seconds == math.inf:
-            return None
-        if not (math.isfinite(seconds) and seconds > 0):
+        if seconds <= 0 or (seconds == math.inf and not self.allow_inf):
             self.fail(f"{value!r} is not accepted; give {accepted}", param, ctx)
-        if param is not None and seconds >= LONG_S.get(param.name or "", math.inf):
+        if param is not None and LONG_S.get(param.name or "", math.inf) <= seconds < math.inf:
             click.echo(f"note: {param.opts[0]} {value} is in seconds, not in milliseconds", err=True)
         return seconds
 

@@ -83,8 +83,19 @@ def not_installed(error: ModuleNotFoundError) -> MachineError | None:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ": did you mean X?" for the end of an error message, or "" if no known name is similar."""
-    found = get_close_matches(name, list(known), n=1)
-    return f": did you mean {found[0]}?" if found else ""
+    found = similar(name, known)
+    return f": did you mean {found}?" if found else ""
+
+
+def similar(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known names that begin with this one, or the nearest one, as "X or Y"; "" if none is near.
+
+    Args:
+        cutoff: the least similarity of the nearest name, from 0 to 1 (see `difflib`).
+    """
+    known = list(known)
+    begin = [each for each in known if name and each.startswith(name)]
+    return " or ".join(begin or get_close_matches(name, known, n=1, cutoff=cutoff))
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:

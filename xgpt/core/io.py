@@ -7,9 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from xgpt.core.errors import InputError, MachineError, XgptError, reason_of
+from xgpt.core.errors import InputError, MachineError, XgptError, reason_of, similar
 from xgpt.core.refusals import refusal
 from xgpt.core.schema.step_log import StepRecord
 
@@ -70,13 +68,9 @@ def find_config(kind: ConfigKind, name: str, field: str | None = None) -> Path:
     if path.suffix in FILES or path.name != name:
         raise InputError(field, name, "there is no such file or directory")
     names = config_names(kind)
-    raise InputError(field, name, f"{_meant(name, names)}give a path or one of {', '.join(names)}")
-
-
-def _meant(name: str, names: Sequence[str]) -> str:
-    """Return the names that begin like this one, or the nearest one, as a question; "" if none is near."""
-    near = [each for each in names if each.startswith(name.lower())] or get_close_matches(name.lower(), names, n=1)
-    return f"did you mean {' or '.join(near)}? Otherwise " if near and name else ""
+    near = similar(name.lower(), names)
+    hint = f"did you mean {near}? Otherwise " if near else ""
+    raise InputError(field, name, f"{hint}give a path or one of {', '.join(names)}")
 
 
 def parse(data: Any, type_: type[T], field: str) -> T:

@@ -66,6 +66,7 @@ def decide(judge: Judge, terms: Terms) -> Verdict:
     if nearest_s is not None and judge.running.arrival_rate_per_s:
         kept = f"the running one keeps it up to {judge.running.arrival_rate_per_s:.3g} requests/s"
         reason = f"no other plan keeps the bound of {_bound(judge.plan.constraint)}; {kept}"
+        return Verdict(judge.running, judge.breaks, reason)
     found = None
     for bound_s in () if nearest_s is None else [factor * nearest_s for factor in WIDER]:
         near = judge.near(bound_s)

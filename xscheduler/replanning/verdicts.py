@@ -198,7 +198,7 @@ class ArrivalsJudge(Judge):
 
     def near(self, nearest_bound_s: float) -> Judge | None:
         given_s, bound_s = self.plan.constraint.latency_bound_s, self.terms.near * nearest_bound_s
-        if given_s is None or bound_s <= given_s or self.kept_rps:
+        if given_s is None or bound_s <= given_s:
             return None
         constraint = self.plan.constraint.model_copy(update={"latency_bound_s": bound_s})
         plan = self.plan.model_copy(update={"constraint": constraint})
