@@ -64,7 +64,7 @@ def test_a_search_of_many_devices_opens_few_placements(kind: str) -> None:
     """Bounds from the convex floor of experts' times left 280 to 600 of them open, and 100,000 predictions too few."""
     found = Scheduler(problem("deepseek-v3", "h200x32", "chat-long", 30.0)).best((kind,))
     assert found.search.gap is not None and found.search.gap < 0.005
-    assert found.search.evaluations < 15_000
+    assert found.search.evaluations < 30_000  # small boxes are swept
 
 
 @pytest.mark.parametrize("kind", few(["waa", "chunked", "orca", "rra", "static"]))

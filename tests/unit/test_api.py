@@ -7,6 +7,7 @@ import doctest
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,10 +118,14 @@ def test_errors_are_raised_and_nothing_is_printed(capfd: pytest.CaptureFixture[s
     assert api.plan is xgpt.plan
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "what_if" else pytest.mark.long) for name in EXAMPLES],
-)
+def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "what_if.py"))
+    assert "6 s: " in capsys.readouterr().out and (tmp_path / "what_if.svg").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
